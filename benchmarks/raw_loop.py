@@ -96,11 +96,11 @@ def raw_optimizer(plan: Plan, model: nn.Module, **more: Any) -> Optimizer:
     """PyTorch's, with the values of the configuration and no other choice than `more`."""
     config = plan.config.train.optimizer
     options: dict[str, Any] = {"lr": plan.lr, "weight_decay": config.weight_decay}
-    if config.name.name == "adamw":
+    if config.name == "adamw":
         options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
     else:
         options["momentum"] = config.momentum
-    if config.name.name == "rmsprop":
+    if config.name == "rmsprop":
         options |= {"alpha": config.alpha, "eps": config.eps}
     return CLASSES[config.name](model.parameters(), **options, **more)
 
@@ -183,7 +183,7 @@ def planned(case: Case, precision: str, device: str = "cpu") -> Plan:
     plan = make_plan(compose([*given, "data.fallback=generated"]).config, ())
     if plan.speed.optimizer_impl == "eager":
         plan = replace(plan, speed=replace(plan.speed, optimizer_impl=fastest(plan.device)))
-    if plan.speed.optimizer_impl == "foreach" and plan.config.train.optimizer.name.name == "adamw":
+    if plan.speed.optimizer_impl == "foreach" and plan.config.train.optimizer.name == "adamw":
         plan = replace(plan, speed=replace(plan.speed, optimizer_impl="fused"))
     return plan
 

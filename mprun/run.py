@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +138,7 @@ def _train(
 ) -> None:
     """Assemble the run, train, test and check it."""
     train, coordinator = plan.config.train, coordinator_here()
-    layout = coordinator.layout(plan.config.parallel.name.name, plan.device)
+    layout = coordinator.layout(plan.config.parallel.name, plan.device)
     coordinator.announce(
         Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve())
     )
@@ -151,7 +150,7 @@ def _train(
                 parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
             summary.converted_gemms = parts.precision.converted_gemms
-            summary.effective = replace(row, partials_dtype=summary.effective.partials_dtype)
+            summary.effective = row.with_partials_of(summary.effective)
         finally:
             for callback in callbacks:
                 callback.on_start(summary, folder.path)
@@ -170,7 +169,7 @@ def _train(
     facts = {"choices": plan.choices, **run_facts(summary)}
     checkpointer = Checkpointer(folder.path, layout, states, facts, saved)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
-    check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
+    check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
     # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
@@ -255,7 +254,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
                 job.config, (), job.choices, untrusted=job.untrusted, resumed=job.saved is not None
             )
             flags.enter_context(plan.backend_flags())
-            layout = coordinator.layout(plan.config.parallel.name.name, plan.device)
+            layout = coordinator.layout(plan.config.parallel.name, plan.device)
             layout.ranks.agree(False)
             parts, exceptions = build_run(plan, lambda line: None, layout)
         with coordinator.together():
@@ -367,7 +366,7 @@ def _first_summary(
         summary.started_at = earlier.started_at
         kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
         summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
-        summary.effective.partials_dtype = earlier.effective.partials_dtype
+        summary.effective = summary.effective.with_partials_of(earlier.effective)
     return summary
 
 

@@ -27,7 +27,6 @@ from docs.examples import RECIPES, Example
 from mprun.cli.main import main
 from mprun.compare.measures import OVERLAPPED
 from mprun.compare.notes import variant_notes
-from mprun.config.settings import Objective
 from mprun.doctor.machine_findings import conclusions, findings
 from mprun.experiments.advise import advise, screened
 from mprun.experiments.double import double
@@ -154,10 +153,10 @@ def advice() -> tuple[str, str]:
             summary.started_at = f"2026-11-21T{next(hours):02}:00:00+00:00"
             summary.written_at = summary.started_at
             outcomes.append(Outcome(Trial(name, seed, ()), summary, None))
-    dropped = screened(outcomes, "fp32", Objective.time, pairs=2)
+    dropped = screened(outcomes, "fp32", "time", pairs=2)
     no_gain = variant("fp16_true", time=(1.07, 0.95, 1.2))
     found = [
-        advise(comparison(no_gain), {}, Objective.time),
+        advise(comparison(no_gain), {}, "time"),
         advise(
             comparison(
                 variant("bf16_mixed", time=(0.36, 0.33, 0.39)),
@@ -166,7 +165,7 @@ def advice() -> tuple[str, str]:
                 no_gain,
             ),
             {},
-            Objective.time,
+            "time",
             dropped,
         ),
     ]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mprun.config import Config
-from mprun.config.schema import Casting, OpListsConfig, Unlisted
+from mprun.config.schema import OpListsConfig
 from mprun.errors import UsageError
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy
@@ -33,11 +31,7 @@ from mprun.train.user_code import model_of
 
 def build_policy(config: Config) -> Policy:
     """The policy a configuration's precision section describes."""
-    row: dict[str, Any] = {
-        k: v.name if isinstance(v, Enum) else v
-        for k, v in vars(config.precision).items()
-        if not k.startswith("layers")
-    }
+    row = {k: v for k, v in vars(config.precision).items() if not k.startswith("layers")}
     try:
         return Policy(**row)
     except ValueError as error:
@@ -78,12 +72,12 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
         UsageError: two of the user's files, or two of the configuration's lists, have the same op;
             with `op_lists.strict`, a name that no op has.
     """
-    if config.precision.casting is not Casting.op_lists:
+    if config.precision.casting != "op_lists":
         return None
     section = config.op_lists
     lower, fp32, promote = (names for names, _ in _without_displaced(section, device, resumed))
     try:
-        lists = op_lists(lower, fp32, promote, section.unlisted is Unlisted.first_input)
+        lists = op_lists(lower, fp32, promote, section.unlisted == "first_input")
     except ValueError as error:
         raise UsageError(f"op_lists: {error}") from None
     if section.strict and lists.unknown:
@@ -111,7 +105,7 @@ def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | 
     Ops that leave the promote list are not mentioned: in HMP the other two lists win over it.
     """
     section = config.op_lists
-    if config.precision.casting is not Casting.op_lists or not _kinds_from_files(section):
+    if config.precision.casting != "op_lists" or not _kinds_from_files(section):
         return None
     settled = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
     displaced = [(kind, names) for kind, (_, names) in settled if names and kind != "promote"]

@@ -80,7 +80,7 @@ def initial_summary(
         guard=_guard(plan),
         warnings=list(plan.warnings),
         parallel=ParallelRow(
-            kind=config.parallel.name.name if config.parallel.world_size > 1 else "none",
+            kind=config.parallel.name if config.parallel.world_size > 1 else "none",
             world_size=config.parallel.world_size,
         ),
         metric=Metric(
@@ -104,7 +104,7 @@ def _guard(plan: Plan) -> GuardRow | None:
 
 
 def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
-    action = plan.config.debug.fp_exceptions.name
+    action = plan.config.debug.fp_exceptions
     if action == "off":
         return None
     return FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0)
@@ -116,8 +116,8 @@ def variant_label(plan: Plan) -> str:
     files = (lists.lower_file, lists.fp32_file, lists.promote_file)
     label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
     label += "+files" if any(files) else ""
-    label += "+skip" if plan.config.debug.fp_exceptions.name == "skip" else ""
+    label += "+skip" if plan.config.debug.fp_exceptions == "skip" else ""
     label += "+guard" if guard_action(plan.config, plan.policy) == "promote" else ""
     label += f" x{factor}" if factor > 1 else ""
     parallel = plan.config.parallel
-    return label + (f" {parallel.name.name}-{parallel.world_size}" * (parallel.world_size > 1))
+    return label + (f" {parallel.name}-{parallel.world_size}" * (parallel.world_size > 1))

@@ -36,7 +36,7 @@ from mprun import optim
 from mprun._torch import eager_optimizer
 from mprun.assemble.file_recipe import UntrustedCodeError, announced
 from mprun.config import Config
-from mprun.config.schema import OptimizerConfig, OptimizerName, Scheduler, TrainConfig
+from mprun.config.schema import OptimizerConfig, TrainConfig
 from mprun.config.validate import stored_moments
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError, first_line, hint, nearest
@@ -210,22 +210,22 @@ def build_schedule(
     if recipe.makes_schedule:
         return Schedule(_recipes_schedule(recipe, optimizer))
     if train.warmup_steps or train.min_lr:
-        lowest = 0.0 if train.scheduler is Scheduler.none else train.min_lr
+        lowest = 0.0 if train.scheduler == "none" else train.min_lr
         curve = CURVES[train.scheduler]
         bases = [float(group["lr"]) for group in optimizer.param_groups]
         factors = [factor(curve, train.warmup_steps, steps or 1, lowest / base) for base in bases]
         return Schedule(LambdaLR(optimizer, factors))
-    if train.scheduler is Scheduler.none or steps is None:
+    if train.scheduler == "none" or steps is None:
         return Schedule()
-    if train.scheduler is Scheduler.cosine:
+    if train.scheduler == "cosine":
         return Schedule(CosineAnnealingLR(optimizer, T_max=steps))
     return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
 
 
-CURVES: dict[Scheduler, Callable[[float], float]] = {
-    Scheduler.none: lambda _: 1.0,
-    Scheduler.linear: lambda done: 1 - done,
-    Scheduler.cosine: lambda done: (1 + math.cos(math.pi * done)) / 2,
+CURVES: dict[str, Callable[[float], float]] = {
+    "none": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
 """The share of the fall that is left, by the share of the steps after the warm-up."""
 
@@ -263,10 +263,10 @@ def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
     return schedule
 
 
-CLASSES: dict[OptimizerName, type[Optimizer]] = {
-    OptimizerName.sgd: torch.optim.SGD,
-    OptimizerName.rmsprop: torch.optim.RMSprop,
-    OptimizerName.adamw: torch.optim.AdamW,
+CLASSES: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adamw": torch.optim.AdamW,
 }
 
 
@@ -294,7 +294,7 @@ def optimizer_name(config: OptimizerConfig, recipe: Recipe) -> str:
     """The name of a run's optimizer, its import path, or the recipe's class that makes it."""
     if recipe.makes_optimizer:
         return f"{type(recipe).__name__}.optimizer"
-    return config.name.name if config.target is None else config.target
+    return config.name if config.target is None else config.target
 
 
 def unused_by(recipe: Recipe) -> dict[str, str]:
@@ -485,15 +485,15 @@ def _named(
 ) -> Optimizer:
     kind = CLASSES[config.name]
     options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
-    if config.name is OptimizerName.adamw:
+    if config.name == "adamw":
         options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
     else:
         options["momentum"] = config.momentum
-    if config.name is OptimizerName.rmsprop:
+    if config.name == "rmsprop":
         options |= {"alpha": config.alpha, "eps": config.eps}
     if speed.optimizer_impl not in engines.ENGINES:
         options |= speed.optimizer_options()
-        if config.name is OptimizerName.rmsprop:
+        if config.name == "rmsprop":
             del options["fused"]  # RMSprop has no fused kernels
         return eager_optimizer(kind)(trained(model), **options)  # type: ignore[arg-type]
     return low_precision(policy, kind, trained(model), seed, speed.optimizer_impl, **options)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from mprun import devices
 from mprun.assemble.optimizer import build_optimizer, build_schedule
 from mprun.assemble.plan import Plan, guard_action
-from mprun.config import Config, schema
+from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
 from mprun.data import (
     Batches,
@@ -107,11 +107,11 @@ def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
         ranks: the processes that train together; None: one.
     """
     debug = plan.config.debug
-    if debug.fp_exceptions is schema.FpExceptions.off:
+    if debug.fp_exceptions == "off":
         return RunExceptions()
     saturates = plan.policy.overflow == "saturate"
     share = partial(of_all_processes, ranks or Ranks())
-    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates, share)
+    return WatchedRunExceptions(debug.fp_exceptions, debug.halt_after, saturates, share)
 
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
@@ -345,7 +345,7 @@ def run_loggers(
         configuration=resolved,
         tags={**config.tags, **run_tags(summary)},
         uri=config.uri,
-        online=config.mode.name == "online",
+        online=config.mode == "online",
         first_step=first_step,
         log_every=plan.config.train.log_every,
     )

@@ -38,7 +38,6 @@ from mprun.assemble.optimizer import (
 )
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.config import Config
-from mprun.config.schema import LrRule, ParallelKind, Scheduler
 from mprun.config.validate import (
     GUARD,
     SATURATES,
@@ -198,7 +197,7 @@ def make_plan(
     Raises:
         UsageError: see the package's text.
     """
-    check_logger(config.logger.name, config.logger.mode.name == "online")
+    check_logger(config.logger.name, config.logger.mode == "online")
     if config.speed.name != "plain":
         steady_heap()
     if untrusted is None and config.run.resume is not None and not config.run.trust:
@@ -210,7 +209,7 @@ def make_plan(
     device = choose_device(earlier.get("device", config.device))
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
-    wanted = earlier.get("execution", config.execution.name)
+    wanted = earlier.get("execution", config.execution)
     guard = guard_action(config, policy)
     chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
     execution = chosen.name
@@ -294,7 +293,7 @@ def choose_speed(
         low: whether the optimizer writes anything in 16 bits.
     """
     optimizer = config.train.optimizer
-    named = "adamw" if optimizer.target in FUSED else optimizer.name.name
+    named = "adamw" if optimizer.target in FUSED else optimizer.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
     if earlier:
@@ -317,9 +316,9 @@ def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
         return "emulated arithmetic rounds op by op, which compiled code does not do"
     if fp32_fallback != "none":
         return "this CPU's float16 ops are computed in float32 op by op"
-    if config.parallel.world_size > 1 and config.parallel.name is ParallelKind.fsdp2:
+    if config.parallel.world_size > 1 and config.parallel.name == "fsdp2":
         return "parallel=fsdp2 gathers parameters between modules, which was not tried compiled"
-    if config.debug.fp_exceptions.name != "off":
+    if config.debug.fp_exceptions != "off":
         return "debug.fp_exceptions inspects single ops, which compiled code does not run"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):
         return "torch.compile needs a C++ compiler, and there is none"
@@ -331,8 +330,8 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
     parallel = config.parallel
     if parallel.world_size == 1:
         return
-    action = config.debug.fp_exceptions.name
-    if parallel.name is ParallelKind.fsdp2 and action != "off":
+    action = config.debug.fp_exceptions
+    if parallel.name == "fsdp2" and action != "off":
         raise UsageError(
             f"debug.fp_exceptions={action} with parallel=fsdp2: gradients change their tensors "
             "between the backward pass and the step, so what they come from is not known; legal: "
@@ -340,7 +339,7 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
         )
     if policy.accum_dtype != policy.param_dtype:
         raise UsageError(
-            f"precision.accum_dtype={policy.accum_dtype} with parallel={parallel.name.name}: "
+            f"precision.accum_dtype={policy.accum_dtype} with parallel={parallel.name}: "
             "PyTorch's DDP and FSDP2 keep gradients in the parameters' dtype, "
             f"{policy.param_dtype}; legal: that (precision.reduce_dtype is the dtype of the sum "
             "over processes)"
@@ -356,7 +355,7 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
 
 def guard_action(config: Config, policy: Policy) -> str:
     """off, log or promote: what is done about products that do not tolerate their format."""
-    return "off" if policy.gemms == "none" else config.debug.guard.name
+    return "off" if policy.gemms == "none" else config.debug.guard
 
 
 def _fields_without_effect(
@@ -394,9 +393,9 @@ def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
 def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
     """Raise `UsageError` for a schedule over a number of steps that nobody knows."""
     scheduler, steps = config.train.scheduler, config.train.max_steps
-    if scheduler is not Scheduler.none and steps is None and train.batches(1) is None:
+    if scheduler != "none" and steps is None and train.batches(1) is None:
         raise UsageError(
-            f"train.scheduler={scheduler.name} needs a planned number of steps, and the training "
+            f"train.scheduler={scheduler} needs a planned number of steps, and the training "
             "data do not say how many batches an epoch has: set train.max_steps"
         )
 
@@ -430,7 +429,7 @@ def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str |
     """
     base, cap = config.train.batch_size, config.preset.max_batch_size
     notice, factor = None, config.batch.factor
-    rule, world_size = config.batch.lr_rule.name, config.parallel.world_size
+    rule, world_size = config.batch.lr_rule, config.parallel.world_size
     if own is not None:
         accumulate = config.train.accumulate * factor
         effective = own * accumulate * world_size
@@ -477,21 +476,21 @@ def with_effective(
     return replace(batch, micro=micro, accumulate=each // micro, effective=effective)
 
 
-def lr_factor(rule: LrRule, factor: int) -> float:
+def lr_factor(rule: str, factor: int) -> float:
     """The factor of the learning rate for a batch that is `factor` times larger.
     linear: Goyal et al., "Accurate, Large Minibatch SGD", 2017; sqrt: Krizhevsky, "One weird
     trick", 2014.
     """
-    return {LrRule.none: 1.0, LrRule.linear: float(factor), LrRule.sqrt: math.sqrt(factor)}[rule]
+    return {"none": 1.0, "linear": float(factor), "sqrt": math.sqrt(factor)}[rule]
 
 
 def data_request(config: Config) -> DataRequest:
     """The data section in plain values."""
     data = config.data
     return DataRequest(
-        source=data.source.name,
+        source=data.source,
         root=data.root,
-        fallback=data.fallback.name == "generated",
+        fallback=data.fallback == "generated",
         validation_fraction=data.validation_fraction,
         train_limit=data.train_limit,
         eval_limit=data.eval_limit,

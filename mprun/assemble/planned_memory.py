@@ -16,7 +16,6 @@ from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.config import Config
-from mprun.config.schema import ParallelKind
 from mprun.config.validate import loss_scale_kind
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
@@ -86,7 +85,7 @@ def as_native(plan: Plan) -> Plan:
     Products with formats of their own are bfloat16's: native ones keep the same tensors between
     forward and backward pass, and rounded factors live no longer than their product.
     """
-    policy = replace(plan.policy, partials_dtype="float32")
+    policy = plan.policy.with_partials("float32")
     is_native = (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none")
     if is_native and policy.gemms == "none":
         return plan
@@ -237,7 +236,7 @@ def run_layout(plan: Plan) -> ProcessLayout:
     parallel = plan.config.parallel
     if parallel.world_size == 1:
         return ONE_PROCESS
-    if parallel.name is ParallelKind.fsdp2:
+    if parallel.name == "fsdp2":
         return ProcessLayout(world_size=parallel.world_size, parallel="fsdp2")
     return ProcessLayout(world_size=parallel.world_size, parallel="ddp")
 

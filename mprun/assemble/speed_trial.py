@@ -21,7 +21,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 
 import torch
 
@@ -164,7 +163,7 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
         yield replace(own, memory_format=other)
     optimizer = plan.config.train.optimizer
     if optimizer.target is None and own.optimizer_impl in ("forloop", "foreach", "fused"):
-        for implementation in IMPLEMENTATIONS.get(optimizer.name.name, ()):
+        for implementation in IMPLEMENTATIONS.get(optimizer.name, ()):
             if plan.device.type == "cpu" and implementation != own.optimizer_impl:
                 yield replace(own, optimizer_impl=implementation)
     if config.compile == "auto" and planned_s >= COMPILE_FROM_S and plan.why_not_compiled is None:
@@ -224,9 +223,5 @@ def trial_key(plan: Plan) -> str:
         "shapes": shapes,
         "table": vars(plan.speed),
     }
-    text = json.dumps(facts, sort_keys=True, default=_plain)
+    text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _plain(value: object) -> str:
-    return value.name if isinstance(value, Enum) else str(value)

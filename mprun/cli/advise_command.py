@@ -59,7 +59,7 @@ def advise_command(args: Sequence[str]) -> int:
 
     own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
-    launcher = launcher_of(request, "advise.objective=time" if objective.name == "time" else "")
+    launcher = launcher_of(request, "advise.objective=time" if objective == "time" else "")
     study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
     ran = run_study(study, launcher, budget, screening)
     outcomes = ran.outcomes
@@ -82,7 +82,7 @@ def advise_command(args: Sequence[str]) -> int:
         print_text(stdout_console(), line)
     _write_preset(study, comparison, advice)
     has_others = len(comparison.variants) > 1  # not all were screened out
-    return study_status(outcomes, comparison, settings.fail_if.value if has_others else "none")
+    return study_status(outcomes, comparison, settings.fail_if if has_others else "none")
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:

@@ -34,7 +34,7 @@ def compare_command(args: Sequence[str]) -> int:
     paths, settings = parse(args)
     comparison = compared(paths, settings)
     report(comparison, settings, default_folder(paths))
-    check(comparison, settings.fail_if.value)
+    check(comparison, settings.fail_if)
     return EXIT_OK
 
 
@@ -49,7 +49,6 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     from mprun.records.run_folder import study_of_runs
 
     runs, skipped = find_runs(paths)
-    mix = [aspect.value for aspect in settings.mix]
     study = study_of_runs([run.path for run in runs])
     return compare(
         runs,
@@ -57,8 +56,8 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
         margin=settings.margin,
         relative_margin=settings.relative_margin,
         baseline=settings.baseline,
-        split=settings.split.value,
-        mix=mix if study is None else [*mix, "hardware"],
+        split=settings.split,
+        mix=settings.mix if study is None else [*settings.mix, "hardware"],
         beside=() if study is None else others_in(study, runs),
     )
 

@@ -96,7 +96,7 @@ def _values(field: Field) -> tuple[str, ...]:
         return tuple(options("precision"))
     if field.key == "device":  # a text, since it may have a number: cuda:1
         return ("auto", *DEVICES)
-    return ("true", "false") if field.type is bool else tuple(field.choices)
+    return ("true", "false") if field.type is bool else () if field.is_list else field.choices
 
 
 def _cases(variable: str, lists: Mapping[tuple[str, ...], Sequence[str]]) -> Iterator[str]:

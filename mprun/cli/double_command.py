@@ -44,7 +44,7 @@ def double_command(args: Sequence[str]) -> int:
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
     report_study(study, comparison, settings, f"{doubling.answer}: {doubling.reason}")
-    return study_status(ran.outcomes, comparison, settings.fail_if.value)
+    return study_status(ran.outcomes, comparison, settings.fail_if)
 
 
 def _largest_batch(request: StudyRequest) -> int:

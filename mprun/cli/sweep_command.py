@@ -52,4 +52,4 @@ def sweep_command(args: Sequence[str]) -> int:
     notes = (*comparison.notes, *budget_note(study, ran, budget))
     comparison = replace(comparison, notes=notes, not_run=ran.not_run)
     report_study(study, comparison, settings)
-    return study_status(ran.outcomes, comparison, settings.fail_if.value)
+    return study_status(ran.outcomes, comparison, settings.fail_if)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mprun.compare import measures, mixing
 from mprun.compare.artefacts import artefacts
@@ -263,7 +263,7 @@ def compare(
     margin: float,
     relative_margin: float,
     baseline: str | None = None,
-    split: Literal["auto", "test", "validation", "train"] = "auto",
+    split: str = "auto",
     mix: Collection[str] = (),
     beside: Sequence[Run] = (),
 ) -> Comparison:

@@ -138,9 +138,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     _limit_length(raw)
     _take_launch(raw, parsed)
     try:
-        resolved: Any = OmegaConf.to_container(
-            raw, resolve=True, throw_on_missing=True, enum_to_str=True
-        )
+        resolved: Any = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
         config = cast(Config, OmegaConf.to_object(raw))
     except OmegaConfBaseException as error:
         raise UsageError(_explain(error, parsed)) from None
@@ -177,7 +175,7 @@ def _take_launch(raw: DictConfig, parsed: Sequence[Override]) -> None:
             )
     with suppress(OmegaConfBaseException):  # reported where the values are read
         raw.parallel.world_size = launch.world_size
-        if launch.world_size > 1 and str(raw.parallel.name) in ("none", "ParallelKind.none"):
+        if launch.world_size > 1 and raw.parallel.name == "none":
             raise UsageError(
                 f"torchrun started {launch.world_size} processes, and parallel=none trains in one; "
                 "legal: parallel=ddp (each process holds the whole model) or parallel=fsdp2 (each "

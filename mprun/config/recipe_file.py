@@ -31,7 +31,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.ranges import ranges
 from mprun.config.reference import leaves, options
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
@@ -236,11 +235,10 @@ def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
     except (OmegaConfBaseException, ValueError, TypeError):
         near = hint(str(value), field.choices)
         raise UsageError(f"{place}: {key} is {field.legal}{near}") from None
-    if (allowed := ranges(Config).get(key)) is not None:
-        try:
-            allowed.check(key, typed)
-        except UsageError as error:
-            raise UsageError(f"{path}: DEFAULTS: {error}") from None
+    try:
+        field.check(typed)
+    except UsageError as error:
+        raise UsageError(f"{path}: DEFAULTS: {error}") from None
 
 
 BASES = ("Recipe", "Classification")

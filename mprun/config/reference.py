@@ -7,25 +7,60 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum, EnumMeta
-from functools import cache
+from enum import EnumMeta
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from msgspec import Meta
 from omegaconf import MISSING
 
 from mprun.config.schema import Config
+from mprun.errors import UsageError, hint
+from mprun.records.policy_columns import Legal
+
+T = TypeVar("T")
 
 GROUPS = (
     *("recipe", "precision", "op_lists", "loss_scale", "batch"),
     *("speed", "parallel", "logger", "preset"),
 )
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval that a number must lie in; infinities and NaN never do."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    @classmethod
+    def of(cls, meta: Meta) -> Range:
+        """That of a type."""
+        low = meta.ge if meta.gt is None else meta.gt
+        high = meta.le if meta.lt is None else meta.lt
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
+        return cls(low, high, meta.gt is not None, meta.lt is not None)
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:.10g}"
 
 
 @dataclass(frozen=True)
@@ -43,48 +78,71 @@ class Field:
         return describe_type(self.type)
 
     @property
-    def choices(self) -> list[str]:
-        """The names of an enum's members; empty for other types."""
-        return enum_names(self.type) if isinstance(self.type, EnumMeta) else []
+    def is_list(self) -> bool:
+        return get_origin(self.type) is list
 
-    @property
-    def item_choices(self) -> list[str]:
-        """The same of the items of a list."""
-        kind = get_args(self.type)[0] if get_origin(self.type) is list else None
-        return enum_names(kind) if isinstance(kind, EnumMeta) else []
+    @cached_property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that the value, or an item of a list, can be; empty if others can be too."""
+        legal = _noted(self.type, Legal)
+        return () if legal is None else legal.values
+
+    @cached_property
+    def limits(self) -> Range | None:
+        """The interval of a number that has one."""
+        meta = _noted(self.type, Meta)
+        return None if meta is None else Range.of(meta)
 
     @property
     def default_text(self) -> str:
         """The default as a user would type it; "set by its group" if it is in conf/."""
         if self.default == MISSING:
             return "set by its group"
-        if isinstance(self.default, Enum):
-            return str(self.default.name)
         if isinstance(self.default, list):
-            return f"[{','.join(x.name if isinstance(x, Enum) else str(x) for x in self.default)}]"
+            return f"[{','.join(map(str, self.default))}]"
         if self.default is None:
             return "null"
         if isinstance(self.default, str) and self.default.startswith("${"):
             return self.default[2:-1]  # another field's value
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
+    def check(self, value: Any) -> None:
+        """Check a value of the field's type.
 
-def enum_names(kind: EnumMeta) -> list[str]:
-    """What a user types for each member."""
-    return list(kind.__members__)
+        Raises:
+            UsageError: it lies outside of the range, or is none of the choices.
+        """
+        if self.limits is not None and value is not None and value not in self.limits:
+            raise UsageError(f"{self.key}={value}: legal is {self.limits}")
+        if not self.choices:
+            return
+        for text in value if self.is_list else [value]:
+            if text not in self.choices:
+                near = hint(text, self.choices)
+                raise UsageError(f"'{self.key}={text}': {self.key} is {self.legal}{near}")
+
+
+def _noted(kind: Any, note: type[T]) -> T | None:
+    """What `Annotated` says in a type, in a member of a union or in the items of a list."""
+    for arg in (*getattr(kind, "__metadata__", ()), *(_noted(x, note) for x in get_args(kind))):
+        if isinstance(arg, note):
+            return arg
+    return None
 
 
 def describe_type(kind: Any) -> str:
     """The values of a field's type, as text."""
+    if get_origin(kind) is Annotated:
+        legal = _noted(kind, Legal)
+        return "one of " + ", ".join(legal.values) if legal else describe_type(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
         inner = [describe_type(a) for a in get_args(kind) if a is not NoneType]
         return " or ".join(inner) + (", or null" if NoneType in get_args(kind) else "")
-    if isinstance(kind, EnumMeta):
-        return "one of " + ", ".join(enum_names(kind))
+    if isinstance(kind, EnumMeta):  # of a recipe
+        return "one of " + ", ".join(kind.__members__)
     if get_origin(kind) is list:
-        (inner,) = get_args(kind)
-        of = f" of {', '.join(enum_names(inner))}" if isinstance(inner, EnumMeta) else ""
-        return f"a list [name, ...]{of}"
+        of = describe_type(get_args(kind)[0])
+        return "a list [name, ...]" + (of.removeprefix("one") if of.startswith("one of") else "")
     if get_origin(kind) is dict:
         return f"a mapping {{name: {describe_type(get_args(kind)[1])}, ...}}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -93,24 +151,24 @@ def describe_type(kind: Any) -> str:
 
 @cache
 def docs_of(cls: type) -> dict[str, str]:
-    """Field name to the string literal that follows the field in the class's source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs = {}
-    for node, following in pairwise(body):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-        ):
-            docs[node.target.id] = str(following.value.value)
+    """Field name to the string literal that follows the field in the source of its class."""
+    docs: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, following in pairwise(node.body):
+            match field, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=text)),
+                ):
+                    docs[name] = str(text)
     return docs
 
 
 def walk(cls: type = Config, prefix: str = "") -> Iterator[Field]:
     """Every leaf field below `cls`, depth first, in the schema's order."""
-    hints, docs = get_type_hints(cls), docs_of(cls)
+    hints, docs = get_type_hints(cls, include_extras=True), docs_of(cls)
     for item in fields(cls):
         kind, key = hints[item.name], f"{prefix}{item.name}"
         if is_dataclass(kind):
@@ -118,6 +176,7 @@ def walk(cls: type = Config, prefix: str = "") -> Iterator[Field]:
         else:
             made = item.default_factory
             default = item.default if made is NO_DEFAULT else made()
+            default = MISSING if default is NO_DEFAULT else default
             yield Field(key, kind, default, docs.get(item.name, ""))
 
 

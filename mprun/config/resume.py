@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.recipe_file import as_text, named_file
 from mprun.config.reference import GROUPS, leaves
-from mprun.config.schema import Config, Scheduler
+from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.files import refuse_links
 from mprun.records.reader import NotYamlError, read_yaml
@@ -122,10 +122,10 @@ def _nothing_recorded(folder: Path) -> str:
 
 
 def _check_length(config: DictConfig, key: str, value: Any) -> None:
-    scheduled = config.train.scheduler is not Scheduler.none
+    scheduled = config.train.scheduler != "none"
     if key in LENGTH and scheduled and value != OmegaConf.select(config, key):
         raise UsageError(
-            f"{key}={value}: the run's train.scheduler={config.train.scheduler.name} was planned "
+            f"{key}={value}: the run's train.scheduler={config.train.scheduler} was planned "
             f"for {key}={OmegaConf.select(config, key)}, which a resumed run keeps"
         )
 
@@ -142,7 +142,7 @@ def _check_store(config: DictConfig, folder: str, given: set[str]) -> None:
 
 def _check_skip(config: DictConfig, key: str, value: Any) -> None:
     """Dropping steps changes the run's bits; reporting exceptions does not."""
-    saved = config.debug.fp_exceptions.name
+    saved = config.debug.fp_exceptions
     if key == "debug.fp_exceptions" and value != saved and "skip" in (value, saved):
         raise UsageError(
             f"{key}={value}: skip decides what is computed, and the run has {saved}; "
@@ -164,4 +164,4 @@ def _is_same(config: DictConfig, key: str, value: Any) -> bool:
     if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
         return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
     saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
-    return bool(saved == value) or str(getattr(saved, "name", saved)) == str(value)
+    return bool(saved == value) or str(saved) == str(value)

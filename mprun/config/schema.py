@@ -2,164 +2,31 @@
 
 The string below a field is its documentation; `mprun --help` and the page of fields are made
 from it (`reference.py`). Fields that a group sets (recipe, precision, ...) are `MISSING` here and
-have their value in `conf/`; all others have their default here. Users type the member names of the
-enums.
+have their value in `conf/`; all others have their default here. Types have the ranges of numbers
+and the legal texts; OmegaConf, which reads the types too, takes `int` and `str` alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from msgspec import Meta
 from omegaconf import II, MISSING
 
-from mprun.config.ranges import Count, NotNegative, Positive, Share
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.records.policy_columns import Legal, PolicyColumns
 
-
-class DType(Enum):
-    """A floating dtype by PyTorch's name."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class MomentDType(Enum):
-    """Dtype of a moment of the optimizer; uint8: codes of 8 bits, with a scale for 256 numbers."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    uint8 = "uint8"
-
-
-Gemms = Enum("Gemms", [(x, x) for x in ("none", *FORMAT_MODES)])  # type: ignore[misc]
-"""Formats of matrix products, by the mode that has them."""
-
-
-class Casting(Enum):
-    """How an op's dtype is decided: not at all, by PyTorch's autocast, or by op lists."""
-
-    none = "none"
-    autocast = "autocast"
-    op_lists = "op_lists"
-
-
-class Unlisted(Enum):
-    """The dtype of an op on no list: that of its first input, or PyTorch's own promotion."""
-
-    first_input = "first_input"
-    as_it_is = "as_it_is"
-
-
-class Rounding(Enum):
-    """How a result is rounded to a narrower dtype; kahan and split keep what nearest cuts off."""
-
-    nearest = "nearest"
-    stochastic = "stochastic"
-    kahan = "kahan"
-    split = "split"
-
-
-class RoundingScope(Enum):
-    """Which results are rounded by `rounding`: parameter and state updates, or all."""
-
-    update = "update"
-    all = "all"
-
-
-class Overflow(Enum):
-    """The result of rounding a finite number beyond a dtype's largest."""
-
-    infinity = "infinity"
-    saturate = "saturate"
-
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Number = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+"""Part of a whole that is not the whole."""
+WorldSize = Annotated[int, Meta(ge=1, le=2**20)]
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 """The kinds that `mprun.devices` knows."""
-
-
-class Execution(Enum):
-    """PyTorch's kernels, or mprun's rounding around float32 arithmetic."""
-
-    auto = "auto"
-    native = "native"
-    emulated = "emulated"
-
-
-class DataSource(Enum):
-    """Where samples come from."""
-
-    auto = "auto"
-    real = "real"
-    generated = "generated"
-
-
-class DataFallback(Enum):
-    """What `data.source=auto` uses if there is neither a local file nor a download."""
-
-    none = "none"
-    generated = "generated"
-
-
-class OptimizerName(Enum):
-    """The optimizers a recipe can name."""
-
-    sgd = "sgd"
-    rmsprop = "rmsprop"
-    adamw = "adamw"
-
-
-class LossScaleKind(Enum):
-    """How the loss is scaled; `auto` takes the kind that the mode needs."""
-
-    auto = "auto"
-    none = "none"
-    static = "static"
-    dynamic = "dynamic"
-
-
-class FpExceptions(Enum):
-    """The action after an op that produces a number that is not finite."""
-
-    off = "off"
-    log = "log"
-    halt = "halt"
-    skip = "skip"
-
-
-class Guard(Enum):
-    """The action on a product that does not tolerate its format of 8 bits or fewer."""
-
-    off = "off"
-    log = "log"
-    promote = "promote"
-
-
-class LoggerMode(Enum):
-    """Whether a logger sends its data away; `offline` never does."""
-
-    offline = "offline"
-    online = "online"
-
-
-class Scheduler(Enum):
-    """Learning-rate schedule over the planned optimizer steps."""
-
-    none = "none"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class LrRule(Enum):
-    """How the learning rate grows with a batch that `batch.factor` multiplies."""
-
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
 
 
 @dataclass
@@ -176,46 +43,22 @@ class RecipeConfig:
     """The recipe's own parameters, typed by its class (for example recipe.model.units=64)."""
 
 
-@dataclass
-class PrecisionConfig:
+@dataclass(kw_only=True)
+class PrecisionConfig(PolicyColumns):
     """A precision mode: one row of the policy table."""
 
-    name: str = MISSING
+    name: str
     """The mode's name in records and tables."""
-    param_dtype: DType = MISSING
-    """Dtype the parameters are stored in (Keras: variable dtype)."""
-    compute_dtype: DType = MISSING
-    """Dtype matmuls and convolutions compute in."""
-    output_dtype: DType = MISSING
-    """Dtype the model's outputs are cast to before the loss."""
-    casting: Casting = MISSING
-    """How ops get their dtype: none (parameters' own), autocast or op_lists."""
-    rounding: Rounding = MISSING
-    """Of 16-bit parameters and state: nearest, stochastic, kahan (2 bytes more), split (1 more)."""
-    rounding_scope: RoundingScope = MISSING
-    """Where this rounding is used: update, for parameters and state; all, for every result."""
-    overflow: Overflow = Overflow.infinity
-    """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
-    accum_dtype: DType = MISSING
-    """Dtype gradients are accumulated and stored in (PopTorch: accum_type)."""
-    momentum_dtype: MomentDType = MISSING
-    """Dtype of the optimizer's first moment; uint8: 8-bit codes (of 4096 numbers or more)."""
-    variance_dtype: MomentDType = MISSING
-    """Dtype of the optimizer's second moment; in 16 or 8 bits its square root is stored."""
-    reduce_dtype: DType = DType.float32
-    """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
-    partials_dtype: DType = MISSING
-    """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
-    tf32: bool = MISSING
-    """Whether float32 matmuls and convolutions use TensorFloat-32."""
-    gemms: Gemms = Gemms["none"]
-    """Format of the products of inner linear layers; none: the compute dtype."""
-    hadamard: bool = False
-    """In modes with such formats: a random Hadamard transform before gradients of weights."""
     layers: dict[Any, Any] = field(default_factory=dict)
     """Modules with a dtype, mode or formats of their own: {fc2: fp32, enc.*: {forward: fp8}}."""
     layers_file: str | None = None
     """A YAML file with such a mapping; precision.layers adds to it and wins."""
+
+    @classmethod
+    def missing(cls) -> PrecisionConfig:
+        """A row whose columns without default are to be set by a mode."""
+        columns = (x.name for x in fields(cls) if x.default is x.default_factory is NO_DEFAULT)
+        return cls(**dict.fromkeys(columns, MISSING))
 
 
 @dataclass
@@ -236,7 +79,7 @@ class OpListsConfig:
     """The second list on CUDA, where it differs."""
     cuda_promote: list[str] | None = None
     """The third list on CUDA, where it differs."""
-    unlisted: Unlisted = Unlisted.first_input
+    unlisted: Annotated[str, Legal("first_input", "as_it_is")] = "first_input"
     """Ops on no list: first_input (cast to its dtype) or as_it_is (PyTorch's own promotion)."""
     lower_file: str | None = None
     """A file that replaces the first list: one op per line, or YAML."""
@@ -254,7 +97,7 @@ class OpListsConfig:
 class LossScaleConfig:
     """Loss scaling."""
 
-    name: LossScaleKind = MISSING
+    name: Annotated[str, Legal("auto", "none", "static", "dynamic")] = MISSING
     """The kind of loss scale: auto, none, static or dynamic."""
     value: Positive | None = None
     """The static factor, or the initial dynamic one; null for 1024 and 65536."""
@@ -274,7 +117,7 @@ class BatchConfig:
 
     factor: Annotated[int, Meta(ge=1, le=1024)] = MISSING
     """The base batch, train.batch_size, is multiplied by this."""
-    lr_rule: LrRule = MISSING
+    lr_rule: Annotated[str, Legal("none", "linear", "sqrt")] = MISSING
     """Learning rate for the multiplied batch: none, linear (x factor) or sqrt (x its root)."""
 
 
@@ -302,23 +145,15 @@ class LoggerConfig:
     """Tags beside mprun's own (precision, variant, seed, hardware, ...): {team: vision}."""
     uri: str | None = None
     """MLflow's store, sqlite:///FILE or https://SERVER; null: mlflow.db beside the runs."""
-    mode: LoggerMode = LoggerMode.offline
+    mode: Annotated[str, Legal("offline", "online")] = "offline"
     """W&B: offline keeps all in files for `wandb sync`; online sends it while the run trains."""
-
-
-class ParallelKind(Enum):
-    """How several processes train one model."""
-
-    none = "none"
-    ddp = "ddp"
-    fsdp2 = "fsdp2"
 
 
 @dataclass
 class ParallelConfig:
     """Training in several processes, which torchrun starts."""
 
-    name: ParallelKind = MISSING
+    name: Annotated[str, Legal("none", "ddp", "fsdp2")] = MISSING
     """none; ddp: each process holds the whole model; fsdp2: each holds a shard of it."""
     world_size: Count = 1
     """How many processes train; torchrun decides it."""
@@ -340,7 +175,7 @@ class PresetConfig:
 class OptimizerConfig:
     """The optimizer and its own parameters; the learning rate is train.lr."""
 
-    name: OptimizerName = OptimizerName.adamw
+    name: Annotated[str, Legal("sgd", "rmsprop", "adamw")] = "adamw"
     """Which optimizer."""
     target: str | None = None
     """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
@@ -380,7 +215,7 @@ class TrainConfig:
     """Clip the gradients' global L2 norm to this; null for no clipping."""
     accumulate: Count = 1
     """Micro-batches whose gradients are accumulated into one optimizer step."""
-    scheduler: Scheduler = Scheduler.none
+    scheduler: Annotated[str, Legal("none", "linear", "cosine")] = "none"
     """Learning-rate schedule after the warm-up: none, linear or cosine, both down to min_lr."""
     warmup_steps: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Optimizer steps in which the learning rate grows linearly from near 0 to train.lr."""
@@ -400,11 +235,11 @@ class TrainConfig:
 class DataConfig:
     """The data."""
 
-    source: DataSource = DataSource.auto
+    source: Annotated[str, Legal("auto", "real", "generated")] = "auto"
     """auto or real: local files, else a download; generated: drawn by mprun, no network."""
     root: str | None = None
     """Folder of the data sets in torchvision's layout; else MPRUN_DATA, else the cache folder."""
-    fallback: DataFallback = DataFallback.none
+    fallback: Annotated[str, Legal("none", "generated")] = "none"
     """generated: use the generated set if there are neither files nor a download."""
     validation_fraction: Share = 0.0
     """Share of the training set, its last part, held out for validation."""
@@ -422,11 +257,11 @@ class DataConfig:
 class DebugConfig:
     """Debugging; only skip and promote change a run's results, from what they find on."""
 
-    fp_exceptions: FpExceptions = FpExceptions.off
+    fp_exceptions: Annotated[str, Legal("off", "log", "halt", "skip")] = "off"
     """Report the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
     halt_after: Count = 20
     """halt and skip end the run after this many lost steps (skipped or dropped) in a row."""
-    guard: Guard = Guard.off
+    guard: Annotated[str, Legal("off", "log", "promote")] = "off"
     """Products that do not tolerate their 8- or 4-bit format: off, log, promote (to bfloat16)."""
     guard_underflow: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Share of a factor's numbers that may become 0; null: 0.05 in 8 bits, 0.9 in 4."""
@@ -452,7 +287,7 @@ class Config:
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     """What is trained."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig.missing)
     """The numerical precision."""
     op_lists: OpListsConfig = field(default_factory=OpListsConfig)
     """Ops cast by name."""
@@ -481,5 +316,5 @@ class Config:
     """Seed of the initial weights and of the order of samples; the same in every mode."""
     device: str = "auto"
     """auto (the accelerator if there is one), cpu, cuda, xpu, mps, hpu; one of several: cuda:1."""
-    execution: Execution = Execution.auto
+    execution: Annotated[str, Legal("auto", "native", "emulated")] = "auto"
     """auto, native or emulated."""

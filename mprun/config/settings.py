@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Annotated, Any, cast
 
 from hydra.core.override_parser.types import Override
@@ -18,10 +17,11 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
-from mprun.config.ranges import Count, NotNegative, Number, Positive, Share, WorldSize, ranges
 from mprun.config.reference import Field, walk
+from mprun.config.schema import Count, NotNegative, Number, Positive, Share, WorldSize
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.mode_names import FURTHER_FORMATS
+from mprun.records.policy_columns import Legal
 from mprun.results.estimates import GPUS, LINK_BANDWIDTHS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
@@ -38,32 +38,6 @@ SEEDS = {"sweep": 5, "advise": 10, "double": 10, "search-ops": 5}
 """Runs of each variant if `seeds` is null."""
 
 
-class FailIf(Enum):
-    """Which verdict on any variant makes `mprun compare` end with status 3."""
-
-    none = "none"
-    worse = "worse"
-    not_equivalent = "not_equivalent"
-
-
-class Split(Enum):
-    """Which samples the metric is computed on; auto: test, else validation, else training."""
-
-    auto = "auto"
-    test = "test"
-    validation = "validation"
-    train = "train"
-
-
-class Mix(Enum):
-    """What runs of one comparison may differ in, besides the variant."""
-
-    recipes = "recipes"
-    data = "data"
-    hardware = "hardware"
-    code = "code"
-
-
 @dataclass
 class CompareSettings:
     """How runs are compared."""
@@ -74,23 +48,18 @@ class CompareSettings:
     """The same for losses and all other metrics, as a share of the baseline's."""
     baseline: str | None = None
     """Label or hash of the variant the others are compared with; null for fp32."""
-    split: Split = Split.auto
+    split: Annotated[str, Legal("auto", "test", "validation", "train")] = "auto"
     """Which samples the metric is computed on: auto, test, validation or train."""
-    mix: list[Mix] = field(default_factory=list)
+    mix: list[Annotated[str, Legal("recipes", "data", "hardware", "code")]] = field(
+        default_factory=list
+    )
     """What may differ between runs: [recipes, data, hardware, code]; by default nothing."""
-    fail_if: FailIf = FailIf.none
+    fail_if: Annotated[str, Legal("none", "worse", "not_equivalent")] = "none"
     """End with status 3 if a variant is worse, or is not shown to be equivalent or better."""
     dir: str | None = None
     """Folder of the report; null: the one folder compared, or comparison/ here."""
     report: bool = True
     """Whether the report is written, beside the table that is printed."""
-
-
-class Objective(Enum):
-    """What the advised mode minimizes."""
-
-    time = "step time"
-    memory = "peak memory"
 
 
 @dataclass
@@ -101,32 +70,15 @@ class SweepSettings:
     """Minutes for the sweep; trials that would exceed them are left out. null: no limit."""
 
 
-class Launcher(Enum):
-    """What starts the processes of a study."""
-
-    local = "local"
-    joblib = "joblib"
-    submitit = "submitit"
-
-
-class Executor(Enum):
-    """Where submitit runs jobs; auto: on Slurm if it is there, else on this machine."""
-
-    auto = "auto"
-    local = "local"
-    slurm = "slurm"
-    debug = "debug"
-
-
 @dataclass
 class LauncherSettings:
     """Which processes run a study's trials."""
 
-    name: Launcher = Launcher.local
+    name: Annotated[str, Legal("local", "joblib", "submitit")] = "local"
     """What runs the trials: local (this process), joblib (processes here) or submitit (jobs)."""
     processes: Count | None = None
     """Processes of joblib, or jobs of submitit (a job array on Slurm); null for 4."""
-    executor: Executor = Executor.auto
+    executor: Annotated[str, Legal("auto", "local", "slurm", "debug")] = "auto"
     """Of submitit: auto, slurm, local (jobs on this machine) or debug (in this process)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of submitit, its parameters: {slurm_partition: gpu, timeout_min: 60, gpus_per_node: 1}."""
@@ -137,19 +89,17 @@ class LauncherSettings:
         Raises:
             UsageError: there is one.
         """
-        given = {
-            "launcher.processes": (self.processes, (Launcher.joblib, Launcher.submitit)),
-            "launcher.executor": (
-                None if self.executor is Executor.auto else self.executor.name,
-                (Launcher.submitit,),
-            ),
-            "launcher.options": (self.options or None, (Launcher.submitit,)),
+        executor = None if self.executor == "auto" else self.executor
+        given: dict[str, tuple[Any, tuple[str, ...]]] = {
+            "launcher.processes": (self.processes, ("joblib", "submitit")),
+            "launcher.executor": (executor, ("submitit",)),
+            "launcher.options": (self.options or None, ("submitit",)),
         }
         for key, (value, launchers) in given.items():
             if value is not None and self.name not in launchers:
-                legal = " or ".join(f"launcher={x.name}" for x in launchers)
+                legal = " or ".join(f"launcher={name}" for name in launchers)
                 raise UsageError(
-                    f"{key}={value} has no effect with launcher={self.name.name}; add {legal}, or "
+                    f"{key}={value} has no effect with launcher={self.name}; add {legal}, or "
                     "leave it out"
                 )
 
@@ -158,7 +108,7 @@ class LauncherSettings:
 class AdviseSettings:
     """How a mode is recommended."""
 
-    objective: Objective = Objective.time
+    objective: Annotated[str, Legal("time", "memory")] = "time"
     """What is minimized: time (of a step) or memory (at its peak)."""
     max_steps: Count = 500
     """Steps of a trial, if train.max_steps is null."""
@@ -178,21 +128,6 @@ class DoubleSettings:
     """Share taken off the largest batch that fits."""
 
 
-Gpu = Enum("Gpu", [(x, x) for x in GPUS])  # type: ignore[misc]
-"""GPUs whose published rates are known."""
-
-
-class PlannedParallel(Enum):
-    """How processes share a step: whole models, or parts of it."""
-
-    ddp = "ddp"
-    fsdp2 = "fsdp2"
-
-
-LinkName = Enum("LinkName", [(x, x) for x in LINK_BANDWIDTHS])  # type: ignore[misc]
-"""Links between processes whose bandwidth is published."""
-
-
 @dataclass
 class DoctorSettings:
     """How a machine is examined."""
@@ -203,13 +138,15 @@ class DoctorSettings:
     """About how long rates are measured, in seconds; at least six rounds are made."""
     steps: Number = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
-    gpus: list[Gpu] = field(default_factory=lambda: [Gpu["h100"], Gpu["b200"]])
+    gpus: list[Annotated[str, Legal(*GPUS)]] = field(default_factory=lambda: ["h100", "b200"])
     """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
     world_size: WorldSize = 1
     """With a recipe: estimate its step on this many processes, each with train.batch_size."""
-    parallel: PlannedParallel = PlannedParallel.ddp
+    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
     """How they share the step: ddp (all-reduce) or fsdp2 (all-gather and reduce-scatter)."""
-    links: list[LinkName] = field(default_factory=lambda: [LinkName[x] for x in USUAL_LINKS])
+    links: list[Annotated[str, Legal(*LINK_BANDWIDTHS)]] = field(
+        default_factory=lambda: [*USUAL_LINKS]
+    )
     """Links to estimate it for."""
 
 
@@ -227,14 +164,10 @@ class MemorySettings:
     """Whether the plots are drawn."""
     world_size: WorldSize = 1
     """Plan one of this many processes; each takes train.batch_size samples."""
-    parallel: PlannedParallel = PlannedParallel.ddp
+    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
     """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
     checkpointing: bool = False
     """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
-
-
-FurtherFormat = Enum("FurtherFormat", [(x, x) for x in FURTHER_FORMATS])  # type: ignore[misc]
-"""Formats that `mprun numerics` measures where they are asked for."""
 
 
 @dataclass
@@ -253,7 +186,7 @@ class NumericsSettings:
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
     try_scales: bool = False
     """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
-    formats: list[FurtherFormat] = field(default_factory=list)
+    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
     """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
     top: Count = 20
     """Rows of the table, the worst first; all are in numerics.json."""
@@ -269,13 +202,6 @@ class TraceSettings:
     """Whether every op is listed below the summary."""
 
 
-class SearchPer(Enum):
-    """What a search for formats of 8 bits or fewer keeps in bfloat16 together."""
-
-    gemm = "gemm"
-    layer = "layer"
-
-
 @dataclass
 class SearchOpsSettings:
     """How ops that must stay in float32 are searched, and the tolerance for the others."""
@@ -286,7 +212,7 @@ class SearchOpsSettings:
     """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
     effective_bits: Annotated[float, Meta(gt=0, le=16)] | None = None
     """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
-    per: SearchPer = SearchPer.gemm
+    per: Annotated[str, Legal("gemm", "layer")] = "gemm"
     """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
     batches: Count = 4
     """Batches of validation data used for the measurements."""
@@ -422,28 +348,24 @@ def _set(settings: Any, field: Field, key: str, value: Any, text: str) -> None:
     try:
         OmegaConf.update(settings, _path(key), value)
     except (OmegaConfBaseException, ValueError):
-        given = value if isinstance(value, list) else [value]
-        names = field.choices or field.item_choices
-        wrong = [str(x) for x in given if str(x) not in names]
-        near = hint(wrong[0], names) if wrong else ""
+        near = "" if isinstance(value, list) else hint(str(value), field.choices)
         raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
 
 
 def _check_value(settings: Any, field: Field, override: Override) -> None:
-    """Raise `UsageError` unless the value that a setting stands for exists and is in its range."""
+    """Raise `UsageError` unless the value that a setting stands for exists and is legal."""
     try:
-        value = OmegaConf.select(settings, _path(field.key), throw_on_missing=True)
+        value: Any = OmegaConf.select(settings, _path(field.key), throw_on_missing=True)
         if isinstance(value, ListConfig):
-            items: Any = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            if any(isinstance(item, list | dict) for item in items):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            if any(isinstance(item, list | dict) for item in value):
                 raise ValueError("an item is no name")
     except (OmegaConfBaseException, ValueError) as error:
         raise UsageError(
             f"'{override.input_line}': {field.key} is {field.legal} ({first_line(error)})"
         ) from None
-    if (allowed := ranges(Settings).get(field.key)) is not None:
-        typed = override.value()  # shown as it was typed: -1, not -1.0
-        allowed.check(field.key, typed if isinstance(typed, int | float) else value)
+    typed = override.value()  # shown as it was typed: -1, not -1.0
+    field.check(typed if isinstance(typed, int | float) else value)
 
 
 UNITS = {

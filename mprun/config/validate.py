@@ -9,37 +9,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import reduce
 from typing import Any
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from mprun.config.ranges import ranges
-from mprun.config.schema import (
-    DEVICES,
-    Casting,
-    Config,
-    DataFallback,
-    DataSource,
-    DType,
-    Execution,
-    FpExceptions,
-    Guard,
-    LoggerConfig,
-    LossScaleKind,
-    MomentDType,
-    OptimizerConfig,
-    OptimizerName,
-    Overflow,
-    ParallelKind,
-    Rounding,
-    RoundingScope,
-    Scheduler,
-)
+from mprun.config.reference import leaves
+from mprun.config.schema import DEVICES, Config, LoggerConfig, OptimizerConfig
 from mprun.errors import UsageError, hint
 from mprun.records.mode_names import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
+from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
@@ -131,9 +111,9 @@ NAMES = ("recipe.name", "precision.name", "op_lists.name", "logger.name", "prese
 """Names that the terminal shows; in a resumed folder they may be someone else's."""
 
 OPTIMIZER_FIELDS = {
-    OptimizerName.sgd: {"name", "momentum", "weight_decay"},
-    OptimizerName.rmsprop: {"name", "momentum", "weight_decay", "alpha", "eps"},
-    OptimizerName.adamw: {"name", "weight_decay", "beta1", "beta2", "eps"},
+    "sgd": {"name", "momentum", "weight_decay"},
+    "rmsprop": {"name", "momentum", "weight_decay", "alpha", "eps"},
+    "adamw": {"name", "weight_decay", "beta1", "beta2", "eps"},
 }
 
 SATURATES = (
@@ -149,8 +129,8 @@ def get(config: Config, key: str) -> Any:
 
 def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
-    for key, allowed in ranges(Config).items():
-        allowed.check(key, get(config, key))
+    for key, field in leaves().items():
+        field.check(get(config, key))
     _check_length(config)
     _check_optimizer(config)
     module, _, name = config.recipe.target.rpartition(".")
@@ -166,7 +146,7 @@ def check(config: Config) -> None:
             f"precision.layers with precision={config.precision.name}: TF32 is switched for the "
             "whole process, not for single modules; legal with every other mode"
         )
-    if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
+    if config.precision.overflow == "saturate" and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
     _check_op_lists(config)
     _check_coded_moments(config)
@@ -196,15 +176,15 @@ def _check_device(device: str) -> None:
 
 def _check_op_lists(config: Config) -> None:
     lists, precision = config.op_lists, config.precision
-    by_lists = precision.casting is Casting.op_lists
-    low, mixed = precision.compute_dtype, precision.param_dtype is DType.float32
-    if by_lists and (low is DType.float32 or not mixed):
+    by_lists = precision.casting == "op_lists"
+    low, mixed = precision.compute_dtype, precision.param_dtype == "float32"
+    if by_lists and (low == "float32" or not mixed):
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
             "float32 parameters and a 16-bit dtype; legal: precision=bf16_mixed, "
             "precision=fp16_mixed"
         )
-    if by_lists and precision.gemms.name != "none":
+    if by_lists and precision.gemms != "none":
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}, whose products have formats "
             "of their own; legal: precision=bf16_mixed, precision=fp16_mixed"
@@ -215,7 +195,7 @@ def _check_op_lists(config: Config) -> None:
         )
     if not by_lists and lists.name != "none":
         raise UsageError(
-            f"op_lists={lists.name} with precision.casting={precision.casting.name}; "
+            f"op_lists={lists.name} with precision.casting={precision.casting}; "
             "legal: precision.casting=op_lists"
         )
     given = [key for key in ("lower_file", "fp32_file", "promote_file") if getattr(lists, key)]
@@ -239,7 +219,7 @@ def _check_optimizer(config: Config) -> None:
             f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
             "such as torch.optim.Adagrad"
         )
-    if config.precision.rounding is Rounding.split:
+    if config.precision.rounding == "split":
         raise UsageError(
             f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
             "masters; legal: precision.rounding=nearest, or train.optimizer.name"
@@ -250,7 +230,7 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_coded_moments(config: Config) -> None:
     for moment in stored_moments(config.train.optimizer):
-        if _is_coded(config, moment) and config.parallel.name is ParallelKind.fsdp2:
+        if _is_coded(config, moment) and config.parallel.name == "fsdp2":
             raise UsageError(
                 f"precision.{moment}_dtype=uint8 with parallel=fsdp2: codes of 8 bits have a scale "
                 "for each 256 numbers of the whole parameter; legal: parallel=ddp, or "
@@ -265,9 +245,9 @@ def _check_length(config: Config) -> None:
             raise UsageError(
                 "the run would never end: set train.epochs, train.max_steps or train.max_time_s"
             )
-        if train.scheduler is not Scheduler.none:
+        if train.scheduler != "none":
             raise UsageError(
-                f"train.scheduler={train.scheduler.name} needs a planned number of steps: "
+                f"train.scheduler={train.scheduler} needs a planned number of steps: "
                 "set train.epochs or train.max_steps"
             )
 
@@ -280,11 +260,11 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
         layers: dtypes or modes of layers beyond those of `precision.layers`.
     """
     kind = config.loss_scale.name
-    if kind is LossScaleKind.auto:
+    if kind == "auto":
         named = {*config.precision.layers.values(), *layers}
-        needs = config.precision.compute_dtype is DType.float16 or named & FLOAT16_LAYERS
-        kind = LossScaleKind.dynamic if needs else LossScaleKind.none
-    return kind.name
+        needs = config.precision.compute_dtype == "float16" or named & FLOAT16_LAYERS
+        kind = "dynamic" if needs else "none"
+    return kind
 
 
 def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
@@ -336,15 +316,13 @@ def without_inert(
         section, _, name = key.rpartition(".")
         fields = reduce(lambda node, part: node[part], section.split("."), normalized)
         if value != MISSING:
-            fields[name] = value.name if isinstance(value, Enum) else value
+            fields[name] = value
     low = stored_low(config)
     if config.precision.rounding in COMPENSATED and low == {"momentum"}:
         normalized["precision"]["rounding"] = "stochastic"  # a moment has no remainder
     return normalized
 
 
-COMPENSATED = (Rounding.kahan, Rounding.split)
-"""Roundings that keep a remainder beside a 16-bit parameter."""
 LISTS = ("lower", "fp32", "promote", "cuda_lower", "cuda_fp32", "cuda_promote")
 """Fields of `op_lists` that name ops."""
 
@@ -357,11 +335,11 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.run.resume is None:
         yield "run.trust", "it is about the folder of run.resume"
     source = config.data.source
-    if source is DataSource.generated:
+    if source == "generated":
         yield "data.root", "data.source=generated reads no files"
-    if source is not DataSource.auto:
-        yield "data.fallback", f"it applies to data.source=auto, and data.source={source.name}"
-    if config.data.fallback is DataFallback.none and source is DataSource.real:
+    if source != "auto":
+        yield "data.fallback", f"it applies to data.source=auto, and data.source={source}"
+    if config.data.fallback == "none" and source == "real":
         yield "data.fallback", "data.source=real never falls back"
     yield from _precision_reasons(config)
     if config.op_lists.name == "none":
@@ -375,11 +353,11 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
-    if config.train.scheduler is Scheduler.none:
+    if config.train.scheduler == "none":
         yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
     used = OPTIMIZER_FIELDS.get(optimizer.name, set()) | {"target"}
-    why = f"{optimizer.name.name} does not use it"
+    why = f"{optimizer.name} does not use it"
     if optimizer.target is not None:
         used = {"target", "args", "weight_decay"}
         why = "train.optimizer.target has its arguments in train.optimizer.args"
@@ -392,14 +370,14 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
 
 def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
     action = config.debug.fp_exceptions
-    if action in (FpExceptions.off, FpExceptions.log):
-        yield "debug.halt_after", f"debug.fp_exceptions={action.name} never ends a run"
-    elif action is FpExceptions.halt and loss_scale_kind(config) != "dynamic":
+    if action in ("off", "log"):
+        yield "debug.halt_after", f"debug.fp_exceptions={action} never ends a run"
+    elif action == "halt" and loss_scale_kind(config) != "dynamic":
         yield "debug.halt_after", "without a dynamic loss scale the first finding ends the run"
     if not _may_have_formats(config):
         for key in GUARD:
             yield key, no_formats(config.precision.name)
-    elif config.debug.guard is Guard.off:
+    elif config.debug.guard == "off":
         for key in GUARD[1:]:
             yield key, "debug.guard=off judges nothing"
 
@@ -416,7 +394,7 @@ def _may_have_formats(config: Config) -> bool:
     """Whether some products may have a format; `precision.layers_file` is not read here."""
     row = config.precision
     named = any(product_formats(str(value)) for value in row.layers.values())
-    return row.gemms.name != "none" or row.layers_file is not None or named
+    return row.gemms != "none" or row.layers_file is not None or named
 
 
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
@@ -426,7 +404,7 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield f"loss_scale.{name}", f"the loss scale of this run is {kind}"
     optimizer, low = config.train.optimizer, stored_low(config)
     nothing = f"precision={config.precision.name} keeps nothing in 16 bits"
-    if config.precision.rounding_scope is RoundingScope.update and low <= {"variance"}:
+    if config.precision.rounding_scope == "update" and low <= {"variance"}:
         always = "a second moment in 16 or 8 bits is always rounded stochastically"
         yield "precision.rounding", always if low else nothing
     moments = stored_moments(optimizer)
@@ -438,7 +416,7 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if "momentum" not in moments:
         yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
     if "variance" not in moments:
-        yield "precision.variance_dtype", f"{optimizer.name.name} keeps no second moment"
+        yield "precision.variance_dtype", f"{optimizer.name} keeps no second moment"
 
 
 def _overflow_reasons(config: Config, low: set[str], nothing: str) -> Iterator[tuple[str, str]]:
@@ -457,9 +435,9 @@ def stored_moments(optimizer: OptimizerConfig) -> set[str]:
     """
     if optimizer.target is not None:
         return set()
-    if optimizer.name is OptimizerName.adamw:
+    if optimizer.name == "adamw":
         return {"momentum", "variance"}
-    second = {"variance"} if optimizer.name is OptimizerName.rmsprop else set()
+    second = {"variance"} if optimizer.name == "rmsprop" else set()
     return second | ({"momentum"} if optimizer.momentum else set())
 
 
@@ -471,9 +449,7 @@ def stored_low(config: Config) -> set[str]:
     row = config.precision
     low = {m for m in stored_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
     layers = {*row.layers.values()}
-    low_layers = layers & LAYERS_STORED_LOW or (
-        row.casting is Casting.none and layers & {"fp16", "bf16"}
-    )
+    low_layers = layers & LAYERS_STORED_LOW or (row.casting == "none" and layers & {"fp16", "bf16"})
     if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:
         low.add("parameters")
     return low
@@ -481,16 +457,16 @@ def stored_low(config: Config) -> set[str]:
 
 def _is_coded(config: Config, moment: str) -> bool:
     """Whether a moment, "momentum" or "variance", is stored in codes of 8 bits."""
-    return getattr(config.precision, f"{moment}_dtype") is MomentDType.uint8
+    return bool(getattr(config.precision, f"{moment}_dtype") == "uint8")
 
 
 def _may_emulate_low(config: Config) -> bool:
     """Whether 16-bit arithmetic may be emulated: float16 partials depend on the device."""
     row = config.precision
-    partials = config.execution is Execution.auto and row.partials_dtype is DType.float16
-    wanted = config.execution is Execution.emulated or row.rounding_scope is RoundingScope.all
+    partials = config.execution == "auto" and row.has_low_partials
+    wanted = config.execution == "emulated" or row.rounding_scope == "all"
     return _is_low(row.compute_dtype) and (wanted or partials)
 
 
-def _is_low(dtype: DType | MomentDType) -> bool:
-    return dtype.name != "float32"
+def _is_low(dtype: str) -> bool:
+    return dtype != "float32"

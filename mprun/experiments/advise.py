@@ -24,7 +24,6 @@ from mprun.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.compare.measures import OVERLAPPED, is_timed_pair, overlapping
 from mprun.config import compose
-from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import BASELINE, variants
 from mprun.console.formatting import counted
@@ -38,6 +37,8 @@ SAME_MEMORY = 1.01
 SKIPPED_SHARE = 0.05
 """A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
 stable by then."""
+NEEDS = {"time": "step time", "memory": "peak memory"}
+"""What an objective minimizes."""
 
 
 def new_advise_study(request: StudyRequest) -> Study:
@@ -91,7 +92,7 @@ def _by_reason(not_tried: Mapping[str, str]) -> str:
 def advise(
     comparison: Comparison,
     alarms_of: Mapping[str, Sequence[str]],
-    objective: Objective,
+    objective: str,
     screened_out: Mapping[str, str] | None = None,
     not_tried: Mapping[str, str] | None = None,
 ) -> Advice:
@@ -116,7 +117,7 @@ def advise(
             gain = _tie_breaker(best) if tie else "needs less"
             rejected[v.label] = f"{_ratio_text(v, objective)}; {best.label} {gain}"
     if best is baseline:
-        reason = f"no other mode was shown to need less {objective.value} at an equal metric"
+        reason = f"no other mode was shown to need less {NEEDS[objective]} at an equal metric"
     else:
         rejected[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
         reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
@@ -124,10 +125,10 @@ def advise(
     return Advice(best.label, reason, rejected, dict(not_tried or {}), notes)
 
 
-def _best(candidates: Sequence[Variant], objective: Objective) -> Variant:
+def _best(candidates: Sequence[Variant], objective: str) -> Variant:
     """The variant that needs least; of equal peaks of memory, the fastest, if times count."""
     least = min(candidates, key=lambda v: _value(v, objective))
-    if objective is Objective.time:
+    if objective == "time":
         return least
     equal = [v for v in candidates if _is_tie(v, least, objective)]
     return min(equal, key=_counted_time)
@@ -146,15 +147,15 @@ def _tie_breaker(best: Variant) -> str:
     return "needs as much, and their times have no verdict"
 
 
-def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
+def _is_tie(variant: Variant, best: Variant, objective: str) -> bool:
     """Whether two peaks of memory differ by 1 % at most."""
-    if objective is Objective.time:
+    if objective == "time":
         return False
     ratio = _value(variant, objective) / _value(best, objective)
     return 1 / SAME_MEMORY <= ratio <= SAME_MEMORY
 
 
-def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective) -> str | None:
+def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: str) -> str | None:
     """The reason why a mode is no candidate, or None."""
     if variant.execution == "emulated":
         return (
@@ -167,9 +168,9 @@ def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective)
         return f"numerical alarm: {alarm_texts[0]}"
     if not _is_smaller(variant, objective):
         return _no_gain(variant, objective)
-    if objective is Objective.time and variant.substituted:
+    if objective == "time" and variant.substituted:
         return f"{variant.substituted}: {_ratio_text(variant, objective)}, no gain of float16"
-    if objective is Objective.time and buys_nothing(variant):
+    if objective == "time" and buys_nothing(variant):
         return f"buys nothing: {_ratio_text(variant, objective)}, but {_to_equal_quality(variant)}"
     return None
 
@@ -187,11 +188,11 @@ def _to_equal_quality(variant: Variant) -> str:
     )
 
 
-def _no_gain(variant: Variant, objective: Objective) -> str:
+def _no_gain(variant: Variant, objective: str) -> str:
     """The measured ratio of a mode that was not shown to need less."""
     ratio = variant.step_time_ratio
-    if objective is Objective.memory or ratio is None:
-        smaller = "smaller" if objective is Objective.memory else "faster"
+    if objective == "memory" or ratio is None:
+        smaller = "smaller" if objective == "memory" else "faster"
         return f"not {smaller}: {_ratio_text(variant, objective)}"
     interval = ratio.interval
     if interval is not None and interval.low > 1:
@@ -203,31 +204,31 @@ def _no_gain(variant: Variant, objective: Objective) -> str:
     return f"step time over the baseline's: {ratio.value:.2f} measured, {proven} ({pairs})"
 
 
-def _is_smaller(variant: Variant, objective: Objective) -> bool:
-    if objective is Objective.memory:
+def _is_smaller(variant: Variant, objective: str) -> bool:
+    if objective == "memory":
         return variant.memory_ratio is not None and variant.memory_ratio < 1 / SAME_MEMORY
     ratio = variant.step_time_ratio
     return ratio is not None and ratio.interval is not None and ratio.interval.high < 1
 
 
-def _value(variant: Variant, objective: Objective) -> float:
-    if objective is Objective.memory:
+def _value(variant: Variant, objective: str) -> float:
+    if objective == "memory":
         assert variant.memory_ratio is not None
         return variant.memory_ratio
     assert variant.step_time_ratio is not None
     return variant.step_time_ratio.value
 
 
-def _ratio_text(variant: Variant, objective: Objective) -> str:
+def _ratio_text(variant: Variant, objective: str) -> str:
     """`0.61 [0.59, 0.63] of the baseline's step time`."""
-    if objective is Objective.memory and variant.memory_ratio is None:
-        return f"no {objective.value}"
+    if objective == "memory" and variant.memory_ratio is None:
+        return f"no {NEEDS[objective]}"
     ratio = (
         f"{variant.memory_ratio:.2f}"
-        if objective is Objective.memory
+        if objective == "memory"
         else ratio_figure(variant.step_time_ratio)
     )
-    return f"{ratio} of the baseline's {objective.value}"
+    return f"{ratio} of the baseline's {NEEDS[objective]}"
 
 
 def ratio_figure(ratio: Estimate | None) -> str:
@@ -240,27 +241,27 @@ def ratio_figure(ratio: Estimate | None) -> str:
 
 
 def _notes(
-    candidates: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: Objective
+    candidates: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: str
 ) -> Iterator[str]:
-    nothing_gained = objective is Objective.time and best.verdict.word == "baseline"
+    nothing_gained = objective == "time" and best.verdict.word == "baseline"
     if nothing_gained and any(v.no_time_verdict == OVERLAPPED for v in others):
         yield (
             "trials ran at the same time on one machine, so that no mode could be advised for its "
             "time; a new study in one process, or with one for each machine, can do that"
         )
-    if objective is Objective.time and best.step_time_ratio and best.step_time_ratio.interval:
+    if objective == "time" and best.step_time_ratio and best.step_time_ratio.interval:
         high = best.step_time_ratio.interval.high
         for v in candidates:
             if v is not best and _value(v, objective) < high:
                 yield f"{v.label} is as fast as {best.label} within the noise{_memory(v)}"
-    if objective is Objective.time and judge_equal_quality(best) == "open":
+    if objective == "time" and judge_equal_quality(best) == "open":
         yield (
             f"{best.label} was not shown to reach the baseline's validation loss sooner: "
             f"{_to_equal_quality(best)}"
         )
     for v in others:
         undecided = v.verdict.word == "inconclusive" and v.verdict.more_seeds
-        counts = objective is Objective.memory or v.has_own_times
+        counts = objective == "memory" or v.has_own_times
         if undecided and counts and _is_smaller(v, objective):
             seeds = len(v.runs) + (v.verdict.more_seeds or 0)
             fresh = 1 + max(run.summary.seed for run in v.runs)
@@ -279,7 +280,7 @@ def _memory(variant: Variant) -> str:
 def screened(
     outcomes: Sequence[Outcome],
     baseline: str,
-    objective: Objective,
+    objective: str,
     pairs: int,
     beside: Sequence[Run] = (),
 ) -> dict[str, str]:
@@ -309,19 +310,19 @@ def screened(
     shared = overlapping([*(Run(Path(), summary) for summary in known), *beside])
     for variant, by_seed in needs.items():
         common = [seed for seed in by_seed if seed in base]
-        if objective is Objective.time:
+        if objective == "time":
             own, other = summaries[variant], summaries.get(baseline, {})
             common = [s for s in common if is_timed_pair(own[s], other[s], shared)]
         ratios = [by_seed[seed] / base[seed] for seed in common]
         both = [(summaries[variant][seed], summaries[baseline][seed]) for seed in common]
-        if objective is Objective.time and artefacts(variant, baseline, both):
+        if objective == "time" and artefacts(variant, baseline, both):
             continue  # its times are not those of its arithmetic
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
             dropped.setdefault(
                 variant,
                 f"screened out after {counted(len(ratios), 'pair')}: {figures} of {baseline}'s "
-                f"{objective.value}",
+                f"{NEEDS[objective]}",
             )
     return dropped
 
@@ -346,10 +347,10 @@ def without_trial(
     return {name: reason for name in names if name not in tried and name not in dropped}
 
 
-def _need(summary: Summary | None, objective: Objective) -> float | None:
+def _need(summary: Summary | None, objective: str) -> float | None:
     if summary is None:
         return None
-    if objective is Objective.memory:
+    if objective == "memory":
         return summary.memory_bytes.peak
     return summary.step_time_ms.median
 

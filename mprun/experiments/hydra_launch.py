@@ -38,7 +38,7 @@ from mprun.config.multirun import (
     launcher_fields,
     launcher_override,
 )
-from mprun.config.settings import PROCESSES, Executor, Launcher, LauncherSettings, Objective
+from mprun.config.settings import PROCESSES, LauncherSettings
 from mprun.console.formatting import counted
 from mprun.doctor.machine import usable_cores
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
@@ -58,7 +58,7 @@ SIGUSR2 = getattr(signal, "SIGUSR2", None)  # Windows has none
 class Screening:
     """How `mprun advise` drops modes during a study; see `advise.screened`."""
 
-    objective: Objective
+    objective: str
     pairs: int
 
     def drop(self, study: Study) -> Drop:
@@ -161,16 +161,14 @@ class StudyLauncher:
         given = [x.partition("=")[2] for x in self.hydra if x.startswith("hydra/launcher=")]
         if given:
             return given[-1]
-        if self.settings.name is Launcher.local:
+        if self.settings.name == "local":
             return ""
-        if self.settings.name is Launcher.joblib:
+        if self.settings.name == "joblib":
             return "joblib"
         executor = self.settings.executor
-        if executor is Executor.debug:
+        if executor == "debug":
             return "basic"  # the jobs one after the other, in this process
-        is_slurm = executor is Executor.slurm or (
-            executor is Executor.auto and shutil.which("srun") is not None
-        )
+        is_slurm = executor == "slurm" or (executor == "auto" and shutil.which("srun") is not None)
         return "submitit_slurm" if is_slurm else "submitit_local"
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from mprun.assemble import Plan, make_plan
 from mprun.assemble.optimizer import optimizer_class, takes
 from mprun.config import compose
-from mprun.config.schema import Config, OptimizerConfig, OptimizerName
+from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
@@ -18,9 +18,9 @@ from mprun.precision.policy import NAMED, policy
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 
 PATHS = {
-    OptimizerName.sgd: "torch.optim.SGD",
-    OptimizerName.rmsprop: "torch.optim.RMSprop",
-    OptimizerName.adamw: "torch.optim.AdamW",
+    "sgd": "torch.optim.SGD",
+    "rmsprop": "torch.optim.RMSprop",
+    "adamw": "torch.optim.AdamW",
 }
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
 """The scale where the configuration names no value."""
@@ -110,16 +110,16 @@ def _options(config: OptimizerConfig) -> dict[str, Any]:
         decays = takes(optimizer_class(config.target), "weight_decay") and config.weight_decay
         return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
     options: dict[str, Any] = {}
-    if config.name is OptimizerName.adamw:
+    if config.name == "adamw":
         options["weight_decay"] = config.weight_decay  # PyTorch's default is 0.01
         options["betas"] = (config.beta1, config.beta2)
     elif config.weight_decay:
         options["weight_decay"] = config.weight_decay
-    if config.name is not OptimizerName.adamw and config.momentum:
+    if config.name != "adamw" and config.momentum:
         options["momentum"] = config.momentum
-    if config.name is OptimizerName.rmsprop:
+    if config.name == "rmsprop":
         options["alpha"] = config.alpha
-    if config.name is not OptimizerName.sgd:
+    if config.name != "sgd":
         options["eps"] = config.eps
     return options
 
@@ -128,8 +128,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
     train = plan.config.train
     if plan.batch.accumulate > 1:
         yield f"train.accumulate={plan.batch.accumulate}"
-    if train.scheduler.name != "none" or plan.recipe.makes_schedule:
-        name = "the recipe's own" if plan.recipe.makes_schedule else train.scheduler.name
+    if train.scheduler != "none" or plan.recipe.makes_schedule:
+        name = "the recipe's own" if plan.recipe.makes_schedule else train.scheduler
         yield f"train.scheduler={name}"
     if train.warmup_steps:
         yield f"train.warmup_steps={train.warmup_steps}"

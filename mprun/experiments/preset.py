@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
         if key in GROUPS:
             groups.append({f"override /{key}": str(value)})
         else:
-            _put(fields, key.split("."), value.name if isinstance(value, Enum) else value)
+            _put(fields, key.split("."), value)
     comment = "".join(f"# {' '.join(line.split())}\n" for line in comments)
     body = yaml.safe_dump({"defaults": groups, **fields}, sort_keys=False, allow_unicode=True)
     return f"# @package _global_\n{comment}{body}"

@@ -25,7 +25,6 @@ from mprun.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.assemble.file_recipe import lies_in
 from mprun.assemble.plan import data_request
 from mprun.config import Composed, Config, compose
-from mprun.config.settings import Split
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import variants
 from mprun.console import note
@@ -242,7 +241,7 @@ class Study:
         load_samples(first, config_dir, self.load, self.untrusted)
         return loop.run()
 
-    def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
+    def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, str]:
         """The baseline's hash, and the samples for a choice between variants: never the test set.
 
         Raises:
@@ -251,7 +250,7 @@ class Study:
         for o in outcomes:
             if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
                 held_out = o.summary.data.validation_samples
-                return o.summary.variant_hash, Split.train if held_out == 0 else Split.validation
+                return o.summary.variant_hash, "train" if held_out == 0 else "validation"
         if self.baseline not in {o.trial.variant for o in outcomes}:
             raise RunFailedError(
                 f"the budget ended before a run of {self.baseline}, the baseline, was complete; "
@@ -467,7 +466,7 @@ def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None])
         name=f"comparison of {study.folder.name}",
         tags={**config.logger.tags, "recipe": config.recipe.name, "kind": study.plan.command},
         uri=config.logger.uri,
-        online=config.logger.mode.name == "online",
+        online=config.logger.mode == "online",
     )
     for logger in build_loggers(config.logger.name, logged, tell):
         if logger.HAS_RUNS and files:

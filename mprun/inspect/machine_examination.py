@@ -65,7 +65,7 @@ def _rows(
     fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
-        chosen = choose_execution(config.execution.name, policy, device, config.speed.name)
+        chosen = choose_execution(config.execution, policy, device, config.speed.name)
         execution = chosen.name
         alike = (policy.compute_dtype, execution)
         if alike not in fp32_fallback:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from mprun.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
 from mprun.assemble.initial_summary import variant_label
@@ -32,6 +32,7 @@ from mprun.results.memory_result import (
     MemoryRecord,
     ModeMemory,
     OptimizerChoice,
+    ParallelKind,
     ProcessLayout,
     PublishedMemory,
     memory_parts,
@@ -372,7 +373,8 @@ def memory_of_modes(
     """
     layout = ProcessLayout(checkpointing=settings.checkpointing)
     if settings.world_size > 1:
-        layout = replace(layout, world_size=settings.world_size, parallel=settings.parallel.value)
+        parallel = cast(ParallelKind, settings.parallel)
+        layout = replace(layout, world_size=settings.world_size, parallel=parallel)
     given = [key for mode in planned.modes for key in mode.composed.given]
     plans = [(mode.label, mode.plan) for mode in planned.modes]
     record = side_by_side(plans, given, settings.fits, report, layout, planned.left_out)

@@ -186,7 +186,7 @@ def recipe_numerics(
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
         title += f"{len(inspected.steps)} steps measured"
         files |= numerics_plots(inspected.result, title)
-    further = [x.name for x in settings.formats]
+    further = settings.formats
     parts = list(numerics_parts(inspected.result, settings.top, further))
     steps, skipped = inspected.steps, inspected.skipped
     parts.append(f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped")
@@ -235,7 +235,7 @@ class _StepInspector:
         self.skipped: list[int] = []
         self._settings, self._run = settings, parts.model
         self._kind = parts.precision.loss_scale.kind
-        further = [BY_NAME[f.name] for f in settings.formats]
+        further = [BY_NAME[name] for name in settings.formats]
         self.of_run = Statistics(
             parts.model,
             parts.optimizer,

@@ -49,7 +49,7 @@ from mprun.numerics.set_search import CandidateSearch, Effect
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.records.policy_columns import FORMAT_MODES
 from mprun.report.snippets import snippets
 from mprun.results.search_result import (
     CastResult,
@@ -135,7 +135,7 @@ class PlannedSearch:
     def described(self) -> dict[str, Any]:
         """What was searched, and with which settings."""
         settings = self.settings.search_ops
-        own = {**asdict(settings), "per": settings.per.name}
+        own = {**asdict(settings), "per": settings.per}
         return {
             **self.low.described(
                 *("recipe", "precision", "seed", "execution"),
@@ -208,7 +208,7 @@ def _with_validation_data(
 def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
     composed = compose(overrides, config_dir)
     precision = composed.config.precision
-    if precision.casting.name == "none":
+    if precision.casting == "none":
         raise UsageError(
             f"precision={precision.name} casts no op: mprun search-ops chooses between float32 and "
             "a 16-bit dtype, or between bfloat16 and a format; legal: precision=bf16_mixed, "

@@ -79,7 +79,7 @@ def measure_formats(
         parts("measuring float32")
         built.model.load_state_dict(weights)
         probe = CastProbe(passes)
-        candidates = GemmCandidates(gemms, bits, low.device.type, settings.per.name)
+        candidates = GemmCandidates(gemms, bits, low.device.type, settings.per)
         measured = CandidateSearch(probe, candidates, parts)
         unavoidable = candidates.moved_weights(probe)
         everything, bfloat16 = (measured.kept(x) for x in ((), tuple(candidates.names)))
@@ -92,7 +92,7 @@ def measure_formats(
     kept = () if high is None else candidates.gemms_of(high.names)
     return FormatSearch(
         format=mode,
-        per=settings.per.name,
+        per=settings.per,
         measured_on=samples,
         tolerance=tolerance,
         unavoidable=unavoidable,

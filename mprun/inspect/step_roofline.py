@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -410,13 +410,12 @@ def examined(
     examination = replace(
         examination,
         roofline=roofline,
-        formats=recipe_formats(planned, [gpu.name for gpu in settings.gpus], report),
+        formats=recipe_formats(planned, settings.gpus, report),
     )
     if settings.world_size > 1:
-        links = [link.name for link in settings.links]
-        scaling = recipe_scaling(
-            planned, roofline, settings.parallel.value, settings.world_size, links
-        )
+        parallel = cast(ParallelKind, settings.parallel)
+        size, links = settings.world_size, settings.links
+        scaling = recipe_scaling(planned, roofline, parallel, size, links)
         examination = replace(examination, scaling=scaling)
     return Result(examination, list(_parts(examination, roofline)))
 

@@ -100,7 +100,6 @@ def observed_row(
         "param_dtype": dtype_name(param),
         "accum_dtype": dtype_name(_most(trained, lambda p: p.grad_dtype or p.dtype)),
         "output_dtype": casts["compute_dtype"],
-        "partials_dtype": "float32",
         "op_lists": "none",
         "layers": {},
         "tf32": tf32_is_on(device_of(model)),

@@ -44,10 +44,10 @@ from mprun.optim.state import (
     second_name,
 )
 from mprun.precision.combine import ALONE, Combine
-from mprun.precision.policy import COMPENSATED, ROUNDINGS
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ScaledOptimizer, device_of_gradients
+from mprun.records.policy_columns import COMPENSATED, ROUNDINGS
 
 SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""

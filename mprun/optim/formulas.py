@@ -49,8 +49,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mprun._torch import is_fake
-from mprun.precision.policy import COMPENSATED
 from mprun.precision.random_bits import shift_right
+from mprun.records.policy_columns import COMPENSATED
 
 Results = tuple[Tensor, Tensor, Tensor]
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from mprun._torch import EagerOptimizer, is_fake, own_parameters
 from mprun.optim.state import check_operands, clipping_scale, not_finite
 from mprun.precision.combine import ALONE, Combine
-from mprun.precision.policy import ROUNDINGS
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, START, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
 from mprun.precision.update import MasteredOptimizer, device_of_gradients
+from mprun.records.policy_columns import ROUNDINGS
 
 MASTER = "master"
 """The name of the master in `state`."""

@@ -109,7 +109,7 @@ def executions(
             "precision.rounding_scope=all rounds every result stochastically, and a kernel's "
             "result is already rounded to nearest"
         )
-    if policy.partials_dtype == "float16" and device.type != "cuda":
+    if policy.has_low_partials and device.type != "cuda":
         return emulated, (
             "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
         )
@@ -188,7 +188,7 @@ def arithmetic_for(
     if execution == "emulated":
         rounding = policy.rounding if policy.rounding_scope == "all" else "nearest"
         return Emulated16(rounding, policy.overflow, policy.partials_dtype, seed)
-    if policy.partials_dtype == "float16":
+    if policy.has_low_partials:
         return BlockedConvolutions()
     if fp32_fallback != "none":
         return Float16Fallback(matmuls=fp32_fallback == "all")

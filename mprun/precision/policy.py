@@ -1,6 +1,7 @@
 """A precision mode is a row of data.
 
-The table of modes is `conf/precision/*.yaml`. Two modes differ only where their rows differ:
+The columns are those of `mprun.records.policy_columns`, and the table of modes is
+`conf/precision/*.yaml`. Two modes differ only where their rows differ:
 
     mode          parameters  computation  casting   rounding    of         gradients
     fp32          float32     float32      none      nearest     updates    float32
@@ -26,7 +27,7 @@ none is silently replaced by another.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -37,14 +38,14 @@ import yaml  # type: ignore[import-untyped]
 from mprun.errors import hint
 from mprun.precision.gemms import GEMMS
 from mprun.records.mode_names import ALIASES, SHORT_DTYPES, mode_hint
+from mprun.records.policy_columns import (
+    COMPENSATED,
+    FLOAT_DTYPES,
+    PolicyColumns,
+    legal_values,
+)
 
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
-MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
-"""Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`."""
-ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
-COMPENSATED = ("kahan", "split")
-"""Roundings that keep a remainder beside a 16-bit parameter."""
 
 
 def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
@@ -75,7 +76,7 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in `MOMENT_DTYPES`."""
+    """The torch dtype of one of PyTorch's names, such as `float32`."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -85,44 +86,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Policy:
-    """One precision mode; dtypes by PyTorch's names.
+@dataclass(kw_only=True, unsafe_hash=True)
+class Policy(PolicyColumns):
+    """One precision mode; it cannot be changed.
 
     Raises:
         ValueError: a combination that is not carried out, with the legal values.
     """
 
     name: str
-    param_dtype: str
-    """Parameters."""
-    compute_dtype: str
-    """Inputs of matmuls and convolutions."""
-    output_dtype: str
-    """The model's outputs as the loss sees them."""
-    casting: str
-    """none; or ops are cast to `compute_dtype` by autocast or by op_lists."""
-    rounding: str
-    """nearest, stochastic, kahan or split, of parameters and optimizer state in 16 bits."""
-    rounding_scope: str
-    """update: where those are written; all: every result, forward and backward."""
-    overflow: str
-    """What rounding makes of finite numbers beyond the largest: infinity, or saturate."""
-    accum_dtype: str
-    """The gradient buffer."""
-    momentum_dtype: str
-    variance_dtype: str
-    partials_dtype: str
-    """Accumulation inside a matmul or convolution."""
-    tf32: bool
-    """Whether float32 matmuls and convolutions may round their inputs to TensorFloat-32."""
-    gemms: str = "none"
-    """The formats of the products of inner linear layers, by the mode that has them; none:
-    `compute_dtype`; layers: `precision.layers` names them."""
-    hadamard: bool = False
-    """Whether factors of the gradients of weights go through a random Hadamard transform."""
-    reduce_dtype: str = "float32"
-    """What gradients are sent in and summed in over processes."""
 
     def __post_init__(self) -> None:
         for key, legal in self._legal().items():
@@ -131,6 +103,12 @@ class Policy:
                     f"precision.{key}={_yaml(getattr(self, key))} with precision={self.name} "
                     f"(casting={self.casting}): legal is {', '.join(map(_yaml, legal))}"
                 )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # `frozen=True` is not for a class whose base, the row of a record, can be changed.
+        if name in vars(self):
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
 
     @property
     def is_low(self) -> bool:
@@ -155,21 +133,17 @@ class Policy:
         parameters = ("float32",) if self.casts else FLOAT_DTYPES
         computes = LOW_DTYPES if self.casts else (self.param_dtype,)
         everywhere = self.is_low and self.rounding == "stochastic"
-        legal = {
-            "casting": ("none", "autocast", "op_lists"),
+        formats = ("layers", *GEMMS) if self._may_have_formats else ()
+        legal = legal_values() | {
             "param_dtype": parameters,
             "compute_dtype": computes,
             "output_dtype": tuple(dict.fromkeys(("float32", self.compute_dtype))),
-            "rounding": ROUNDINGS,
             "rounding_scope": ("update", "all") if everywhere else ("update",),
             "overflow": ("infinity",) if self.rounding in COMPENSATED else ("infinity", "saturate"),
             "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
-            "momentum_dtype": MOMENT_DTYPES,
-            "variance_dtype": MOMENT_DTYPES,
-            "reduce_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),
-            "gemms": ("none", *(("layers", *GEMMS) if self._may_have_formats else ())),
+            "gemms": ("none", *formats),
             "hadamard": (False, self.gemms != "none"),
         }
         # A shipped mode's name fixes these: another value needs another name.
@@ -181,7 +155,7 @@ class Policy:
     @property
     def _may_have_formats(self) -> bool:
         """Whether products may have formats of their own: nothing else decides how they run."""
-        plain = self.partials_dtype == "float32" and self.rounding_scope == "update"
+        plain = not self.has_low_partials and self.rounding_scope == "update"
         return plain and self.casting != "op_lists" and not self.tf32
 
     def __str__(self) -> str:
@@ -235,7 +209,7 @@ def policy(name: str) -> Policy:
             f"no precision mode is named '{name}'{mode_hint(name, NAMED)}; legal: {legal}"
         )
     path = files("mprun.conf") / "precision" / f"{name}.yaml"
-    return Policy(overflow="infinity", **yaml.safe_load(path.read_text(encoding="utf-8")))
+    return Policy(**yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def _of_dtypes(text: str) -> Policy:

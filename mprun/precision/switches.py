@@ -61,7 +61,7 @@ def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
     (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
     reductions of 16-bit matmuls off, float16 partials switch accumulation in float16 on.
     """
-    with switches(native_tf32, policy.partials_dtype != "float32"):
+    with switches(native_tf32, policy.has_low_partials):
         yield
 
 

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mprun.errors import hint, nearest
+from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.run_record import Summary
 
 OWN_ALIASES = {"fp16_sr": "half_sr"}
@@ -77,8 +78,6 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
-"""The modes that give products a format."""
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FURTHER_FORMATS = (
     "e4m3fnuz",

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from mprun.errors import UsageError
+from mprun.records.policy_columns import PolicyColumns
 from mprun.records.reader import converted, read_json, read_json_lines
 
 SCHEMA_VERSION = 1
@@ -53,29 +54,15 @@ class Hardware:
 
 
 @dataclass(kw_only=True)
-class PrecisionRow:
-    """A policy's columns."""
+class PrecisionRow(PolicyColumns):
+    """A policy's columns, and the ops and modules with a dtype of their own.
 
-    param_dtype: str
-    compute_dtype: str
-    output_dtype: str
-    casting: str
+    `gemms` is "layers" where `layers` names the formats. `reduce_dtype` is float32 where there is
+    one process.
+    """
+
     op_lists: str
     layers: dict[str, str]
-    rounding: str
-    rounding_scope: str
-    overflow: str
-    accum_dtype: str
-    momentum_dtype: str
-    variance_dtype: str
-    partials_dtype: str
-    tf32: bool
-    gemms: str = "none"
-    """The formats of the products of inner linear layers; layers: those of `layers`."""
-    hadamard: bool = False
-    """Whether factors of gradients of weights go through a random Hadamard transform."""
-    reduce_dtype: str = "float32"
-    """What gradients were summed in over processes; float32 where there is one process."""
 
 
 @dataclass(kw_only=True)

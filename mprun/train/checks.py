@@ -19,7 +19,7 @@ from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import recorded_name
-from mprun.records.run_record import PrecisionRow, Status, Summary, page_fault_share
+from mprun.records.run_record import Status, Summary, page_fault_share
 from mprun.train.callbacks import Callback
 
 OVER_TIME = 1.05
@@ -189,7 +189,7 @@ class AccumulationCheck(Callback):
     """Records the dtype in which the run's kernels accumulated products, if not float32.
 
     Args:
-        row: the summary's effective precision; its `partials_dtype` is set.
+        summary: its effective precision gets that dtype.
         arithmetic: the run's; it lists the products that it computed.
         device: the run's device.
         warn: prints and records a warning.
@@ -197,12 +197,13 @@ class AccumulationCheck(Callback):
 
     def __init__(
         self,
-        row: PrecisionRow,
+        summary: Summary,
         arithmetic: Arithmetic,
         device: torch.device,
         warn: Callable[[str], None],
     ) -> None:
-        self._row, self._arithmetic, self._device, self._warn = row, arithmetic, device, warn
+        self._summary, self._arithmetic = summary, arithmetic
+        self._device, self._warn = device, warn
 
     def on_end(self, status: Status) -> None:
         if status == "failed":  # kernels may not run any more
@@ -217,7 +218,8 @@ class AccumulationCheck(Callback):
                     f"sum that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
-                lowest, self._row.partials_dtype = reached, short
+                lowest = reached
+                self._summary.effective = self._summary.effective.with_partials(short)
 
 
 MOST = 8

@@ -21,7 +21,7 @@ import pytest
 from mprun.cli.compare_command import compared
 from mprun.cli.main import main
 from mprun.compare.statistics import ALPHA
-from mprun.config.settings import CompareSettings, Split
+from mprun.config.settings import CompareSettings
 from mprun.records.run_record import read_summary
 from tests.adversarial.models import CASES
 from tests.adversarial.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
@@ -76,7 +76,7 @@ def study(case: str, number: int, *more: str) -> Study:
     assert main(["advise", f"run.resume={folder}", *judging]) == 0
     first = (folder / "preset/advised.yaml").read_text(encoding="utf-8").splitlines()[1]
     advised = first.removeprefix("# ").partition(" for ")[0]
-    settings = CompareSettings(margin=LOST_ACCURACY, split=Split.validation)
+    settings = CompareSettings(margin=LOST_ACCURACY, split="validation")
     verdicts = {v.label: v.verdict.word for v in compared([folder], settings).variants}
     assert set(verdicts) == {"fp32", *MODES}
     fails = CASES[case].fails & {*MODES}

@@ -20,8 +20,7 @@ from mprun import __version__, devices
 from mprun.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import main
-from mprun.config import Config, compose
-from mprun.config.ranges import ranges
+from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.errors import UsageError
 from mprun.records.run_record import read_lines, read_summary
@@ -289,7 +288,7 @@ def bad_values(field: Field) -> list[str]:
         return found
     found += ["xyz", "1.5.2", "''", ""]
     if "number" in field.legal:
-        allowed = ranges(Config)[field.key]
+        allowed = field.limits
         found += ["true", "nan", "inf", "-inf", f"{allowed.low - 1:.0f}"]
         if allowed.high < float("inf"):
             found.append(f"{allowed.high + 1:.0f}")

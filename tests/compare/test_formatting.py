@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mprun.compare.verdicts import compare
-from mprun.config.settings import Objective
 from mprun.console.formatting import OP_FAMILIES, substitution_label
 from mprun.experiments.advise import advise
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
@@ -74,11 +73,11 @@ def study(ops: Sequence[str]) -> Any:
 def test_a_gain_is_claimed_of_native_float16_alone() -> None:
     """The same figures twice: the second time the matmuls were computed in float32."""
     own, fp32_fallback = study([]), study(["aten.addmm"])
-    assert advise(own, {}, Objective.time).label == "fp16_true"
-    refused = advise(fp32_fallback, {}, Objective.time)
+    assert advise(own, {}, "time").label == "fp16_true"
+    refused = advise(fp32_fallback, {}, "time")
     assert refused.label == "fp32"
     assert refused.rejected["fp16_true"].startswith("matmuls in fp32: 0.50 ")
-    assert advise(fp32_fallback, {}, Objective.memory).label == "fp16_true"
+    assert advise(fp32_fallback, {}, "memory").label == "fp16_true"
     (headline,) = answer.headline(own)
     assert "times as fast" in headline
     (headline,) = answer.headline(fp32_fallback)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mprun.compare.mixing import ASPECTS, check_mixing, code_text, data_text, hardware_text
-from mprun.config.settings import Mix
+from mprun.config.settings import fields
 from mprun.errors import UsageError
 from tests.compare.folders import run_of
 
@@ -77,7 +77,7 @@ def test_metrics_are_never_mixed() -> None:
 
 
 def test_a_user_can_allow_each_of_them() -> None:
-    assert {mix.value for mix in Mix} == set(ASPECTS)
+    assert {*fields()["compare.mix"].choices} == set(ASPECTS)
 
 
 def test_words_for_what_runs_have_in_common() -> None:

@@ -71,7 +71,7 @@ def test_everything_has_a_default() -> None:
     train = config.train
     sizes = (train.batch_size, train.eval_batch_size, train.lr, train.epochs)
     assert sizes == (32, 32, 1e-3, 3)
-    assert train.optimizer.name.name == "adamw"
+    assert train.optimizer.name == "adamw"
     assert config.precision.name == "fp32"
 
 
@@ -94,9 +94,9 @@ def test_defaults_stand_above_mpruns_and_below_presets_and_the_command_line() ->
     text = 'DEFAULTS = {"train.lr": 0.5, "train.epochs": 7, "train.optimizer.name": "sgd"}\n'
     write(BODY + text)
     train = composed("recipe=my.py").train
-    assert (train.lr, train.epochs, train.optimizer.name.name) == (0.5, 7, "sgd")
+    assert (train.lr, train.epochs, train.optimizer.name) == (0.5, 7, "sgd")
     train = composed("recipe=my.py", "train.lr=0.25", "train.optimizer.name=rmsprop").train
-    assert (train.lr, train.epochs, train.optimizer.name.name) == (0.25, 7, "rmsprop")
+    assert (train.lr, train.epochs, train.optimizer.name) == (0.25, 7, "rmsprop")
     write(BODY + 'DEFAULTS = {"train.eval_batch_size": 99, "train.max_steps": 5}\n')
     train = composed("recipe=my.py", "preset=smoke").train
     assert (train.eval_batch_size, train.max_steps) == (16, 36)

@@ -169,7 +169,6 @@ def test_a_run_that_ended_before_anything_was_recorded() -> None:
     ("text", "message"),
     [
         ("train: {lr: many}", "train.lr: Value 'many' "),
-        ("train: {scheduler: '${oc.env:MPRUN_NO}'}", "train.scheduler: "),
         ("seed: !!timestamp zz", "line 1: could not determine a constructor"),
         ("seed: &a [*a]", "nested more than 50 deep"),
         ("a: " + "[" * 3000, "is not a valid configuration ("),

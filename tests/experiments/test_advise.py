@@ -11,7 +11,6 @@ import pytest
 
 from mprun.compare.comparison import EqualQuality, Estimate, Interval, Variant
 from mprun.compare.verdicts import compare
-from mprun.config.settings import Objective
 from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial
 from mprun.records.run_record import LossScaleRow, Summary
@@ -28,7 +27,7 @@ def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
             variant("fp16_true", "worse", time=(0.3, 0.28, 0.32)),
         ),
         {},
-        Objective.time,
+        "time",
     )
     assert found.label == "bf16_sr"
     assert found.reason == "0.50 [0.48, 0.52] of the baseline's step time, accuracy equivalent"
@@ -42,17 +41,14 @@ def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
 
 def test_a_rival_within_the_noise_is_named() -> None:
     rival, best = variant("a", time=(0.52, 0.45, 0.6)), variant("b", time=(0.5, 0.45, 0.55))
-    found = advise(comparison(rival, best), {}, Objective.time)
+    found = advise(comparison(rival, best), {}, "time")
     assert found.label == "b"
     (doubt,) = found.notes
     assert doubt == ("a is as fast as b within the noise, with 0.75 of the baseline's peak memory")
 
 
 def test_a_better_metric_may_be_taken_too() -> None:
-    assert (
-        advise(comparison(variant("bf16_mixed", "better")), {}, Objective.time).label
-        == "bf16_mixed"
-    )
+    assert advise(comparison(variant("bf16_mixed", "better")), {}, "time").label == "bf16_mixed"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_a_better_metric_may_be_taken_too() -> None:
     ],
 )
 def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
-    found = advise(comparison(other), {}, Objective.time)  # type: ignore[arg-type]
+    found = advise(comparison(other), {}, "time")  # type: ignore[arg-type]
     assert found.label == "fp32"
     assert found.reason == "no other mode was shown to need less step time at an equal metric"
     assert found.rejected["x"].startswith(reason)
@@ -97,23 +93,21 @@ FASTER = variant("x", time=(0.83, 0.82, 0.84), throughput=(1.2, 1.18, 1.22))
 
 def test_a_mode_that_needs_as_many_more_samples_buys_nothing() -> None:
     nothing = to_equal_quality(FASTER, 1.2, (1.0, 0.98, 1.02), missed=1)
-    found = advise(comparison(nothing), {}, Objective.time)
+    found = advise(comparison(nothing), {}, "time")
     assert found.label == "fp32"
     assert found.rejected["x"] == (
         "buys nothing: 0.83 [0.82, 0.84] of the baseline's step time, but 1.20 [1.18, 1.22] of its "
         "samples and 1.00 [0.98, 1.02] of its time to equal validation loss (never reached in "
         "1 pair)"
     )
-    assert advise(comparison(nothing), {}, Objective.memory).label == "x"
+    assert advise(comparison(nothing), {}, "memory").label == "x"
 
 
 def test_a_gain_to_equal_quality_is_taken_in_silence_and_an_open_one_with_a_note() -> None:
-    sound = advise(
-        comparison(to_equal_quality(FASTER, 1.0, (0.83, 0.81, 0.85))), {}, Objective.time
-    )
+    sound = advise(comparison(to_equal_quality(FASTER, 1.0, (0.83, 0.81, 0.85))), {}, "time")
     assert (sound.label, sound.notes) == ("x", ())
     unsettled = to_equal_quality(FASTER, 1.1, (0.92, 0.8, 1.05))
-    found = advise(comparison(unsettled), {}, Objective.time)
+    found = advise(comparison(unsettled), {}, "time")
     assert found.label == "x"
     (note,) = found.notes
     assert note == (
@@ -126,10 +120,10 @@ def test_two_pairs_that_scatter_prove_nothing_and_have_no_interval_to_quote() ->
     scattered = replace(
         variant("x", time=None), step_time_ratio=Estimate(0.7, Interval(0.13, 3.79), 2)
     )
-    found = advise(comparison(scattered), {}, Objective.time)
+    found = advise(comparison(scattered), {}, "time")
     assert found.rejected["x"].endswith("0.70 measured, not proven (2 pairs)")
     one_pair = replace(scattered, step_time_ratio=Estimate(0.7, None, 1))
-    found = advise(comparison(one_pair), {}, Objective.time)
+    found = advise(comparison(one_pair), {}, "time")
     assert found.rejected["x"].endswith("0.70 measured, not proven (1 pair)")
 
 
@@ -137,7 +131,7 @@ def test_every_mode_has_a_line_of_the_advice() -> None:
     found = advise(
         comparison(variant("a"), variant("b", "worse")),
         {},
-        Objective.time,
+        "time",
         {"c": "screened out after 2 pairs: 1.20, 1.30 of fp32's step time"},
         {"tf32": "emulated here"},
     )
@@ -148,25 +142,25 @@ def test_every_mode_has_a_line_of_the_advice() -> None:
 
 
 def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
-    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, Objective.time)
+    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
     (doubt,) = found.notes
     assert doubt.endswith(
         "inconclusive: a study with seeds=5 first_seed=8 would likely settle it"
     )  # 1 run + 4
     slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
-    assert advise(comparison(slower), {}, Objective.time).notes == ()
+    assert advise(comparison(slower), {}, "time").notes == ()
 
 
 def test_an_alarm_keeps_a_mode_from_being_taken() -> None:
     rows = comparison(variant("fp16_mixed"), variant("bf16_mixed", time=(0.8, 0.7, 0.9)))
-    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, Objective.time)
+    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, "time")
     assert found.label == "bf16_mixed"
     assert found.rejected["fp16_mixed"] == "numerical alarm: seed 0: steps were skipped"
 
 
 def test_memory_is_another_objective() -> None:
     small = variant("half_sr", time=(1.5, 1.4, 1.6), memory=0.7)
-    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, Objective.memory)
+    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, "memory")
     assert found.label == "half_sr"
     assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
     assert found.rejected["bf16_mixed"] == "not smaller: 1.05 of the baseline's peak memory"
@@ -175,10 +169,10 @@ def test_memory_is_another_objective() -> None:
 def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
     slow = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
     fast = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
-    found = advise(comparison(slow, fast), {}, Objective.memory)
+    found = advise(comparison(slow, fast), {}, "memory")
     assert found.label == "b"
     assert found.rejected["a"].endswith("b is faster with the same memory")
-    hardly = advise(comparison(variant("a", memory=0.9999)), {}, Objective.memory)
+    hardly = advise(comparison(variant("a", memory=0.9999)), {}, "memory")
     assert hardly.label == "fp32"
 
 
@@ -186,11 +180,9 @@ def test_equal_peaks_are_not_told_apart_by_times_without_a_verdict() -> None:
     reason = {"no_time_verdict": "page faults take 45 % of fp32's step"}
     first = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
     second = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
-    found = advise(comparison(first, replace(second, **reason)), {}, Objective.memory)
+    found = advise(comparison(first, replace(second, **reason)), {}, "memory")
     assert found.label == "a"
-    found = advise(
-        comparison(replace(first, **reason), replace(second, **reason)), {}, Objective.memory
-    )
+    found = advise(comparison(replace(first, **reason), replace(second, **reason)), {}, "memory")
     assert found.label == "a"
     assert found.rejected["b"].endswith("a needs as much, and their times have no verdict")
 
@@ -209,12 +201,12 @@ def test_an_artefact_takes_no_mode_for_its_time() -> None:
         for name, ms, faults in (("fp32", 40.0, 30_000), ("bf16_mixed", 20.0, 0))
         for seed in range(3)
     ]
-    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, Objective.time)
+    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, "time")
     assert found.label == "fp32"
     assert "0.50 measured, not proven (3 pairs; page faults take" in found.rejected["bf16_mixed"]
     for run in runs:
         run.summary.page_faults_per_step = 0.0
-    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, Objective.time)
+    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, "time")
     assert found.label == "bf16_mixed"
 
 
@@ -239,10 +231,10 @@ def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
         *(outcome("once", seed, ms) for seed, ms in enumerate((12.0, 9.0))),
         outcome("new", 0, 50.0),
     ]
-    assert screened(rows, "fp32", Objective.time, pairs=2) == {
+    assert screened(rows, "fp32", "time", pairs=2) == {
         "slow": "screened out after 2 pairs: 1.41, 1.41 of fp32's step time"
     }
-    assert set(screened(rows, "fp32", Objective.time, pairs=1)) == {"slow", "new"}
+    assert set(screened(rows, "fp32", "time", pairs=1)) == {"slow", "new"}
 
 
 @pytest.mark.parametrize("cause", ["overlap", "two machines"])
@@ -251,14 +243,14 @@ def test_only_pairs_with_one_machine_for_themselves_screen_by_time(cause: str) -
     summaries = [row.summary for row in rows if row.summary is not None]
     for summary in summaries:
         summary.hardware.host = "one"
-    assert set(screened(rows, "fp32", Objective.time, pairs=3)) == {"x"}
+    assert set(screened(rows, "fp32", "time", pairs=3)) == {"x"}
     if cause == "overlap":
         summaries[3].started_at = summaries[0].started_at
     else:
         summaries[3].hardware.host = "another"
-    assert screened(rows, "fp32", Objective.time, pairs=3) == {}
-    assert set(screened(rows, "fp32", Objective.time, pairs=2)) == {"x"}
-    assert set(screened(rows, "fp32", Objective.memory, pairs=3)) == {"x"}  # equal peaks
+    assert screened(rows, "fp32", "time", pairs=3) == {}
+    assert set(screened(rows, "fp32", "time", pairs=2)) == {"x"}
+    assert set(screened(rows, "fp32", "memory", pairs=3)) == {"x"}  # equal peaks
 
 
 def test_a_mode_slowed_by_an_artefact_is_not_screened_out() -> None:
@@ -267,19 +259,17 @@ def test_a_mode_slowed_by_an_artefact_is_not_screened_out() -> None:
         assert row.summary is not None
         row.summary.hardware.page_fault_us = 1.0
         row.summary.page_faults_per_step = 6000.0 if row.trial.variant == "x" else 0.0
-    assert screened(rows, "fp32", Objective.time, pairs=2) == {}
+    assert screened(rows, "fp32", "time", pairs=2) == {}
 
 
 def test_a_failed_mode_is_screened_out_and_the_baseline_never() -> None:
     rows = [outcome("fp32", 0, 10.0, "boom"), outcome("x", 0, 1.0, "the loss became nan")]
-    assert screened(rows, "fp32", Objective.time, pairs=2) == {
-        "x": "seed 0 failed: the loss became nan"
-    }
+    assert screened(rows, "fp32", "time", pairs=2) == {"x": "seed 0 failed: the loss became nan"}
 
 
 def test_screening_by_memory_looks_at_memory() -> None:
     rows = [outcome("fp32", 0, 10.0), outcome("x", 0, 1.0, peak=2**21), outcome("y", 0, 99, peak=5)]
-    assert screened(rows, "fp32", Objective.memory, pairs=1) == {
+    assert screened(rows, "fp32", "memory", pairs=1) == {
         "x": "screened out after 1 pair: 2.00 of fp32's peak memory"
     }
 

@@ -16,7 +16,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from mprun.cli.main import main
-from mprun.config.settings import Executor, Launcher, LauncherSettings
+from mprun.config.settings import LauncherSettings
 from mprun.config.study_request import study_request
 from mprun.experiments import hydra_launch
 from mprun.experiments.hydra_launch import StudyLauncher, StudyWork, help_with_study
@@ -367,7 +367,7 @@ def test_where_jobs_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    settings = LauncherSettings(Launcher[name], count, Executor[executor])
+    settings = LauncherSettings(name, count, executor)
     launcher = StudyLauncher(settings, (hydra,) if hydra else ())
     assert (launcher.is_on_this_machine, launcher.is_side_by_side) == (here, beside)
 
@@ -379,9 +379,8 @@ def test_threads_share_the_cores_unless_the_environment_says_how_many(
     monkeypatch.setattr(hydra_launch.torch, "get_num_threads", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     counts = {
-        n: StudyLauncher(LauncherSettings(Launcher.joblib, n)).threads_each
-        for n in (1, 2, 3, 8, 100)
+        n: StudyLauncher(LauncherSettings("joblib", n)).threads_each for n in (1, 2, 3, 8, 100)
     }
     assert counts == {1: None, 2: 4, 3: 2, 8: 1, 100: 1}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert StudyLauncher(LauncherSettings(Launcher.joblib, 2)).threads_each is None
+    assert StudyLauncher(LauncherSettings("joblib", 2)).threads_each is None

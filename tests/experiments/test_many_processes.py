@@ -15,7 +15,6 @@ from mprun.cli.main import main
 from mprun.compare.load import find_runs
 from mprun.compare.measures import OVERLAPPED
 from mprun.compare.verdicts import compare
-from mprun.config.settings import Objective
 from mprun.config.study_request import study_request
 from mprun.console import stdout_console
 from mprun.doctor import machine
@@ -239,7 +238,7 @@ def test_a_run_of_another_process_that_lasts_keeps_modes_from_being_screened_by_
     for outcome in slower:
         assert outcome.summary is not None
         outcome.summary.step_time_ms.median = 1e6
-    drop = Screening(Objective.time, 1).drop(made)
+    drop = Screening("time", 1).drop(made)
     assert set(drop(rest)) == {slower[0].trial.variant}
     path = Path("s") / first.trial.name / "summary.json"
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.config.settings import FurtherFormat
 from mprun.numerics.gradients import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.numerics.histograms import histogram
 from mprun.numerics.tolerance import ratio_db, sqnr_db
@@ -27,6 +26,7 @@ from mprun.precision.formats import (
     Format,
     quantise,
 )
+from mprun.records.mode_names import FURTHER_FORMATS
 from tests.precision.test_formats import cast
 
 SPREADS = [1.0, 1e-3, 1e-7, 3e-9, 1e-25, 1e-38, 1e3, 1e30]
@@ -172,4 +172,4 @@ def test_convolutions_have_blocks_along_their_channels() -> None:
 
 def test_every_further_format_can_be_asked_for() -> None:
     usual = {f.name for f in FORMATS}
-    assert [f.name for f in FurtherFormat] == [name for name in BY_NAME if name not in usual]
+    assert list(FURTHER_FORMATS) == [name for name in BY_NAME if name not in usual]

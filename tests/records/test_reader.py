@@ -79,6 +79,8 @@ ADDED = (
         "gemms",
         "converted_gemms",
         "hadamard",
+        "overflow",
+        "partials_dtype",
         "reduce_dtype",
         "parallel",
         "slowest_ms",

@@ -127,7 +127,7 @@ def test_c5_the_mnist_recipe_is_the_published_one() -> None:
     config = compose(["recipe=mnist"]).config
     train, optimizer = config.train, config.train.optimizer
     assert (train.batch_size, train.epochs, train.lr) == (8192, 5, 1e-3)
-    assert (optimizer.name.name, optimizer.alpha, optimizer.eps) == ("rmsprop", 0.9, 1e-7)
+    assert (optimizer.name, optimizer.alpha, optimizer.eps) == ("rmsprop", 0.9, 1e-7)
     recipe = Mnist(config.recipe.model["units"])
     layers = [m for m in recipe.model() if isinstance(m, nn.Linear)]
     assert [(m.in_features, m.out_features) for m in layers] == [(784, 256), (256, 256), (256, 10)]

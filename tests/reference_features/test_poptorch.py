@@ -122,7 +122,7 @@ def test_d7_the_fashion_mnist_recipe_is_the_published_one() -> None:
     config = compose(["recipe=fashion_mnist"]).config
     train = config.train
     assert (train.batch_size, train.eval_batch_size, train.epochs, train.lr) == (12, 32, 10, 1e-3)
-    assert train.optimizer.name.name == "adamw"
+    assert train.optimizer.name == "adamw"
     recipe = FashionMnist(**config.recipe.model)
     model = recipe.model()
     convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
