@@ -10,12 +10,8 @@ not spread the ratios, so an interval computed from their spread does not contai
 shared the machine slowed each other. Two machines of one kind differ by some percent.
 
 So a pair counts if both runs had one machine, and had it for themselves. If fewer than two pairs
-do, there is no verdict. Machines are told apart by `hardware.host`; older records do not have it,
-and equal hardware counts as one machine there.
-
-`started_at` has seconds in older records and milliseconds in newer ones, and `wall_time_s` of older
-records excludes the preparation of a run. Both checks report only what is certain: runs shorter
-than a second that came one after the other are neither overlapping nor out of order.
+do, there is no verdict. Machines are told apart by `hardware.host`; where the system has no such
+identity, equal hardware counts as one machine. Both checks report only what is certain.
 
 A ratio is a geometric mean over pairs with a 95 % interval. There are three results: the interval
 excludes 1, or it lies within a factor of `SAME` of 1, or the question is open. If the interval
@@ -237,15 +233,16 @@ SAME = 1.05
 Direction = Literal["higher", "lower", "same", "open"]
 
 
+START_DIGIT_S = 0.001
+"""The last digit of `started_at`: a run began up to this much later than its record says."""
+
+
 class RunPeriod(NamedTuple):
     """When a run took place, in seconds since 1970."""
 
     start_s: float
-    """The earliest possible start."""
-    latest_start_s: float
-    """The latest possible one: later by one unit of the record's last digit."""
     end_s: float
-    """The earliest possible end: older wall times exclude the preparation of a run."""
+    """The earliest possible end."""
 
 
 def period(summary: Summary) -> RunPeriod | None:
@@ -253,11 +250,8 @@ def period(summary: Summary) -> RunPeriod | None:
     start_s, written_s = _seconds(summary.started_at), _seconds(summary.written_at)
     if start_s is None:
         return None
-    last_digit_s = 0.001 if "." in summary.started_at else 1.0
-    end_s = start_s + max(0.0, summary.wall_time_s)
-    if written_s is not None:  # a run that was resumed ended later than its wall time says
-        end_s = max(end_s, written_s)
-    return RunPeriod(start_s, start_s + last_digit_s, end_s)
+    # A run that was resumed ended later than its wall time says.
+    return RunPeriod(start_s, max(start_s + max(0.0, summary.wall_time_s), written_s or 0.0))
 
 
 def _seconds(text: str | None) -> float | None:
@@ -275,10 +269,9 @@ def overlapping(runs: Iterable[Run]) -> set[int]:
     ids: set[int] = set()
     for place, (first, one) in enumerate(periods):
         for second, other in periods[place + 1 :]:
-            if second.latest_start_s >= first.end_s:
+            if second.start_s + START_DIGIT_S >= first.end_s:
                 break
-            # The second may have come first if both starts lie within one digit.
-            if first.latest_start_s < second.end_s and _on_one_machine(one, other):
+            if _on_one_machine(one, other):
                 ids |= {id(one), id(other)}
     return ids
 
@@ -347,7 +340,7 @@ def is_interleaved(pairs: Sequence[tuple[RunPeriod, RunPeriod]]) -> bool:
     in_order = sorted(pairs, key=lambda pair: min(pair).start_s)
     last_start_s = -float("inf")
     for pair in in_order:
-        if min(one.latest_start_s for one in pair) < last_start_s:
+        if min(pair).start_s + START_DIGIT_S < last_start_s:
             return False
         last_start_s = max(last_start_s, *(one.start_s for one in pair))
     return True

@@ -1,11 +1,7 @@
-"""The folder of a run, while the run writes it. No torch.
-
-sweep.json: the plan of a study, written into its folder before the first run.
-
-The lines of metrics.jsonl about an epoch: writing and reading them. No torch.
+"""The folder of a run while the run writes it, and the plan in the folder of a study. No torch.
 
 An epoch has a line `epoch` with its training scores and, before it, a line `validation` if it was
-validated. `summary.json` shows a choice of a long run's epochs; these lines are all of them.
+validated, in metrics.jsonl. `summary.json` shows a choice of a long run's epochs; these lines are all of them.
 """
 
 from __future__ import annotations
@@ -267,10 +263,6 @@ def read_study_plan(folder: Path) -> StudyPlan:
         ) from None
 
 
-BEGINNINGS = ('{"kind":"epoch"', '{"kind":"validation"')
-"""Of these lines: the others, which are most, need not be parsed."""
-
-
 class _EpochLine(msgspec.Struct):
     kind: Literal["epoch", "validation"]
     epoch: int
@@ -299,28 +291,19 @@ def read_epochs(run: Path) -> Iterator[Epoch]:
     Raises:
         UsageError: a line about an epoch is damaged.
     """
-    path = run / "metrics.jsonl"
     validations: dict[int, Scores] = {}
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if not text.startswith(BEGINNINGS):
-                continue
-            try:
-                line = msgspec.json.decode(text, type=_EpochLine)
-            except msgspec.MsgspecError as error:
-                raise UsageError(f"{path} is damaged: {error}") from None
-            scores = Scores(
-                loss=line.loss,
-                accuracy=line.accuracy,
-                samples=line.samples,
-                metrics=line.metrics,
-            )
-            if line.kind == "validation":
-                validations[line.epoch] = scores
-            else:
-                none = Scores(loss=None, accuracy=None)
-                validation = validations.pop(line.epoch, none)
-                yield Epoch(epoch=line.epoch, train=scores, validation=validation)
+    for line in read_json_lines(run / METRICS, having=b'"accuracy"'):  # lines of steps have none
+        if line.get("kind") not in ("epoch", "validation"):
+            continue
+        row = converted(run / METRICS, line, _EpochLine)
+        scores = Scores(
+            loss=row.loss, accuracy=row.accuracy, samples=row.samples, metrics=row.metrics
+        )
+        if row.kind == "validation":
+            validations[row.epoch] = scores
+        else:
+            validation = validations.pop(row.epoch, Scores(loss=None, accuracy=None))
+            yield Epoch(epoch=row.epoch, train=scores, validation=validation)
 
 
 class ValidationLoss(NamedTuple):
