@@ -19,13 +19,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mprun.compare.comparison import Run, Skipped
 from mprun.compare.measures import RunGroup, has_result
 from mprun.console.formatting import readable
 from mprun.errors import UsageError
-from mprun.records.run_config import UnreadableConfigError, read_config, variant_config, yaml_text
+from mprun.records.run_config import (
+    UnreadableConfigError,
+    config_fields,
+    read_config,
+    variant_config,
+)
 from mprun.records.run_folder import TRACKER_FOLDERS
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
@@ -235,20 +240,10 @@ def distinguish(
 def _fields(folder: Path, execution: str) -> dict[str, str]:
     """The run's execution and the fields of its configuration that make a variant."""
     try:
-        config = variant_config(read_config(folder)[1])
-    except (UnreadableConfigError, ValueError, TypeError, AttributeError, RecursionError):
-        config = {}  # a number makes the label unique
-    return {**_flat(config), "execution": execution}  # the file may say "auto"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    fields = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            fields.update(_flat(value, f"{prefix}{key}."))
-        else:
-            fields[f"{prefix}{key}"] = yaml_text(value)
-    return fields
+        fields = config_fields(variant_config(read_config(folder)[1]))
+    except (UnreadableConfigError, ValueError, TypeError, AttributeError):
+        fields = {}  # a number makes the label unique
+    return {**fields, "execution": execution}  # the file may say "auto"
 
 
 def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:

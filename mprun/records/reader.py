@@ -211,7 +211,7 @@ def _out_of_range(value: object, name: str = "") -> str | None:
 
 
 MAX_BYTES = 2**20
-MAX_VALUES = 100_000
+MAX_VALUES = 10_000
 DEEPEST = 50
 """A configuration has some 200 values and is nested four deep."""
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")

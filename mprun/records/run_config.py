@@ -106,6 +106,23 @@ def variant_hash(resolved: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def config_fields(config: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted names and values, in order: `train.lr` to `0.001`.
+
+    Raises:
+        UnreadableConfigError: it is not a mapping.
+    """
+    if not isinstance(config, Mapping):
+        raise UnreadableConfigError("it is not a mapping")
+    fields = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            fields.update(config_fields(value, f"{prefix}{key}."))
+        else:
+            fields[f"{prefix}{key}"] = yaml_text(value)
+    return fields
+
+
 def yaml_text(value: Any) -> str:
     """A value as a user would type it."""
     if value is None:

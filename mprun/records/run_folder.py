@@ -1,7 +1,8 @@
 """The folder of a run while the run writes it, and the plan in the folder of a study. No torch.
 
-An epoch has a line `epoch` with its training scores and, before it, a line `validation` if it was
-validated, in metrics.jsonl. `summary.json` shows a choice of a long run's epochs; these lines are all of them.
+In metrics.jsonl an epoch has a line `epoch` with its training scores and, before it, a line
+`validation` if it was validated. `summary.json` shows a choice of a long run's epochs; these lines
+are all of them.
 """
 
 from __future__ import annotations

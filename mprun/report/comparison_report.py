@@ -5,8 +5,6 @@ the table needs neither.
 
 The configurations of a comparison: the baseline's in full, for the others the differences.
 
-They may come from other people's folders. A configuration that is nested more deeply, or has more
-fields, than any of mprun's is reported as unreadable.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison
 from mprun.console.fitted_table import ALWAYS, FittedTable, TableCell, TableColumn
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
-from mprun.records.run_config import UnreadableConfigError, read_config, yaml_text
+from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
@@ -149,8 +147,6 @@ def png_name(plot: str) -> str:
     return f"comparison-{plot}.png"
 
 
-DEEPEST = 12
-MAX_FIELDS = 2000
 NOT_COMPARED = ("seed", "run.", "logger.")
 """Fields that differ between runs of one variant."""
 
@@ -187,7 +183,7 @@ def configs(comparison: Comparison) -> list[VariantConfig]:
         config = config._replace(path=plain(str(run / "config.yaml")))
         try:
             text, content = read_config(run)
-            fields = dict(_fields(content))
+            fields = config_fields(content)
         except UnreadableConfigError as error:
             configs.append(config._replace(problem=str(error)))
             continue
@@ -206,35 +202,8 @@ def _printable(line: str) -> str:
     return " " * indent + plain(line)
 
 
-def _fields(config: Any) -> Iterator[tuple[str, str]]:
-    """Dotted names and values, in order.
-
-    Raises:
-        UnreadableConfigError: it is not a mapping, or anchors make it endless.
-    """
-    if not isinstance(config, dict):
-        raise UnreadableConfigError("it is not a mapping")
-    for count, field in enumerate(_walk(config, "", 0)):
-        if count >= MAX_FIELDS:
-            raise UnreadableConfigError(f"it has more than {MAX_FIELDS} fields")
-        yield field
-
-
-def _walk(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
-    if depth > DEEPEST:
-        raise UnreadableConfigError(f"it is nested more than {DEEPEST} deep")
-    if isinstance(value, dict) and value:
-        for key, part in value.items():
-            yield from _walk(part, f"{name}.{key}" if name else str(key), depth + 1)
-    elif isinstance(value, list) and value:
-        for place, part in enumerate(value):
-            yield from _walk(part, f"{name}[{place}]", depth + 1)
-    else:
-        yield plain(name, 120), plain(yaml_text(value), 200)
-
-
 def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[FieldChange]:
     for field in dict.fromkeys((*base, *other)):
         before, after = base.get(field, ""), other.get(field, "")
         if before != after and not field.startswith(NOT_COMPARED):
-            yield FieldChange(field, before, after)
+            yield FieldChange(plain(field, 120), plain(before, 200), plain(after, 200))
