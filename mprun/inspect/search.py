@@ -43,12 +43,11 @@ from mprun.inspect.search_formats import batches_of, measure_formats
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.op_candidates import op_candidates
 from mprun.numerics.op_search import Fp32List, Sensitivity
-from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.passes import FLOAT32, CastPlan, Passes
 from mprun.numerics.set_search import CandidateSearch, Effect
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
-from mprun.precision.policy import torch_dtype
+from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.report.snippets import snippets
 from mprun.results.search_result import (

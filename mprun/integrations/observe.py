@@ -26,9 +26,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,35 +36,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun import devices
 from mprun._torch import original_module
 from mprun.errors import first_line
-from mprun.integrations.observed_precision import device_of, mode_name, observed_row
 from mprun.integrations.observed_record import (
     ObservedRecord,
     ObservedStep,
-    as_number,
     checked,
     configuration,
     first_summary,
-    memory_row,
     metric_of,
     report_text,
     samples_of,
-    set_variant,
     split_of,
 )
 from mprun.integrations.step_probes import (
     StepProbes,
     all_finite,
+    device_of,
     gradients,
     gradients_by_name,
+    mode_name,
+    observed_row,
 )
 from mprun.integrations.step_probes import nonfinite_names as names_of
 from mprun.numerics.audit import Audit
 from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.numerics.step_events import StepHooks, StepListener, entries, plain_optimizers
 from mprun.precision import Precision
+from mprun.records.run_config import variant_hash
 from mprun.records.run_record import Metric, Summary
 from mprun.train.clock import StepTime, clock_for
 from mprun.train.stopwatch import Stopwatch
@@ -132,8 +131,7 @@ class Observation(StepListener):
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
         self.nonfinite: NonfiniteStep | None = None
-        self._config = configuration(model, optimizers, self.summary)
-        set_variant(self.summary, self._config)
+        self._config = self._configuration()
         self._record = ObservedRecord(out, self.summary, device_of(model), self._watch)
         self._waiting: list[ObservedStep] = []
         """Steps that are not written yet; the loop may still log values of the last one."""
@@ -176,9 +174,9 @@ class Observation(StepListener):
                 step.values.update(rows["train"])
             if rows["validation"]:
                 self._write()
-                self._record.validation(_numbers(rows["validation"]))
+                self._record.validation({k: float(v) for k, v in rows["validation"].items()})
             if rows["test"]:
-                self._record.test(_numbers(rows["test"]))
+                self._record.test({k: float(v) for k, v in rows["test"].items()})
         if self._ended_at is not None:  # else it would count as a wait for data
             self._ended_at += time.perf_counter() - began
 
@@ -325,8 +323,7 @@ class Observation(StepListener):
             summary.status, summary.error, summary.failed_by = "failed", failure, "run"
             logger.warning(failure)
         self._read_precision()
-        summary.memory_bytes = memory_row(self._probes.bytes_by_category())
-        summary.memory_bytes.allocator_peak = devices.peak_bytes(self._device)
+        summary.memory_bytes = replace(summary.memory_bytes, **self._probes.bytes_by_category())
         if self.audit is not None:
             summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
         self._record.close()
@@ -349,9 +346,14 @@ class Observation(StepListener):
             summary.variant = self._name or summary.precision
         if row != summary.effective or summary.batch_size != self._config["batch"]["effective"]:
             summary.requested = summary.effective = row
-            self._config = configuration(self._model, self._optimizers, summary)
-            set_variant(summary, self._config)
+            self._config = self._configuration()
             self._record.config(self._config)
+
+    def _configuration(self) -> dict[str, Any]:
+        """What config.yaml has; its hash becomes the summary's."""
+        config = configuration(self._model, self._optimizers, self.summary)
+        self.summary.variant_hash = variant_hash(config)
+        return config
 
     def _write(self) -> None:
         """Write the steps that have ended."""
@@ -367,7 +369,7 @@ class Observation(StepListener):
     def _check_losses(self) -> None:
         """Report the first logged loss that is not finite, with finite gradients."""
         for step in self._waiting:
-            loss = as_number(step.values.get("loss", 0.0))
+            loss = float(step.values.get("loss", 0.0))
             if not math.isfinite(loss) and not step.skipped and self.nonfinite is None:
                 self._report_nonfinite(NonfiniteStep(step.step, ("the logged loss",), None))
 
@@ -392,7 +394,8 @@ class Observation(StepListener):
         if self._on_nonfinite == "off":
             return
         self.nonfinite, names = found, found.names
-        self._record.event({"event": "nonfinite", "step": found.step, "names": list(names)})
+        row = {"kind": "event", "event": "nonfinite", "step": found.step, "names": list(names)}
+        self._record.event(row)
         text = f"step {found.step}: {names[0]} is not finite"
         text += f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         self.summary.warnings.append(text)
@@ -407,10 +410,6 @@ class Observation(StepListener):
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
         return path
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: as_number(value) for name, value in values.items()}
 
 
 ON_NONFINITE = ("off", "report", "save")

@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite, nan
 from pathlib import Path
 from statistics import fmean
@@ -31,11 +31,10 @@ from torch.optim import Optimizer
 from mprun._torch import is_compiled, original_module
 from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
-from mprun.integrations.observed_precision import device_of
+from mprun.integrations.step_probes import device_of
 from mprun.numerics.audit import Audit
 from mprun.precision import NativeArithmetic
 from mprun.records.files import write_atomic
-from mprun.records.run_config import variant_hash
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
     BackendRow,
@@ -43,7 +42,6 @@ from mprun.records.run_record import (
     DataRow,
     Epoch,
     LossScaleRow,
-    Memory,
     Metric,
     PrecisionRow,
     Scores,
@@ -59,15 +57,11 @@ from mprun.train.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from mprun.integrations.observe import NonfiniteStep
 
+logger = logging.getLogger("mprun")
+
+REPORT = "report.txt"
 SOURCE = "observed"
 """The data source of a loop that mprun does not own."""
-
-
-def memory_row(totals: Mapping[str, int]) -> Memory:
-    """Bytes by category; None for those not in `totals`."""
-    parts = ("peak", "parameters", "buffers", "gradients", "optimizer_state", "activations")
-    row: dict[str, int | None] = {part: totals.get(part) for part in (*parts, "temporary")}
-    return Memory(data=0, allocator_peak=None, **row)
 
 
 def first_summary(
@@ -133,11 +127,6 @@ def configuration(
     }
 
 
-def set_variant(summary: Summary, config: Mapping[str, Any]) -> None:
-    """Set the hash of the variant."""
-    summary.variant_hash = variant_hash(config)
-
-
 def _options(optimizer: Optimizer) -> dict[str, Any]:
     """Class and plain options; the learning rate is the first one's, before any schedule."""
     group = optimizer.param_groups[0]
@@ -146,11 +135,8 @@ def _options(optimizer: Optimizer) -> dict[str, Any]:
         for key, value in group.items()
         if isinstance(value, int | float | str) and key not in ("lr", "attempts", "seed")
     }
-    return {"name": class_name(optimizer), "lr": _first_lr(group), **plain}
-
-
-def _first_lr(group: Mapping[str, Any]) -> float:
-    return float(group.get("initial_lr", group.get("lr", 0.0)))
+    lr = float(group.get("initial_lr", group.get("lr", 0.0)))
+    return {"name": class_name(optimizer), "lr": lr, **plain}
 
 
 def class_name(x: object) -> str:
@@ -218,11 +204,6 @@ def checked(name: str, value: object) -> Tensor | float:
         return value.detach().clone()  # loops add to their loss in place
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {type(value).__name__}; legal: a number or a scalar tensor")
-    return float(value)
-
-
-def as_number(value: Tensor | float) -> float:
-    """The number; for a tensor on CUDA it waits."""
     return float(value)
 
 
@@ -324,18 +305,12 @@ def samples_of(args: Any) -> int:
     return 0
 
 
-logger = logging.getLogger("mprun")
-
-REPORT = "report.txt"
-
-
 @dataclass
 class ObservedStep:
     """One step, while it is taken and until it is written."""
 
     step: int
     lr: float = 0.0
-    loss_scale: float = 1.0
     skipped: bool = False
     data_time_ms: float | None = None
     """None after an evaluation, whose time cannot be told from the wait."""
@@ -389,8 +364,8 @@ class ObservedRecord(Recorder):
         self._try(lambda: self._folder.summary(self._summary))
 
     def event(self, row: dict[str, Any]) -> None:
-        """Write a line of something that happened."""
-        self.on_event({"kind": "event", **row})
+        """Write a line of something that happened, at once."""
+        self.on_event(row)
         self._write([])
 
     def report(self, text: str) -> None:
@@ -403,13 +378,26 @@ class ObservedRecord(Recorder):
             return
         last, lines = self._history.last, []
         for step, time in zip(steps, times, strict=True):
-            values = {name: as_number(value) for name, value in step.values.items()}
+            values = {name: float(value) for name, value in step.values.items()}
             if not step.skipped:
                 self._means.add(step.step, values)
             known = values.get("loss") if all(map(bool, step.finite)) else nan
             self._last_part.add(step.step, known, step.skipped)
             self._logged[step.step] = step, values
-            lines.append(_step_line(step, time, 1 if last is None else last.epoch + 1))
+            lines.append(
+                StepLine(
+                    step=step.step,
+                    epoch=1 if last is None else last.epoch + 1,
+                    loss=0.0,
+                    lr=step.lr,
+                    loss_scale=1.0,
+                    skipped=step.skipped,
+                    step_time_ms=time.ms,
+                    data_time_ms=step.data_time_ms or 0.0,
+                    timed=step.timed,
+                    page_faults=time.page_faults,
+                )
+            )
         self.on_steps(lines)
         self._summary.epochs = 0 if last is None else last.epoch
         self._conditions.on_steps(lines)
@@ -443,7 +431,8 @@ class ObservedRecord(Recorder):
 
     def test(self, values: dict[str, float]) -> None:
         """The model was tested."""
-        self._summary.test = Scores(**{**vars(self._summary.test), **_known(scores_of(values))})
+        known = {name: x for name, x in vars(scores_of(values)).items() if x is not None}
+        self._summary.test = replace(self._summary.test, **known)
 
     def close(self) -> None:
         """Write the last figures."""
@@ -468,25 +457,6 @@ class ObservedRecord(Recorder):
             logger.warning("the record in %s ends here: %s", self.path, error.strerror or error)
 
 
-def _step_line(step: ObservedStep, time: StepTime, epoch: int) -> StepLine:
-    return StepLine(
-        step=step.step,
-        epoch=epoch,
-        loss=0.0,
-        lr=step.lr,
-        loss_scale=step.loss_scale,
-        skipped=step.skipped,
-        step_time_ms=time.ms,
-        data_time_ms=step.data_time_ms or 0.0,
-        timed=step.timed,
-        page_faults=time.page_faults,
-    )
-
-
-def _known(scores: Scores) -> dict[str, Any]:
-    return {name: value for name, value in vars(scores).items() if value is not None}
-
-
 def report_text(
     summary: Summary,
     audit: Audit | None,
@@ -494,7 +464,8 @@ def report_text(
     notes: Sequence[str] = (),
 ) -> str:
     """The figures, the audit, and what could not be looked at."""
-    lines = [*_failure(summary), *_figures(summary)]
+    lines = [f"FAILED: {summary.error}"] if summary.status == "failed" else []
+    lines += _figures(summary)
     if nonfinite is not None:
         lines.append(f"not finite at step {nonfinite.step}: {', '.join(nonfinite.names)}")
         if nonfinite.file is not None:
@@ -502,11 +473,6 @@ def report_text(
     if audit is not None:
         lines += ["", "audit", *(f"  {line}" for line in str(audit).splitlines())]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
-
-
-def _failure(summary: Summary) -> Iterator[str]:
-    if summary.status == "failed":
-        yield f"FAILED: {summary.error}"
 
 
 def _figures(summary: Summary) -> Iterator[str]:

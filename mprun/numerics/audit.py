@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from mprun.numerics.audit_finding import KINDS, AuditFinding, fewest_modules
 from mprun.numerics.cast_counts import CastCounts, DtypeRow, dtype_rows, totals
-from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.switch_settings import (
     PYTORCH,
     SwitchSetting,
@@ -33,6 +32,7 @@ from mprun.numerics.switch_settings import (
     switch_settings,
 )
 from mprun.numerics.updates import ExactUpdate, exact_updates, lost_updates, lr_factors
+from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 

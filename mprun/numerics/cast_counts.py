@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from mprun._torch import DispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
 from mprun.numerics.audit_finding import AuditFinding, fewest_modules
-from mprun.numerics.op_watcher import dtype_name
+from mprun.precision.policy import dtype_name
 
 FIXES = {
     "frozen": "autocast keeps casts of trainable weights only: convert frozen ones once, with "

@@ -51,10 +51,10 @@ from mprun.numerics.loss_scale_advice import (
     need,
     recommend,
 )
-from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_error, ratio_db
 from mprun.numerics.updates import LostUpdates, power
 from mprun.precision.formats import BF16, FP16, Format
+from mprun.precision.policy import dtype_name
 from mprun.results.numerics_result import (
     Float32Gradients,
     Float32Loss,

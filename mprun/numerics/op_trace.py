@@ -25,10 +25,11 @@ import msgspec
 import torch
 from torch import nn
 
-from mprun.numerics.op_watcher import RecordedOp, TensorRecord, dtype_name
+from mprun.numerics.op_watcher import RecordedOp, TensorRecord
 from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.rules import Casts
+from mprun.precision.policy import dtype_name
 from mprun.results.trace_result import CastRecord, TraceRow, TraceTotals
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}

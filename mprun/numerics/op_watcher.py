@@ -31,6 +31,7 @@ from mprun._torch import (
     write_count,
 )
 from mprun.numerics.step_events import StepListener, StepTracker
+from mprun.precision.policy import dtype_name
 
 RunOp = Callable[[], Any]
 
@@ -220,11 +221,6 @@ def _records(tree: Any) -> Iterator[TensorRecord]:
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """The tensors in a structure of arguments or results, in order."""
     return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """PyTorch's name without the package."""
-    return str(dtype).removeprefix("torch.")
 
 
 def floating_dtypes(tree: Any) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ from mprun._torch import (
 )
 from mprun.nested import tensors_in
 from mprun.numerics.nonfinite.fp_exception import TensorStats
-from mprun.numerics.op_watcher import dtype_name, tensors_of
+from mprun.numerics.op_watcher import tensors_of
+from mprun.precision.policy import dtype_name
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -45,7 +45,7 @@ from mprun.numerics.nonfinite.shadow import (
     ShadowValues,
     mark_reached,
 )
-from mprun.numerics.op_watcher import dtype_name
+from mprun.precision.policy import dtype_name
 
 PAST = 20
 """Ops before an exception that are reported with it."""

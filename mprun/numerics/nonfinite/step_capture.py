@@ -58,8 +58,8 @@ from mprun.numerics.nonfinite.saved_step import (
     bare,
     random_snapshot,
 )
-from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.step_events import StepListener
+from mprun.precision.policy import dtype_name
 from mprun.records.files import write_atomic
 
 SMALL_BYTES = 2**16

@@ -30,7 +30,8 @@ from mprun.numerics.nonfinite.op_call import (
 )
 from mprun.numerics.nonfinite.origins import OriginFinder, at_largest
 from mprun.numerics.nonfinite.shadow import Origin, mark_reached, memory
-from mprun.numerics.op_watcher import dtype_name, tensors_of
+from mprun.numerics.op_watcher import tensors_of
+from mprun.precision.policy import dtype_name
 
 
 class StateTensor(NamedTuple):
