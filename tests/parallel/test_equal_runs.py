@@ -58,8 +58,6 @@ WHOLE_BATCH = 1e-4
 terms: it keeps 7 digits, and AdamW's first steps have the size of lr whatever the gradient is, so a
 difference in its last digits is magnified. 16-bit modes magnify it beyond any useful limit; they
 are compared with one process that accumulates the same micro-batches, bit for bit."""
-FOUR = {"fp32": 1e-4, "half_sr": 5e-2}
-"""The same; half_sr keeps 3 digits and rounds up or down at random."""
 
 
 def losses(folder: str) -> list[float]:
@@ -178,14 +176,3 @@ def test_replicas_stay_equal_bit_for_bit(groups: Groups, mode: str, processes: i
     digests = [Path(f"digest-{rank}").read_text(encoding="utf-8") for rank in range(processes)]
     assert len(set(digests)) == 1
     assert len(digests[0]) == 64
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["fp32", "half_sr"])
-def test_four_processes_train_as_one(groups: Groups, mode: str, kind: str) -> None:
-    words = [*MNIST, f"precision={mode}"]
-    assert main([*words, "train.batch_size=64", "run.dir=one"]) == 0
-    ended = groups.run([*words, f"parallel={kind}", "run.dir=many"], 4)
-    assert ended.statuses == [0] * 4, ended.errors
-    torch.testing.assert_close(losses("many"), losses("one"), rtol=FOUR[mode], atol=0)

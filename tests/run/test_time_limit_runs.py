@@ -18,7 +18,7 @@ from mprun.train.loop import Limits
 from tests.run.clock import Clock
 from tests.run.test_resume import assert_equal, trained
 from tests.summaries import example
-from tests.train.test_loop import trainer
+from tests.train.trainers import trainer
 
 MNIST = [
     *("recipe=mnist", "data.source=generated", "data.train_limit=6000", "data.eval_limit=640"),

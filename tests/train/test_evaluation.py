@@ -13,7 +13,7 @@ from mprun.data import Batches, BatchForm, TensorBatches
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.train.evaluation import TRIAL_BATCHES, Evaluator
 from tests.precision.test_policy import policy
-from tests.train.test_loop import CPU, Tiny, samples
+from tests.train.trainers import CPU, Tiny, samples
 
 
 class Restless(nn.Linear):

@@ -205,14 +205,6 @@ def test_planning_leaves_random_numbers_alone(linear: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_its_own_drawn_weights_change_nothing() -> None:
-    torch.save(first_weights(*LINEAR), "drawn.pt")
-    assert main([*LINEAR, "train.max_steps=5", "run.dir=a"]) == 0
-    words = ["train.max_steps=5", "train.init_from=drawn.pt", "run.dir=b"]
-    assert main([*LINEAR, *words]) == 0
-    assert_same_bits(final_weights("a"), final_weights("b"))
-
-
 def test_a_source_is_not_changed_by_training(linear: str) -> None:
     chosen = make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
     for _ in range(2):
@@ -314,12 +306,6 @@ def test_it_is_recorded_and_makes_a_variant(
     assert b.memory_bytes.peak is not None
 
 
-def test_a_sweep_begins_each_run_with_them(linear: str) -> None:
-    words = ["-m", *LINEAR, "train.max_steps=1", "seed=0,1", f"train.init_from={linear}"]
-    assert main(words) == 0
-    assert len(list(Path("outputs").glob("*/*/*/summary.json"))) == 2
-
-
 # Resuming
 
 
@@ -357,14 +343,6 @@ def test_a_run_without_a_checkpoint_begins_with_them_again(
     shutil.move("elsewhere", "source")
     assert main(["run.resume=run"]) == 0
     assert_same_bits(final_weights("run"), final_weights("whole"))
-
-
-def test_a_resumed_run_takes_no_other_weights(
-    linear: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
-    line = refused(capsys, "run.resume=run", f"train.init_from={linear}")
-    assert "a resumed run keeps its configuration" in line
 
 
 # What is refused
@@ -515,48 +493,6 @@ WARNING = (
 )
 
 
-def warnings_of(capsys: pytest.CaptureFixture[str], mode: str, source: str) -> str:
-    words = [*MNIST, f"precision={mode}", f"train.init_from={source}", "train.max_steps=1"]
-    return said(capsys, *words)[1]
-
-
-@pytest.mark.usefixtures("native_is_fast")  # an emulated mode has a warning of its own
-@pytest.mark.representative(
-    "bf16_mixed-fp16_mixed-True", "bf16_mixed-fp32-False", "fp32-fp16_mixed-False"
-)
-@pytest.mark.parametrize(
-    ("before", "after", "warned"),
-    [
-        ("bf16_mixed", "fp16_mixed", True),
-        ("bf16_mixed", "bf16_mixed", False),
-        ("bf16_mixed", "fp32", False),
-        ("fp32", "fp16_mixed", False),
-        ("fp32", "bf16_mixed", False),
-        ("fp16_mixed", "fp16_mixed", False),
-    ],
-)
-def test_who_is_warned(
-    trained: Callable[[str], str],
-    before: str,
-    after: str,
-    warned: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    source = trained(before)
-    said = warnings_of(capsys, after, source)
-    if not warned:
-        assert said == ""
-        return
-    values = torch.cat([x.flatten() for x in final_weights(source).values()]).abs()
-    after16 = values.half()
-    zero = int(((after16 == 0) & (values != 0)).sum())
-    subnormal = int(((after16 != 0) & (after16.double() < 2.0**-14)).sum())
-    assert said.startswith(f"{WARNING}0 of {PARAMETERS:,} overflow (0 %), {zero:,} become zero (")
-    assert f"), {subnormal:,} become subnormal, with fewer bits (" in said
-    assert said.endswith("; precision=bf16_mixed or bf16_true keeps it\n")
-    assert said.count("\n") == 1
-
-
 def test_planted_weights_are_counted(
     trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -574,19 +510,6 @@ def test_planted_weights_are_counted(
         f"1 of {PARAMETERS:,} overflow (0.008 %), 2 become zero (0.015 %), "
         "2 become subnormal, with fewer bits (0.015 %); precision=bf16_mixed or bf16_true keeps it"
     )
-
-
-def test_all_zero_counts_are_said_too() -> None:
-    torch.save(nn.Linear(8, 4).to(torch.bfloat16).apply(_fill).state_dict(), "plain.pt")
-    words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
-    (found,) = make_plan(compose(words).config, {}).warnings
-    assert "0 of 36 overflow (0 %), 0 become zero (0 %), 0 become subnormal" in found
-
-
-@torch.no_grad()
-def _fill(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.fill_(0.5)
 
 
 @pytest.mark.representative(0)

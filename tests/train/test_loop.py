@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,107 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.data import (
-    Batches,
-    BatchForm,
-    DataRequest,
-    Splits,
-    TensorBatches,
-    TensorOrder,
-    TensorSet,
-)
 from mprun.errors import RunFailedError
-from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision import NativeArithmetic
 from mprun.precision.loss_scale import STATIC_PATIENCE, StaticLossScale
-from mprun.recipe import Classification
-from mprun.records.run_record import Epoch
-from mprun.train.callbacks import Callback, StepLine
-from mprun.train.clock import Clock
-from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
-from mprun.train.sums import MetricReadback
-from mprun.train.time_limit import Schedule
-from tests.precision.test_policy import policy
-
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Tiny(Classification):
-    """Three classes of four numbers."""
-
-    def model(self) -> nn.Module:
-        return nn.Linear(4, 3)
-
-    def data(self, request: DataRequest) -> Splits:
-        raise NotImplementedError
-
-    def loss(self, output: Tensor, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(output, batch[1])
-
-
-class Log(Callback):
-    """Keeps the events."""
-
-    def __init__(self) -> None:
-        self.lines: list[StepLine] = []
-        self.epochs: list[Epoch] = []
-        self.checkpoints = 0
-
-    def on_steps(self, lines: list[StepLine]) -> None:
-        self.lines += lines
-
-    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
-        self.epochs.append(epoch)
-
-    def on_checkpoint(self, state: dict[str, Any]) -> None:
-        self.checkpoints += 1
-
-
-def samples(n: int) -> TensorSet:
-    generator = torch.Generator().manual_seed(1)
-    return TensorSet(
-        torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)
-    )
-
-
-def trainer(
-    n: int = 20,
-    batch: int = 8,
-    micro: int | None = None,
-    limits: Limits | None = None,
-    lr: float = 0.1,
-    stop_at: int | None = None,
-) -> tuple[Trainer, Log]:
-    torch.manual_seed(0)
-    recipe, data = Tiny(), samples(n)
-    model = recipe.model()
-
-    def batches(part: TensorSet, size: int, micro: int | None = None) -> Batches:
-        return TensorBatches(part, size, BatchForm(recipe.prepare), CPU, micro)
-
-    parts = TrainingComponents(
-        recipe=recipe,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-        scheduler=Schedule(),
-        precision=Precision.of_parts(
-            policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()
-        ),
-        train=batches(data, batch, micro),
-        order=TensorOrder(n, 0, shuffle=True),
-        validation=batches(samples(10), 4),
-        test=batches(samples(10), 4),
-        clock=Clock(),
-        readback=MetricReadback(),
-    )
-    log = Log()
-    asked = [0]
-
-    def stop() -> bool:
-        asked[0] += 1
-        return stop_at is not None and asked[0] >= stop_at
-
-    return Trainer(parts, limits or Limits(2, None, None), [log], stop), log
+from mprun.train.callbacks import StepLine
+from mprun.train.loop import Limits, StopRequestedError, Trainer
+from tests.train.trainers import CPU, Tiny, samples, trainer
 
 
 class Watched(NativeArithmetic):
@@ -143,7 +47,7 @@ def test_losses_are_computed_with_the_mode_s_arithmetic(
     training.parts.precision.arithmetic = arithmetic
     training.fit()  # which validates too
     training.evaluate(training.parts.test)
-    assert len(inside) == (5 if micro == 4 else 3) + 2 * 3
+    assert len(inside) == (5 if micro == 4 else 3) + 2 * 4
     assert all(inside)
 
 
@@ -151,7 +55,7 @@ def test_epochs_steps_and_time_each_end_the_run() -> None:
     by_epochs, log = trainer(limits=Limits(2, None, None))
     by_epochs.fit()
     assert (by_epochs.step, by_epochs.epoch, len(log.epochs)) == (6, 2, 2)
-    assert log.checkpoints == 1  # at the end
+    assert len(log.states) == 1  # at the end
 
     by_steps, log = trainer(limits=Limits(None, 4, None))
     by_steps.fit()

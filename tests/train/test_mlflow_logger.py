@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -176,28 +174,6 @@ def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
     runs = find_runs([outputs]).runs
     assert all("mlartifacts" not in run.path.parts for run in runs)
     assert {run.path for run in runs} >= set(trials)
-
-
-@pytest.mark.usefixtures("no_mlflow")
-def test_without_the_package_no_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(Path("run"), *LINEAR, "logger=mlflow") == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(
-        r"mprun: logger=mlflow needs MLflow, which cannot be imported \(.*\); "
-        r"pip install 'mprun\[mlflow\]'\n",
-        err,
-    )
-    assert list(Path.cwd().iterdir()) == []
-
-
-@pytest.fixture
-def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the package were not installed."""
-    for name in list(sys.modules):
-        if name.split(".")[0] == "mlflow":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "mlflow", None)
 
 
 def test_it_is_imported_only_when_it_is_the_logger(fresh: Fresh, tmp_path: Path) -> None:

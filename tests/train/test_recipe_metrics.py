@@ -21,8 +21,7 @@ from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
 from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of, placed
 from mprun.train.sums import UnsavableError, saved_state
-from tests.train.test_loop import CPU
-from tests.train.trainers import Base, SavingLog, samples, trainer_of
+from tests.train.trainers import CPU, Base, SavingLog, samples, trainer_of
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -101,15 +101,3 @@ def test_a_failed_run_is_one(outputs: Path) -> None:
     assert storage().get_run_config("linear", name)["tags.status"] == "failed"
     assert curves("linear", name)["summary/completed"][-1][1] == 0.0
     assert not math.isfinite(curves("linear", name)["train/loss"][-1][1])
-
-
-def test_without_the_package_no_run_begins(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    assert train(Path("run"), *LINEAR, "logger=trackio") == 2
-    assert re.fullmatch(
-        r"mprun: logger=trackio needs trackio, which cannot be imported \(.*\); "
-        r"pip install 'mprun\[trackio\]'\n",
-        capsys.readouterr().err,
-    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,15 +143,3 @@ def test_online_without_a_key_is_refused(
     assert err.startswith("mprun: logger.mode=online: W&B has no key here; run wandb login")
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_without_the_package_no_run_begins(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train(Path("run"), *LINEAR, "logger=wandb") == 2
-    assert re.fullmatch(
-        r"mprun: logger=wandb needs Weights & Biases, which cannot be imported \(.*\); "
-        r"pip install 'mprun\[wandb\]'\n",
-        capsys.readouterr().err,
-    )

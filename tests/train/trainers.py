@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +21,17 @@ from mprun.data import (
 )
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.precision.loss_scale import LossScale
-from mprun.recipe import Recipe
+from mprun.recipe import Classification, Recipe
+from mprun.records.run_record import Epoch
+from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import MetricReadback
 from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
-from tests.train.test_loop import CPU, Log
 
+CPU = torch.device("cpu")
 TOKENS = 6
 IGNORED = -100
 
@@ -45,6 +49,13 @@ class Base(Recipe):
 
     def loss(self, output: Any, batch: Any) -> Any:
         return nn.functional.cross_entropy(output, batch[1])
+
+
+class Tiny(Base):
+    """The same, which counts the samples that are right."""
+
+    correct = Classification.correct
+    METRIC = Classification.METRIC
 
 
 class Language(Base):
@@ -81,7 +92,10 @@ def trainer_of(
     batch: int = 8,
     micro: int | None = None,
     validation: TensorSet | None = None,
+    test: TensorSet | None = None,
     limits: Limits | None = None,
+    lr: float = 0.1,
+    stop: Callable[[], bool] = lambda: False,
     loss_scale: LossScale | None = None,
     checkpoint_every_steps: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -102,31 +116,61 @@ def trainer_of(
     parts = TrainingComponents(
         recipe=recipe,
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
         scheduler=Schedule(),
         precision=precision,
         train=batches(train, batch, micro),
         order=TensorOrder(len(train), 0, shuffle=shuffle),
         validation=batches(held_out, 3),
-        test=batches(train.first(0), 3),
+        test=batches(train.first(0) if test is None else test, 3),
         clock=Clock(),
         readback=MetricReadback(),
     )
     log = SavingLog()
     limits = limits or Limits(2, None, None)
-    return Trainer(parts, limits, [log], lambda: False, checkpoint_every_steps), log
+    return Trainer(parts, limits, [log], stop, checkpoint_every_steps), log
 
 
-class SavingLog(Log):
+def trainer(
+    n: int = 20, batch: int = 8, stop_at: int | None = None, **options: Any
+) -> tuple[Trainer, SavingLog]:
+    """A trainer of `Tiny` on `n` samples, validated and tested on ten.
+
+    Args:
+        n: samples.
+        batch: samples of a step.
+        stop_at: it is asked to stop at this look, from 1.
+        options: of `trainer_of`.
+    """
+    looks = itertools.count(1)
+    return trainer_of(
+        Tiny(),
+        samples(n),
+        batch=batch,
+        validation=samples(10),
+        test=samples(10),
+        stop=lambda: stop_at is not None and next(looks) >= stop_at,
+        shuffle=True,
+        **options,
+    )
+
+
+class SavingLog(Callback):
     """Keeps the events and the checkpoints."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.lines: list[StepLine] = []
+        self.epochs: list[Epoch] = []
         self.states: list[dict[str, Any]] = []
         self.events: list[tuple[dict[str, Any], str | None]] = []
 
+    def on_steps(self, lines: list[StepLine]) -> None:
+        self.lines += lines
+
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
+        self.epochs.append(epoch)
+
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        super().on_checkpoint(state)
         file = io.BytesIO()  # the state's tensors and sums are those that train on
         torch.save(state, file)
         file.seek(0)
