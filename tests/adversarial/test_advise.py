@@ -24,7 +24,8 @@ from mprun.compare.statistics import ALPHA
 from mprun.config.settings import CompareSettings
 from mprun.records.run_record import read_summary
 from tests.adversarial.models import CASES
-from tests.adversarial.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
+from tests.adversarial.oracle import BATCH, LOST_ACCURACY, SAMPLES
+from tests.adversarial.recipe import WORDS, write_recipe
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -63,9 +64,12 @@ def largest_count(studies: int, rate: float) -> int:
 
 def study(case: str, number: int, *more: str) -> Study:
     """Train, judge and advise study `number` of a case, with seeds of its own."""
+    if not Path("conf").exists():
+        write_recipe(Path())
     folder = Path(f"{case}-{number}")
     words = [
-        *("--config-dir=conf", "recipe=hostile", f"recipe.model.case={case}", "device=cpu"),
+        *(*WORDS, f"recipe.model.case={case}", f"train.eval_batch_size={SAMPLES}"),
+        "train.optimizer.weight_decay=0.01",
         *(f"precision={','.join(('fp32', *MODES))}", f"seeds={SEEDS_OF_A_STUDY}"),
         *(f"first_seed={number * SEEDS_OF_A_STUDY}", f"run.dir={folder}"),
         *more,
@@ -103,20 +107,6 @@ def time_the_failing_best(folder: Path, fails: frozenset[str]) -> None:
         kept["samples_per_second"] = BATCH / ms * 1e3
         kept["substitutions"] = []  # which would keep float16 from being advised for its time
         path.write_text(json.dumps(kept), encoding="utf-8")
-
-
-@pytest.fixture(autouse=True)
-def hostile(in_empty_folder: Path) -> None:
-    folder = in_empty_folder / "conf/recipe"
-    folder.mkdir(parents=True)
-    (folder / "hostile.yaml").write_text(
-        "# @package _global_\n# A hostile model\n"
-        "recipe: {name: hostile, target: tests.adversarial.models.Hostile, "
-        f"model: {{case: tied, samples: {SAMPLES}}}}}\n"
-        f"train: {{epochs: {STEPS * BATCH // SAMPLES}, batch_size: {BATCH}, "
-        f"eval_batch_size: {SAMPLES}, lr: 0.01, optimizer: {{name: adamw, weight_decay: 0.01}}}}\n",
-        encoding="utf-8",
-    )
 
 
 def check(studies: list[Study]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from mprun.numerics import FpException, fp_exceptions
 from mprun.numerics.nonfinite import NonfiniteReport
 from tests.adversarial.models import CASES, MODES, loss_of, points
 from tests.adversarial.oracle import BATCH
+from tests.adversarial.recipe import WORDS, write_recipe
 from tests.adversarial.seeds import SEEDS
 
 STEPS = {"log_of_zero": 40}
@@ -53,6 +55,23 @@ BLAMED = {
 """What fails in 16 bits by overflow. `bf16_hostile` fails by rounding: no exception at all."""
 
 
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    x: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    low: torch.dtype | None = None,
+) -> None:
+    """A step of PyTorch's own, under autocast to `low`, or without."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+        output = model(x)
+    scaler.scale(loss(output.float())).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def trained(case: str, mode: str, seed: int) -> NonfiniteReport:
     """What is found in some steps with PyTorch's own autocast and GradScaler."""
     torch.manual_seed(seed)
@@ -64,12 +83,11 @@ def trained(case: str, mode: str, seed: int) -> NonfiniteReport:
     scaler = torch.amp.GradScaler("cpu", enabled=mode == "fp16_mixed")
     with fp_exceptions(model, optimizer) as found:
         for x, y in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype, enabled=mixed):
-                output = model(x.to(dtype) if true else x)
-            scaler.scale(loss_of(case)(output.float(), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(
+                *(model, optimizer, scaler, x.to(dtype) if true else x),
+                lambda output, y=y: loss_of(case)(output, y),
+                dtype if mixed else None,
+            )
     return found
 
 
@@ -96,10 +114,10 @@ def test_what_overflows_is_named_and_nothing_else(case: str, mode: str, seed: in
 
 def recorded(case: str, mode: str) -> list[Place]:
     """The findings of a run of mprun's own, which goes on after the first."""
-    words = ["recipe=hostile", f"recipe.model.case={case}", f"precision={mode}", "device=cpu"]
+    words = [*WORDS, f"recipe.model.case={case}", f"precision={mode}"]
     words += ["debug.fp_exceptions=log", "train.epochs=null"]
     words.append(f"train.max_steps={STEPS.get(case, 3)}")
-    main(["--config-dir=conf", *words, f"run.dir={case}"])
+    main([*words, f"run.dir={case}"])
     rows = json.loads(Path(case, "fp_exceptions.json").read_text(encoding="utf-8"))["exceptions"]
     return [
         Place(row["kind"], row["op"], row["module_kind"], row["phase"])
@@ -108,22 +126,11 @@ def recorded(case: str, mode: str) -> list[Place]:
     ]
 
 
-@pytest.fixture
-def hostile() -> None:
-    text = """# @package _global_
-# The hostile models
-recipe: {name: hostile, target: tests.adversarial.models.Hostile, model: {case: conv_bias}}
-train: {epochs: 1, batch_size: 64, eval_batch_size: 64, lr: 0.01, optimizer: {name: adamw}}
-"""
-    Path("conf/recipe").mkdir(parents=True)
-    Path("conf/recipe/hostile.yaml").write_text(text, encoding="utf-8")
-
-
 @pytest.mark.representative("outlier", "log_of_zero")
-@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize("case", ["fp16_hostile", "outlier_beyond_fp16", "log_of_zero", "outlier"])
 def test_a_run_with_dynamic_scaling_names_the_same(case: str) -> None:
     """Every step is skipped where the forward pass is bad: that is no work of the loss scale."""
+    write_recipe(Path())
     blamed = BLAMED.get((case, "fp16_mixed"))
     places = recorded(case, "fp16_mixed")
     assert places[:1] == ([blamed] if blamed else [])
@@ -156,15 +163,10 @@ def spoiled(what: str, value: float, mode: str) -> NonfiniteReport:
         named[what].view(-1)[0] = value
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=mode == "fp16_mixed")
-    dtype = torch.float16 if mode == "fp16_mixed" else torch.bfloat16
+    low = torch.float16 if mode == "fp16_mixed" else None
     with fp_exceptions(model, optimizer) as found:
         for _ in range(4):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype, enabled=mode != "fp32"):
-                output = model(x)
-            scaler.scale(F.mse_loss(output.float(), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(model, optimizer, scaler, x, partial(F.mse_loss, target=y), low)
     return found
 
 
@@ -313,12 +315,8 @@ def test_a_nan_of_the_forward_pass_is_no_work_of_the_loss_scale(scale: float) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with fp_exceptions(model, optimizer) as found:
         for _ in range(20):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                output = model(torch.ones(4, 16))
-            scaler.scale(output.float().square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            x = torch.ones(4, 16)
+            take_step(model, optimizer, scaler, x, lambda o: o.square().mean(), torch.float16)
     assert scaler.get_scale() == scale / 2**20  # 20 of 20 skipped
     (e,) = found.findings
     assert place(e) == ("invalid", "sqrt", "Root", "forward")
@@ -331,10 +329,8 @@ def test_a_slope_that_is_infinite_is_no_work_of_the_loss_scale() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu")
     with fp_exceptions(model, optimizer) as found:
-        output = model(torch.ones(4, 16))
-        scaler.scale((output + (0 * output).abs().sqrt()).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        x = torch.ones(4, 16)
+        take_step(model, optimizer, scaler, x, lambda o: (o + (0 * o).abs().sqrt()).sum())
     assert [e.phase for e in found.findings] == ["backward"]
     assert found.findings[0].kind == "infinite"
 
@@ -345,8 +341,6 @@ def test_a_scaled_loss_that_overflows_is_the_work_of_the_loss_scale() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     with fp_exceptions(model, optimizer) as found:
-        scaler.scale(1e6 * model(torch.ones(4, 16)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(model, optimizer, scaler, torch.ones(4, 16), lambda o: 1e6 * o.square().mean())
     assert found.findings == []
     assert place(found.expected[0]) == ("overflow", "mul", "", "other")

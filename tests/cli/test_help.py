@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,14 +22,6 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def opening_comment(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     return next(line[2:] for line in lines if "@package" not in line)
-
-
-def test_the_real_command_prints_it() -> None:
-    command = [sys.executable, "-m", "mprun", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("mprun: train a model in a numerical precision")
-    assert "Exit status: 0 done" in done.stdout
 
 
 @pytest.mark.parametrize("words", [["-h"], ["help"], ["train", "--help"], ["recipe=no", "--help"]])

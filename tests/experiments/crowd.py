@@ -11,18 +11,16 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.server import Server
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 FORKING = """
 import json, os, sys
+os.environ.pop("OMP_NUM_THREADS", None)  # a study shares the cores itself
 import torch, mprun.run, mprun.cli.compare_command, mprun.experiments.hydra_launch
 from mprun.cli.main import main
 
@@ -124,14 +122,14 @@ class Crowd:
 
     def start(self, words: Sequence[str], log: str) -> int:
         """Begin a command, whose output goes to a file; its process id."""
-        pid = ask(list(words), log, self._folder)
+        pid = int(forking().ask([list(words), log, self._folder]))
         self._pids.append(pid)
         return pid
 
     def statuses(self) -> dict[int, int]:
         """Process id to exit status, of all, once all have ended; the negative signal if killed."""
         wait_for(lambda: not any(map(is_alive, self._pids)))
-        statuses = {pid: ask([], pid, self._folder) for pid in self._pids}
+        statuses = {pid: int(forking().ask([[], pid, self._folder])) for pid in self._pids}
         self._pids.clear()
         return statuses
 
@@ -152,28 +150,11 @@ def a_crowd() -> Iterator[Crowd]:
         crowd.kill()
 
 
-def ask(words: list[str], log: str | int, folder: str) -> int:
-    """What the forking process answers."""
-    server = forking()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(f"{json.dumps([words, log, folder])}\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
-
-
 @functools.cache
-def forking() -> subprocess.Popen[str]:
+def forking() -> Server:
     """The process that forks; it ends with this one."""
-    env = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    server = subprocess.Popen(
-        [sys.executable, "-c", FORKING],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**env, "PYTHONPATH": str(ROOT)},
-    )
-    atexit.register(server.communicate)
+    server = Server(FORKING)
+    atexit.register(server.close)
     return server
 
 

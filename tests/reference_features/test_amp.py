@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.config import compose
-from mprun.precision import Clip, DynamicLossScale, DynamicRule, EmulatedTf32, disable_casts
+from mprun.precision import EmulatedTf32, disable_casts
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import LossScaleRow
 from tests.adversarial.recipe import WORDS, write_recipe
@@ -96,20 +95,6 @@ def test_b3_fp16_with_a_dynamic_loss_scale_is_autocast_with_gradscaler() -> None
     assert same(weights(), raw(torch.float16, torch.amp.GradScaler("cpu")))
 
 
-def test_b3_two_optimizers_share_one_loss_scale() -> None:
-    """The true updates are those of unscaled SGD: powers of two, so that every bit is known."""
-    scale = DynamicLossScale(2.0**16, DynamicRule(interval=1), torch.device("cpu"))
-    first, second = (nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(2))
-    optimizers = [torch.optim.SGD([p], lr=1.0) for p in (first, second)]
-    scale.scale((first.float() + second.float()).sum() / 2**12).backward()
-    for optimizer in optimizers:
-        scale.step(optimizer, Clip())
-    scale.update()
-    assert scale.tensor.item() == 2.0**17
-    for p in (first, second):
-        assert torch.equal(p.detach(), torch.full((4,), -(2.0**-12), dtype=torch.float16))
-
-
 def test_b4_bf16_is_autocast_without_a_scale() -> None:
     summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
     assert summary.loss_scale == LossScaleRow(kind="none", initial=1.0, final=1.0)
@@ -129,20 +114,6 @@ def test_b5_regions_and_named_modules_stay_out_of_autocast() -> None:
         if row["phase"] == "forward" and row["op"] == "linear"
     }
     assert linear == {"0": ["bfloat16"], "2": ["float32"], "4": ["bfloat16"]}
-
-
-def test_b6_advise_takes_the_fastest_mode_that_keeps_the_metric(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [*MNIST, "precision=fp32,bf16_mixed", "seeds=2", "advise.max_steps=5"]
-    words += ["data.validation_fraction=0.2"]
-    assert main(["advise", *words, "run.dir=advised"]) == 0
-    shown = capsys.readouterr().out
-    taken = next(line for line in shown.splitlines() if line.startswith("take "))
-    other = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken.split()[1].rstrip(":")]
-    assert f"not {other}" in shown
-    found = compose([*MNIST, "preset=advised"], Path("advised")).config
-    assert found.precision.name == taken.split()[1].rstrip(":")
 
 
 HOSTILE = {"fp16_hostile": "range", "bf16_hostile": "precision"}

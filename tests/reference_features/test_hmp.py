@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
 
@@ -164,14 +163,9 @@ def test_a11_the_linear_recipe_is_the_published_one() -> None:
     assert (config.recipe.model["samples"], config.train.batch_size) == (64, 64)
     assert (config.recipe.model["in_features"], config.recipe.model["out_features"]) == (1024, 512)
     assert (config.train.lr, config.train.epochs) == (1e-3, 500)
-    recipe = Linear(1024, 512, 64)
-    assert [type(m) for m in recipe.model().modules()] == [nn.Linear]
-    x, y = torch.randn(5, 512), torch.randn(5, 512)
-    assert torch.equal(recipe.loss(x, (x, y)), (x - y).square().mean())
     run("op_lists=hmp", recipe=["recipe=linear", "device=cpu", "speed=plain"], steps=5)
-    expected, caster = _sgd(recipe, 5), dtypes()
-    assert caster == {FP32}  # the optimizer step is outside of the casts
-    assert same(weights(), expected)
+    assert dtypes() == {FP32}  # the optimizer step is outside of the casts
+    assert same(weights(), _sgd(Linear(1024, 512, 64), 5))
 
 
 def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
@@ -188,16 +182,6 @@ def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
         recipe.loss(nn.functional.linear(*low).float(), data.content).backward()
         optimizer.step()
     return dict(model.state_dict())
-
-
-def test_a12_a_doubled_batch_and_whether_it_is_worth_it() -> None:
-    base, double = run(name="base"), run("batch=double", name="double")
-    assert (base.batch_size, double.batch_size) == (32, 64)
-    words = [*MNIST, "train.epochs=1", "seeds=2", "data.validation_fraction=0.2"]
-    assert main(["double", *words, "precision=bf16_mixed", "run.dir=studied"]) == 0
-    found = json.loads(Path("studied/comparison.json").read_text(encoding="utf-8"))
-    labels = [variant["label"] for variant in found["variants"]]
-    assert any("x2" in label for label in labels), labels
 
 
 MODES = sorted(
