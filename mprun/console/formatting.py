@@ -1,4 +1,4 @@
-"""Texts: counts, levels, numbers beside a limit, and text that comes from a record."""
+"""Texts: counts, sizes, shares, times, lists, numbers beside a limit, text from a record."""
 
 from __future__ import annotations
 
@@ -19,6 +19,54 @@ MAX_NAME = 20
 def counted(count: int, thing: str = "run") -> str:
     """`1 run`, `3 runs`."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`: up to `most` names."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def joined(names: Sequence[str]) -> str:
+    """Names as a sentence has them: `a`, `a and b`, or `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+def unit_for(size: int) -> str:
+    """The unit in which an amount of this size has a readable number of digits."""
+    return next((unit for unit, factor in UNITS.items() if size >= 4 * factor), "B")
+
+
+def size_text(nbytes: int) -> str:
+    """An amount of memory with its unit: `1 GiB`, `55.2 MiB`."""
+    unit = next((unit for unit, factor in UNITS.items() if nbytes >= factor), "B")
+    return f"{nbytes / UNITS[unit]:,.1f}".removesuffix(".0") + f" {unit}"
+
+
+def share_text(share: float | None) -> str:
+    """A share in percent; `-` for None, `0` for zero, and never `0` for more than zero."""
+    if share is None:
+        return "-"
+    if share == 0:
+        return "0"
+    if share < 1e-4:
+        return "<0.01%"
+    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
+
+
+def change_text(ratio: float) -> str:
+    """A ratio as a change: `-28 %`, or `x12` from tenfold on."""
+    change = round((ratio - 1) * 100)
+    return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """A figure of a measurement with as many significant digits; `-` for None."""
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def level_text(level: float) -> str:

@@ -28,18 +28,19 @@ import torch
 from mprun.doctor.measure import moving_s
 from mprun.numerics.op_cost import OpCost
 from mprun.results.doctor_result import Rate
-from mprun.results.roofline_result import GROUPS, Bandwidth, GroupName, RoofGroup, Roofline
+from mprun.results.roofline_result import (
+    BY_GROUP,
+    GROUPS,
+    Bandwidth,
+    GroupName,
+    RoofGroup,
+    Roofline,
+)
 
 FUSED: tuple[GroupName, ...] = ("matmul", "convolution", "optimizer")
 """The groups that remain if everything else is fused into them."""
 
-NAMES: dict[GroupName, str] = {
-    "matmul": "matrix products",
-    "convolution": "convolutions",
-    "cast": "casts",
-    "memory-bound": "memory-bound ops",
-    "optimizer": "the optimizer",
-}
+NAMES = {**BY_GROUP, "optimizer": "the optimizer"}
 WORTH_NAMING = 0.1
 """A part of the rest is named from this share of it on."""
 
@@ -130,14 +131,10 @@ def what_holds(roof: Roofline) -> str | None:
     named = sorted(
         ((ms, n) for n, ms in parts.items() if ms >= WORTH_NAMING * rest_ms), reverse=True
     )
-    text = f"the other {_ms(rest_ms)} of a step are above the least time"
+    text = f"the other {rest_ms:.3g} ms of a step are above the least time"
     if named:
-        text += ": " + ", ".join(f"{_ms(ms)} in {name}" for ms, name in named)
+        text += ": " + ", ".join(f"{ms:.3g} ms in {name}" for ms, name in named)
     faults = roof.page_faults_ms
     if faults is not None and faults >= WORTH_NAMING * rest_ms:
-        text += f"; page faults take {_ms(faults)} of it, wherever they occur"
+        text += f"; page faults take {faults:.3g} ms of it, wherever they occur"
     return text
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3g} ms"

@@ -33,7 +33,7 @@ from mprun.config import Composed, compose
 from mprun.config.schema import Config
 from mprun.config.settings import SEEDS, SearchOpsSettings, Settings
 from mprun.console.fitted_table import FittedTable
-from mprun.console.formatting import counted
+from mprun.console.formatting import counted, listed
 from mprun.errors import UsageError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.experiments.plan_answer import search_answer
@@ -367,8 +367,8 @@ def _not_measured(search: CandidateSearch) -> str | None:
     names = list(calls)[len(effects) :]
     if not names:
         return None
-    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" * (len(names) > NAMED))
-    return f"{len(effects)} of {counted(len(calls), search.candidates.kind)} measured, not {listed}"
+    of = counted(len(calls), search.candidates.kind)
+    return f"{len(effects)} of {of} measured, not {listed(names, NAMED)}"
 
 
 def _row(effect: Effect, tolerance: Tolerance) -> SensitivityRow:

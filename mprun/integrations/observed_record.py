@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import is_compiled, original_module
+from mprun.console.formatting import size_text
 from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
 from mprun.integrations.step_probes import device_of
@@ -498,8 +499,4 @@ def _figures(summary: Summary) -> Iterator[str]:
     if summary.skipped_steps:
         yield f"skipped     {summary.skipped_steps} steps, by the loss scale"
     memory = {k: v for k, v in vars(summary.memory_bytes).items() if v}
-    yield "memory      " + ", ".join(f"{k} {_size(v)}" for k, v in memory.items())
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
+    yield "memory      " + ", ".join(f"{k} {size_text(v)}" for k, v in memory.items())

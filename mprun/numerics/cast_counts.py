@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import DispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
+from mprun.console.formatting import size_text
 from mprun.numerics.audit_finding import AuditFinding, fewest_modules
 from mprun.precision.policy import dtype_name
 
@@ -208,12 +209,8 @@ def _text(casts: list[RepeatedCast], dtype: torch.dtype) -> str:
     size = sum(cast.nbytes for cast in casts)
     return (
         f"{what} {are} cast to {dtype_name(dtype)} {upto}{max(c.count for c in casts)} times in "
-        f"one forward pass; the casts after the first read and write {_size(size)} each time"
+        f"one forward pass; the casts after the first read and write {size_text(size)} each time"
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB"
 
 
 ELSEWHERE = "(not of this model)"

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Literal
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.console.formatting import counted, size_text
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.run_record import Hardware
 from mprun.results.estimates import FormatGains, ScalingEstimate
@@ -233,15 +236,15 @@ def renderables(examination: Examination) -> Iterator[FittedTable | str]:
 
 def machine_table(examination: Examination) -> FittedTable:
     """A row for each property of the machine."""
-    table = FittedTable("machine", text_column("property"), text_column("value"))
     machine, copy = examination.machine, examination.copy
     hardware, load = machine.hardware, machine.load_average
+    fault_us = hardware.page_fault_us
     rows = {
         "device": f"{hardware.device}, {hardware.name}",
         "system": f"{machine.system}, {machine.architecture}",
-        "memory": _gibibytes(hardware.memory_bytes),
+        "memory": _size(hardware.memory_bytes),
         "cores": _cores(machine),
-        "page fault": _page_fault(hardware.page_fault_us),
+        "page fault": "-" if fault_us is None else f"{fault_us:.2f} us",
         "load before": "unknown" if load is None else f"{load:.2f}",
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine),
@@ -249,68 +252,57 @@ def machine_table(examination: Examination) -> FittedTable:
         **_gpu(machine.cuda),
         "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
         "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
-        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, "
-        f"{copy.bytes / 2**20:.0f} MiB",
+        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, {size_text(copy.bytes)}",
         "versions": _versions(examination),
         "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
     }
-    for row in rows.items():
-        table.add_row(*row)
-    return table
-
-
-def _page_fault(price_us: float | None) -> str:
-    return "-" if price_us is None else f"{price_us:.2f} us"
+    return FittedTable(
+        "machine",
+        text_column("property", cell=itemgetter(0)),
+        text_column("value", cell=itemgetter(1)),
+        rows=rows.items(),
+    )
 
 
 def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
     """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
-    by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
-    is_tera = max(r.gflops.median for r in rates) >= TERA
-    table = FittedTable(
+    by = "" if threads is None else f" in {counted(threads, 'thread')}"
+    unit, factor = "GFLOP/s", 1
+    if max(r.gflops.median for r in rates) >= TERA:
+        unit, factor = "TFLOP/s", 1000
+    rows = sorted(rates, key=lambda r: list(OP_NAMES).index(r.op))
+    names = [f"{OP_NAMES[r.op]} {r.size.partition(',')[0]}" for r in rows]
+    shown = ["" if n and names[n - 1] == name else name for n, name in enumerate(names)]
+    return FittedTable(
         f"measured rates{by}: median (10th-90th percentile)",
-        text_column("op"),
-        text_column("in"),
-        figure_column("TFLOP/s" if is_tera else "GFLOP/s"),
-        figure_column("over fp32"),
-        figure_column("n", 1),
+        text_column("op", cell=lambda row: row[0]),
+        text_column("in", cell=lambda row: SHORT_DTYPES.get(row[1].format, row[1].format)),
+        figure_column(unit, cell=lambda row: _spread(row[1].gflops, factor)),
+        figure_column("over fp32", cell=lambda row: _speedup(row[1])),
+        figure_column("n", 1, lambda row: str(row[1].gflops.n)),
+        rows=zip(shown, rows, strict=True),
         elsewhere=ELSEWHERE,
+        caption="over fp32: median [its 95 % interval], round by round; 3x3 convolutions",
     )
-    table.caption = "over fp32: median [its 95 % interval], round by round; 3x3 convolutions"
-    previous = ""
-    for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r.op)):
-        name = f"{OP_NAMES[rate.op]} {rate.size.partition(',')[0]}"
-        base = rate.format == "float32"
-        table.add_row(
-            "" if name == previous else name,
-            SHORT_DTYPES.get(rate.format, rate.format),
-            _spread(rate.gflops, 1000 if is_tera else 1),
-            "1" if base else _ratio(rate.speedup),
-            str(rate.gflops.n),
-        )
-        previous = name
-    return table
 
 
 def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> FittedTable:
     """A row for each mode: how it runs here, and its ops' rates over float32's."""
-    table = FittedTable(
+    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
+    return FittedTable(
         "precision modes: rates over float32's, at the largest size measured",
-        text_column("mode"),
-        text_column("runs"),
-        *(figure_column(name) for name in OP_NAMES.values()),
-        text_column("loss scale", 1),
+        text_column("mode", cell=lambda mode: mode.name),
+        text_column("runs", cell=lambda mode: mode.execution),
+        *(figure_column(name, cell=partial(_cell, op, speedups)) for op, name in OP_NAMES.items()),
+        text_column("loss scale", 1, cell=lambda mode: mode.loss_scale),
+        rows=modes,
         elsewhere=ELSEWHERE,
     )
-    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
-    for mode in modes:
-        native = mode.execution == "native"
-        cells = [_cell(mode, op, speedups) if native else "-" for op in OP_NAMES]
-        table.add_row(mode.name, mode.execution, *cells, mode.loss_scale)
-    return table
 
 
-def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
+def _cell(op: OpName, speedups: Mapping[tuple[OpName, Format], float], mode: Mode) -> str:
+    if mode.execution != "native":
+        return "-"
     if mode.format == "float32":
         return "1"
     if op in mode.substituted:
@@ -333,13 +325,15 @@ def _spread(spread: Spread, unit: float = 1) -> str:
     return f"{median} ({low}-{high})"
 
 
-def _ratio(ratio: Ratio) -> str:
-    low, high = _figure(ratio.low), _figure(ratio.high)
-    return f"{_figure(ratio.median)} [{low}-{high}]"
+def _speedup(rate: Rate) -> str:
+    if rate.format == "float32":
+        return "1"
+    ratio = rate.speedup
+    return f"{_figure(ratio.median)} [{_figure(ratio.low)}-{_figure(ratio.high)}]"
 
 
-def _gibibytes(value: int | None) -> str:
-    return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else size_text(nbytes)
 
 
 def _yes_no(has: Mapping[str, bool | None]) -> str:
@@ -374,7 +368,7 @@ def _gpu(cuda: Cuda | None) -> dict[str, str]:
     return {
         "GPU": f"compute capability {cuda.compute_capability}, "
         f"{cuda.multiprocessors} multiprocessors, "
-        f"{_gibibytes(cuda.memory_free_bytes)} free",
+        f"{_size(cuda.memory_free_bytes)} free",
         "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
     }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.console.formatting import listed, significant
 
 Problem = Literal["nan", "wrong"]
 
@@ -61,10 +63,9 @@ class KernelCheck:
         if not self.faults:
             return f"no fault {where}: {what} agree with float64 on the CPU"
         named = list(dict.fromkeys(f"{x.op} in {x.dtype}" for x in self.faults))
-        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
         return (
-            f"WRONG RESULTS {where}: {', '.join(named[:5])}{more} (of {what}, compared with "
-            "float64 on the CPU); train in another precision, or with another version of PyTorch"
+            f"WRONG RESULTS {where}: {listed(named, 5)} (of {what}, compared with float64 on the "
+            "CPU); train in another precision, or with another version of PyTorch"
         )
 
 
@@ -72,16 +73,13 @@ def check_parts(check: KernelCheck) -> Iterator[FittedTable | str]:
     """The parts in the order they are shown; the answer comes first."""
     yield check.answer
     if check.faults:
-        table = FittedTable(
+        yield FittedTable(
             "results that the dtype does not explain",
-            *map(text_column, ("layer", "phase", "op", "dtype", "problem")),
-            figure_column("error"),
-            figure_column("usual error"),
+            *(text_column(name, cell=attrgetter(name)) for name in KernelFault._fields[:5]),
+            figure_column("error", cell=lambda fault: significant(fault.error, 2)),
+            figure_column("usual error", cell=lambda fault: significant(fault.usual, 2)),
+            rows=check.faults,
             elsewhere="the output of doctor.json=true",
         )
-        for fault in check.faults:
-            error = "-" if fault.error is None else f"{fault.error:.2g}"
-            table.add_row(*fault[:5], error, f"{fault.usual:.2g}")
-        yield table
     for missing in check.missing:
         yield f"{missing.layer} in {missing.dtype} is not there: {missing.reason}"

@@ -21,6 +21,7 @@ from mprun.console.fitted_table import (
     figure_column,
     text_column,
 )
+from mprun.console.formatting import UNITS, change_text, joined, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
 
 ParallelKind = Literal["ddp", "fsdp2"]
@@ -206,25 +207,6 @@ MODE_WIDTH = 14
 
 ELSEWHERE = "memory.json"
 
-UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
-
-
-def unit_for(size: int) -> str:
-    """The unit in which an amount of this size has a readable number of digits."""
-    return next((unit for unit, factor in UNITS.items() if size >= 4 * factor), "B")
-
-
-def amount(size: int) -> str:
-    """An amount of memory with its unit: 1 GiB, 55.2 MiB."""
-    unit = next((unit for unit, factor in UNITS.items() if size >= factor), "B")
-    return f"{size / UNITS[unit]:,.1f}".removesuffix(".0") + f" {unit}"
-
-
-def change_text(ratio: float) -> str:
-    """A ratio as a change: `-28 %`, or `x12` from tenfold on."""
-    change = round((ratio - 1) * 100)
-    return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
-
 
 def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
     """What the terminal shows, in this order.
@@ -296,10 +278,11 @@ def answer(record: MemoryRecord) -> str | None:
     if len(modes) < 2:
         return None
     least = min(mode.bytes["peak"] for mode in modes)
-    alike = [mode.label for mode in modes if amount(mode.bytes["peak"]) == amount(least)]
-    names = _named(alike)
+    alike = [mode.label for mode in modes if size_text(mode.bytes["peak"]) == size_text(least)]
+    more = len(alike) - NAMED
+    names = joined([*alike[:NAMED], *([f"{more} more"] if more > 0 else [])])
     change = change_text(least / modes[0].bytes["peak"])
-    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {amount(least)}"
+    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {size_text(least)}"
     if modes[0].bytes["peak"] != least:
         smallest += f" ({change} against {record.against})"
     if limit is None:
@@ -309,14 +292,6 @@ def answer(record: MemoryRecord) -> str | None:
     batch = f"batch {sizes.pop()}" if len(sizes) == 1 else "its batch"
     count = f"{len(fitting) or 'none'} of {len(modes)} modes fit in {record.limit} with {batch}"
     return f"{count}{': ' if fitting else ''}{', '.join(fitting)}; {smallest}"
-
-
-def _named(labels: Sequence[str]) -> str:
-    """A few labels as a sentence has them: `a`, `a and b`, `a, b, c and 4 more`."""
-    shown, more = labels[:NAMED], len(labels) - NAMED
-    last = f"{more} more" if more > 0 else ""
-    *others, end = [*shown, *filter(None, [last])]
-    return f"{', '.join(others)} and {end}" if others else end
 
 
 def peak_table(record: MemoryRecord) -> FittedTable:
@@ -491,6 +466,6 @@ def _largest_batch(fits: LargestBatch | None) -> str:
     if fits is None:
         return "-"
     if not fits.batch_size:
-        return f"none: 1 needs {amount(fits.tried['1'])}"
+        return f"none: 1 needs {size_text(fits.tried['1'])}"
     gain = f"{HARD_BLANK}(x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
     return f"{fits.batch_size:,}{gain}"

@@ -7,12 +7,15 @@ The file also has the run's configuration and `steps`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 import msgspec
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.console.formatting import listed, share_text
 from mprun.results.search_result import Deviation, Reference, SearchTolerance
 
 
@@ -217,10 +220,8 @@ KINDS = {
 }
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"
-
-
-USUAL = ("bf16", "e4m3_scaled")
-"""Formats, beside float16, that have a column in any case."""
+NAMED = 5
+"""The most parameters or rows named in a sentence."""
 
 
 def numerics_parts(
@@ -259,42 +260,50 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
     rows = sorted(judged, key=decides)
     scale = result.loss_scale.in_use
     values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
-    table = FittedTable(
+
+    def of_pass(name: str) -> Callable[[NumericsRow], str]:
+        return lambda row: f"{_passes_db(result, row).get(name, math.nan):.0f}".replace("nan", "-")
+
+    return FittedTable(
         f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
         "gradients of whole passes in the format; then its rounding of the numbers alone; "
         f"shares: float16, {values})",
-        text_column("kind"),
-        text_column("of"),
-        figure_column("fp16 pass dB", 10),
-        figure_column("bf16 pass dB", 10),
-        text_column("verdict", narrow=12),
-        figure_column("fp16 dB", 8),
-        figure_column("bf16 dB", 7),
-        figure_column("e4m3 dB", 3),
-        *(figure_column(f"{name} dB", 2) for name in further),
-        figure_column("zero", 1),
-        figure_column("lose bits", 5),
-        figure_column("to 0", 6),
-        figure_column("inf", 4),
+        text_column("kind", cell=lambda row: KINDS[row.kind]),
+        text_column("of", cell=lambda row: row.name),
+        figure_column("fp16 pass dB", 10, of_pass("fp16")),
+        figure_column("bf16 pass dB", 10, of_pass("bf16")),
+        text_column("verdict", narrow=12, cell=lambda row: row.verdict or ""),
+        figure_column("fp16 dB", 8, lambda row: f"{fp16_db(row):.0f}"),
+        *(
+            figure_column(f"{heading} dB", importance, partial(_rounded_db, name))
+            for heading, importance, name in (
+                ("bf16", 7, "bf16"),
+                ("e4m3", 3, "e4m3_scaled"),
+                *((name, 2, name) for name in further),
+            )
+        ),
+        figure_column("zero", 1, lambda row: share_text(_zero_share(row.histogram))),
+        figure_column("lose bits", 5, lambda row: share_text(_in_run(row).below_normal)),
+        figure_column("to 0", 6, lambda row: share_text(_in_run(row).becoming_zero)),
+        figure_column("inf", 4, lambda row: share_text(_in_run(row).above_largest)),
+        rows=rows[:top],
         elsewhere=ELSEWHERE,
     )
-    for row in rows[:top]:
-        counts, in_run = row.histogram, row.fp16
-        if row.loss_scaled is not None and row.loss_scaled.fp16 is not None:
-            in_run = row.loss_scaled.fp16
-        total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
-        shares = (counts.zero / total, in_run.below_normal, in_run.becoming_zero)
-        low = (row.sqnr_db.get(name, float("inf")) for name in (*USUAL, *further))
-        in_passes = _passes_db(result, row)
-        table.add_row(
-            KINDS[row.kind],
-            row.name,
-            *(f"{in_passes[n]:.0f}" if n in in_passes else "-" for n in ("fp16", "bf16")),
-            row.verdict or "",
-            *(f"{db:.0f}" for db in (fp16_db(row), *low)),
-            *(share_text(share) for share in (*shares, in_run.above_largest)),
-        )
-    return table
+
+
+def _rounded_db(name: str, row: NumericsRow) -> str:
+    return f"{row.sqnr_db.get(name, math.inf):.0f}"
+
+
+def _zero_share(counts: ExponentCounts) -> float:
+    total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
+    return counts.zero / total
+
+
+def _in_run(row: NumericsRow) -> RangeShares:
+    """The shares in float16; of gradients at the loss scale in use."""
+    scaled = row.loss_scaled
+    return row.fp16 if scaled is None or scaled.fp16 is None else scaled.fp16
 
 
 def _passes_db(result: NumericsResult, row: NumericsRow) -> dict[str, float]:
@@ -311,42 +320,40 @@ def fp16_db(row: NumericsRow) -> float:
 
 def scales_table(result: NumericsResult) -> FittedTable:
     """The verdicts on some loss scales."""
-    table = FittedTable(
+    return FittedTable(
         "loss scales, in float16",
-        text_column(""),
-        figure_column("scale"),
-        text_column("verdict"),
-        figure_column("to 0", 2),
-        figure_column("lose bits", 1),
-        text_column("why"),
+        text_column("", cell=lambda verdict: verdict.label),
+        figure_column("scale", cell=lambda verdict: number(verdict.scale)),
+        text_column("verdict", cell=lambda verdict: verdict.word),
+        figure_column("to 0", 2, lambda verdict: share_text(verdict.becoming_zero)),
+        figure_column("lose bits", 1, lambda verdict: share_text(verdict.losing_bits)),
+        text_column("why", cell=lambda verdict: verdict.reason),
+        rows=result.loss_scale.verdicts,
         elsewhere=ELSEWHERE,
     )
-    for verdict in result.loss_scale.verdicts:
-        shares = (share_text(verdict.becoming_zero), share_text(verdict.losing_bits))
-        scale = number(verdict.scale)
-        table.add_row(verdict.label, scale, verdict.word, *shares, verdict.reason)
-    return table
 
 
 def lost_table(result: NumericsResult, top: int) -> FittedTable:
     """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
     lost = result.lost_updates
-    table = FittedTable(
+    worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
+    return FittedTable(
         "share of updates that would be lost with weights in 16 bits, by rounding",
-        text_column("of"),
+        text_column("of", cell=itemgetter(0)),
         *(
-            figure_column(f"{dtype} {short}", -place)
+            figure_column(f"{dtype} {short}", -place, partial(_lost_share, dtype, rule))
             for dtype in ("fp16", "bf16")
-            for place, short in enumerate(RULES.values())
+            for place, (rule, short) in enumerate(RULES.items())
         ),
-        figure_column("this run"),
+        figure_column("this run", cell=lambda item: share_text(item[1].lost_in_run)),
+        rows=[("all weights", lost.all), *worst[:top]],
         elsewhere=ELSEWHERE,
     )
-    worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
-    for name, row in [("all weights", lost.all), *worst[:top]]:
-        shares = [shares[rule] for shares in (row.fp16, row.bf16) for rule in RULES]
-        table.add_row(name, *(share_text(share) for share in (*shares, row.lost_in_run)))
-    return table
+
+
+def _lost_share(dtype: str, rule: str, item: tuple[str, LostShares]) -> str:
+    shares: dict[str, float | None] = getattr(item[1], dtype)
+    return share_text(shares[rule])
 
 
 def _lost_most(row: LostShares) -> float:
@@ -406,9 +413,9 @@ def sentences(result: NumericsResult) -> list[str]:
         f"{label}: {verdict.word} ({verdict.reason})",
     ]
     if verdict.deciding_rows:
-        lines.append(f"decided by: {_listed(verdict.deciding_rows)}")
+        lines.append(f"decided by: {listed(verdict.deciding_rows, NAMED)}")
     if others := verdict.rows_of_another_verdict:
-        lines.append(f"rows with another verdict: {_listed(others)}")
+        lines.append(f"rows with another verdict: {listed(others, NAMED)}")
     lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
     if scale.needed is not None:
         lines.append(f"loss scale in float16: {scale.need}")
@@ -438,11 +445,11 @@ def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Refere
     lines = []
     if undetermined:
         lines.append(
-            f"not judged: {_listed(undetermined)}: only rounding errors (the float32 gradient "
-            f"differs from {reference.name}'s by more than a tenth)"
+            f"not judged: {listed(undetermined, NAMED)}: only rounding errors (the float32 "
+            f"gradient differs from {reference.name}'s by more than a tenth)"
         )
     if zero:
-        lines.append(f"not judged: {_listed(zero)}: the gradient is exactly zero in float32")
+        lines.append(f"not judged: {listed(zero, NAMED)}: the gradient is exactly zero in float32")
     if reference.reason:
         lines.append(
             f"note: this model was not computed in float64 ({reference.reason}); gradients that "
@@ -457,22 +464,6 @@ def _best_tried(advice: LossScaleResult, best: float) -> str:
     text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
     recommended = None if advice.recommended is None else tried.get(advice.recommended)
     return text if recommended is None else f"{text}; the recommended has {recommended:.2f} dB"
-
-
-def _listed(names: Sequence[str], shown: int = 5) -> str:
-    rest = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def share_text(share: float | None) -> str:
-    """A share in percent; `-` for None, `0` for zero, and never `0` for more than zero."""
-    if share is None:
-        return "-"
-    if share == 0:
-        return "0"
-    if share < 1e-4:
-        return "<0.01%"
-    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
 
 
 def number(scale: float) -> str:

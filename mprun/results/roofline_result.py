@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from operator import itemgetter
+from typing import Any, Literal
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.console.formatting import significant, size_text
 from mprun.records.run_record import StepTimes
 
 GroupName = Literal["matmul", "convolution", "cast", "memory-bound", "optimizer"]
@@ -97,78 +99,57 @@ def roofline_parts(roof: Roofline) -> Iterator[FittedTable | str]:
 
 def groups_table(roof: Roofline) -> FittedTable:
     """A row for each group of ops, and one for the step."""
-    table = FittedTable(
-        f"least time of a step: {roof.recipe}, {roof.variant}, batch {roof.batch_size}",
-        text_column("group"),
-        figure_column("ops", 1),
-        figure_column("GFLOP", 3),
-        figure_column("MB", 2),
-        figure_column("least ms"),
-        figure_column("measured ms"),
-        figure_column("share"),
-        elsewhere=ELSEWHERE,
+    rows: list[tuple[Any, ...]] = [
+        (BY_GROUP[g.name], g.ops, g.flops or None, g.bytes, g.least_ms, g.measured_ms)
+        for g in roof.groups
+    ]
+    ops, flops, nbytes = (
+        sum(getattr(g, name) for g in roof.groups) for name in ("ops", "flops", "bytes")
     )
-    for group in roof.groups:
-        table.add_row(*_row(group))
-    step_ms = roof.step_time_ms.median
     if roof.outside_ms is not None:
-        table.add_row("between ops", "", "", "", "", _ms(roof.outside_ms), "")
-    table.add_row(
-        "step",
-        str(sum(g.ops for g in roof.groups)),
-        f"{sum(g.flops for g in roof.groups) / 1e9:.3g}",
-        f"{sum(g.bytes for g in roof.groups) / 1e6:.3g}",
-        _ms(roof.least_ms),
-        _ms(step_ms),
-        _share(roof.least_ms, step_ms),
-    )
+        rows.append(("between ops", None, None, None, None, roof.outside_ms))
+    rows.append(("step", ops, flops, nbytes, roof.least_ms, roof.step_time_ms.median))
     rates = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in roof.gflops.items())
     fastest = max(roof.bandwidths, key=lambda b: b.gigabytes_per_second)
-    slowest = roof.bandwidths[-1]
-    table.caption = (
-        f"rates: {rates or 'no products'}; {fastest.gigabytes_per_second:.0f} GB/s at "
-        f"{_size(fastest.bytes)} to {slowest.gigabytes_per_second:.0f} GB/s at "
-        f"{_size(slowest.bytes)}"
+    extremes = (
+        f"{b.gigabytes_per_second:.0f} GB/s at {size_text(b.bytes)}"
+        for b in (fastest, roof.bandwidths[-1])
     )
-    return table
+    return FittedTable(
+        f"least time of a step: {roof.recipe}, {roof.variant}, batch {roof.batch_size}",
+        text_column("group", cell=itemgetter(0)),
+        figure_column("ops", 1, lambda row: str(row[1] or "")),
+        figure_column("GFLOP", 3, lambda row: "" if row[2] is None else f"{row[2] / 1e9:.3g}"),
+        figure_column("MB", 2, lambda row: "" if row[3] is None else f"{row[3] / 1e6:.3g}"),
+        figure_column("least ms", cell=lambda row: "" if row[4] is None else significant(row[4])),
+        figure_column("measured ms", cell=lambda row: significant(row[5])),
+        figure_column("share", cell=lambda row: _share(row[4], row[5])),
+        rows=rows,
+        elsewhere=ELSEWHERE,
+        caption=f"rates: {rates or 'no products'}; {' to '.join(extremes)}",
+    )
 
 
 def summary(roof: Roofline) -> str:
     """The share that is reached, and the two bounds."""
-    fused = f"{_ms(roof.fused_ms)} ms if casts and memory-bound ops are fused into the products"
+    fused = (
+        f"{significant(roof.fused_ms)} ms if casts and memory-bound ops are fused into the products"
+    )
     times = roof.step_time_ms
     if times.median is None or roof.share is None:
-        return f"a step takes at least {_ms(roof.least_ms)} ms; {fused}"
-    spread = f"{_ms(times.p10)}-{_ms(times.p90)}"
+        return f"a step takes at least {significant(roof.least_ms)} ms; {fused}"
+    spread = f"{significant(times.p10)}-{significant(times.p90)}"
     text = (
-        f"a step takes {_ms(times.median)} ms ({spread}, {times.n} steps), at least "
-        f"{_ms(roof.least_ms)} ms: it reaches {100 * roof.share:.0f} % of the roof; {fused}"
+        f"a step takes {significant(times.median)} ms ({spread}, {times.n} steps), at least "
+        f"{significant(roof.least_ms)} ms: it reaches {100 * roof.share:.0f} % of the roof; {fused}"
     )
     if roof.page_faults is None:
         return text
-    price = "" if roof.page_faults_ms is None else f", {_ms(roof.page_faults_ms)} ms"
+    price = "" if roof.page_faults_ms is None else f", {significant(roof.page_faults_ms)} ms"
     return f"{text}; {roof.page_faults:,.0f} page faults a step{price}"
 
 
-def _row(group: RoofGroup) -> tuple[str, ...]:
-    return (
-        BY_GROUP[group.name],
-        str(group.ops),
-        f"{group.flops / 1e9:.3g}" if group.flops else "",
-        f"{group.bytes / 1e6:.3g}",
-        _ms(group.least_ms),
-        _ms(group.measured_ms),
-        _share(group.least_ms, group.measured_ms),
-    )
-
-
-def _share(least_ms: float, measured_ms: float | None) -> str:
+def _share(least_ms: float | None, measured_ms: float | None) -> str:
+    if least_ms is None:
+        return ""
     return f"{100 * least_ms / measured_ms:.0f} %" if measured_ms else "-"
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"

@@ -6,11 +6,12 @@ read them, with the reasons as comments; and layers, which `precision.layers_fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf, isnan
+from typing import NamedTuple
 
-from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.console.formatting import counted
+from mprun.console.fitted_table import FittedTable, TableColumn, figure_column, text_column
+from mprun.console.formatting import counted, joined, listed
 from mprun.records.mode_names import PRODUCTS, SHORT_DTYPES, layers_file
 from mprun.results.numerics_result import unjudged
 from mprun.results.search_result import (
@@ -54,7 +55,7 @@ def answer_sentence(search: OpSearch) -> str:
     ops, modules = search.search.ops, search.search.modules
     if search.answer == "modules" and modules is not None:
         kept = _stay_clause(modules.fp32, "module")
-        return f"{kept}; that leaves less there than the best list of ops ({_listed(ops.fp32)})."
+        return f"{kept}; that leaves less there than the best list of ops ({joined(ops.fp32)})."
     if not ops.is_within:
         return (
             "No list of ops is enough: with every op in float32 the difference is still too large."
@@ -67,82 +68,101 @@ def answer_sentence(search: OpSearch) -> str:
 
 def _stay_clause(names: Sequence[str], what: str) -> str:
     plural, have = ("", "has") if len(names) == 1 else ("s", "have")
-    return f"The {what}{plural} {_listed(names)} {have} to stay in float32"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """`a`, `a and b`, or `a, b and c`."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"The {what}{plural} {joined(names)} {have} to stay in float32"
 
 
 def rows_table(search: OpSearch, what: str) -> FittedTable:
     """The effect of each of `what`, ops or modules, the most harmful first."""
     rows: Sequence[SensitivityRow] = search.ops if what == "ops" else search.modules
     is_timed = any(row.time_ratio is not None for row in rows)
-    alone, kept = f"only it {SHORT_DTYPES[search.dtype]}", "all but it"
-    table = FittedTable(
+    return _effects_table(
+        rows,
+        what,
+        SHORT_DTYPES[search.dtype],
+        figure_column("calls", 0, lambda row: str(row.calls)),
+        *([figure_column("time", 1, lambda row: times(row.time_ratio))] if is_timed else []),
+    )
+
+
+def _effects_table(
+    rows: Sequence[SensitivityRow] | Sequence[FormatRow],
+    what: str,
+    low: str,
+    first: TableColumn,
+    *last: TableColumn,
+) -> FittedTable:
+    """What each of `rows` does alone in a lower precision, and all others do; worst first."""
+    ordered = sorted(rows, key=lambda row: -row.harm_alone)
+    more = len(rows) - MAX_ROWS
+    return FittedTable(
         f"{what}, one at a time",
-        text_column(what.removesuffix("s")),
-        figure_column("calls", 1),
-        figure_column(f"{alone}: loss", 5),
-        figure_column(f"{alone}: worst gradient", 6),
-        text_column(""),
-        figure_column(f"{kept}: loss", 3),
-        figure_column(f"{kept}: worst gradient", 4),
-        *([figure_column("time", 2)] if is_timed else []),
+        text_column(what.removesuffix("s"), cell=lambda row: row.name),
+        first,
+        figure_column(f"only it {low}: loss", 4, lambda row: loss(row.alone)),
+        figure_column(
+            f"only it {low}: worst gradient", 5, lambda row: decibels(row.alone.worst_db)
+        ),
+        text_column("", cell=lambda row: "" if row.harm_alone <= 1 else "harmful"),
+        figure_column("all but it: loss", 2, lambda row: loss(row.kept)),
+        figure_column("all but it: worst gradient", 3, lambda row: decibels(row.kept.worst_db)),
+        *last,
+        rows=ordered[:MAX_ROWS],
+        elsewhere=ELSEWHERE,
+        caption=f"and {more} more, none more harmful, in {ELSEWHERE}" if more > 0 else "",
+    )
+
+
+class SearchOutcome(NamedTuple):
+    """A row of an outcome: what is kept in a higher precision, and what that gives."""
+
+    kept: str
+    measure: Deviation | None
+    time_ratio: float | None = None
+    figure: str = ""
+    """The share of numbers in float32, or the effective bits."""
+
+
+def _outcomes_table(
+    rows: Sequence[SearchOutcome], high: str, figure: str, *last: TableColumn
+) -> FittedTable:
+    """The outcomes of a search, side by side."""
+
+    def of_measure(text: Callable[[Deviation], str]) -> Callable[[SearchOutcome], str]:
+        return lambda row: "" if row.measure is None else text(row.measure)
+
+    return FittedTable(
+        "outcome",
+        text_column(f"in {high}", cell=lambda row: row.kept),
+        figure_column("loss", cell=of_measure(loss)),
+        figure_column("gradients", 3, of_measure(lambda x: decibels(x.gradients_db))),
+        figure_column("worst", 4, of_measure(lambda x: decibels(x.worst_db))),
+        text_column("of", 1, narrow=16, cell=of_measure(lambda x: x.worst_parameter)),
+        figure_column(figure, 5, lambda row: row.figure),
+        *last,
+        rows=rows,
         elsewhere=ELSEWHERE,
     )
-    rows = sorted(rows, key=lambda row: -row.harm_alone)
-    for row in rows[:MAX_ROWS]:
-        table.add_row(
-            row.name,
-            str(row.calls),
-            *(loss(row.alone), decibels(row.alone.worst_db)),
-            "" if row.harm_alone <= 1 else "harmful",
-            *(loss(row.kept), decibels(row.kept.worst_db)),
-            *([times(row.time_ratio)] if is_timed else []),
-        )
-    if (more := len(rows) - MAX_ROWS) > 0:
-        table.caption = f"and {more} more, none more harmful, in {ELSEWHERE}"
-    return table
 
 
 def outcome_table(search: OpSearch) -> FittedTable:
     """Everything in the lower dtype, the configured casts and the results, side by side."""
-    is_timed = search.float32.time_ratio is not None
-    table = FittedTable(
-        "outcome",
-        text_column("in float32"),
-        figure_column("loss"),
-        figure_column("gradients", 3),
-        figure_column("worst", 4),
-        text_column("of", 1, narrow=16),
-        figure_column("fp32 numbers", 5),
-        *([figure_column("time", 2)] if is_timed else []),
-        elsewhere=ELSEWHERE,
-    )
-
-    def add(name: str, measure: Deviation, time_ratio: float | None, share: str = "") -> None:
-        table.add_row(
-            name,
-            *(loss(measure), decibels(measure.gradients_db)),
-            *(decibels(measure.worst_db), measure.worst_parameter, share),
-            *([times(time_ratio)] if is_timed else []),
-        )
-
-    add("all, weights rounded", search.unavoidable.measure, None)
-    add("nothing", search.everything_lower.measure, search.everything_lower.time_ratio)
-    add(f"as in {search.given.name}", search.given.measure, search.given.time_ratio)
-    lists = search.search
+    lower, given, lists = search.everything_lower, search.given, search.search
+    rows = [
+        SearchOutcome("all, weights rounded", search.unavoidable.measure),
+        SearchOutcome("nothing", lower.measure, lower.time_ratio),
+        SearchOutcome(f"as in {given.name}", given.measure, given.time_ratio),
+    ]
     for what, row in () if lists is None else (("ops", lists.ops), ("modules", lists.modules)):
         if row is not None and (what == "ops" or row.is_within):
             names = ", ".join((*search.always, *row.fp32)) or "nothing"
             mark = " <-" if search.answer == what else ""
-            add(f"{what}: {names}{mark}", row.measure, row.time_ratio, f"{row.float32_share:.0%}")
-    if is_timed:
-        table.add_row("everything", *[""] * 4, "100%", times(search.float32.time_ratio))
-    return table
+            share = f"{row.float32_share:.0%}"
+            rows.append(SearchOutcome(f"{what}: {names}{mark}", row.measure, row.time_ratio, share))
+    of_time = []
+    if search.float32.time_ratio is not None:
+        rows.append(SearchOutcome("everything", None, search.float32.time_ratio, "100%"))
+        of_time = [figure_column("time", 2, lambda row: times(row.time_ratio))]
+    return _outcomes_table(rows, "float32", "fp32 numbers", *of_time)
 
 
 def proof_lines(proof: Proof) -> Iterator[str]:
@@ -268,8 +288,7 @@ def _named(search: FormatSearch) -> str:
         layer if len(of) == len(PRODUCTS) else f"{layer} ({', '.join(sorted(of))})"
         for layer, of in products.items()
     ]
-    more = len(texts) - MAX_NAMES
-    return ", ".join(texts[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return listed(texts, MAX_NAMES)
 
 
 def _high_rows(search: FormatSearch) -> Sequence[FormatRow]:
@@ -278,59 +297,22 @@ def _high_rows(search: FormatSearch) -> Sequence[FormatRow]:
 
 def candidates_table(search: FormatSearch) -> FittedTable:
     """The effect of each candidate, the most harmful first."""
-    table = FittedTable(
-        f"{_what(search)}s, one at a time",
-        text_column(_what(search)),
-        figure_column("operations", 1),
-        figure_column(f"only it {search.format}: loss", 4),
-        figure_column(f"only it {search.format}: worst gradient", 5),
-        text_column(""),
-        figure_column("all but it: loss", 2),
-        figure_column("all but it: worst gradient", 3),
-        elsewhere=ELSEWHERE,
-    )
-    rows = sorted(search.candidates, key=lambda row: -row.harm_alone)
-    for row in rows[:MAX_ROWS]:
-        table.add_row(
-            row.name,
-            f"{row.operations:.1%}",
-            *(loss(row.alone), decibels(row.alone.worst_db)),
-            "" if row.harm_alone <= 1 else "harmful",
-            *(loss(row.kept), decibels(row.kept.worst_db)),
-        )
-    if (more := len(rows) - MAX_ROWS) > 0:
-        table.caption = f"and {more} more, none more harmful, in {ELSEWHERE}"
-    return table
+    operations = figure_column("operations", 1, lambda row: f"{row.operations:.1%}")
+    return _effects_table(search.candidates, f"{_what(search)}s", search.format, operations)
 
 
 def format_outcome_table(search: FormatSearch) -> FittedTable:
     """Everything in the format, nothing, and the result, side by side."""
-    table = FittedTable(
-        "outcome",
-        text_column("in bfloat16"),
-        figure_column("effective bits", 4),
-        figure_column("loss"),
-        figure_column("gradients", 1),
-        figure_column("worst", 2),
-        text_column("of", 0, narrow=16),
-        elsewhere=ELSEWHERE,
-    )
-
-    def add(name: str, measure: Deviation, bits: float | None = None) -> None:
-        table.add_row(
-            name,
-            "" if bits is None else f"{bits:.2f}",
-            *(loss(measure), decibels(measure.gradients_db)),
-            *(decibels(measure.worst_db), measure.worst_parameter),
-        )
-
     bits = search.effective_bits
-    add("float32, weights moved by the format", search.unavoidable)
-    add("nothing", search.everything, bits.everything)
-    if search.high and search.measure is not None:
-        add(f"answer: {counted(len(search.high), _what(search))}", search.measure, bits.answer)
-    add("all linear layers", search.bfloat16, bits.bfloat16)
-    return table
+    rows = [
+        SearchOutcome("float32, weights moved by the format", search.unavoidable),
+        SearchOutcome("nothing", search.everything, figure=f"{bits.everything:.2f}"),
+        SearchOutcome("all linear layers", search.bfloat16, figure=f"{bits.bfloat16:.2f}"),
+    ]
+    if search.high and search.measure is not None and bits.answer is not None:
+        name = f"answer: {counted(len(search.high), _what(search))}"
+        rows.insert(2, SearchOutcome(name, search.measure, figure=f"{bits.answer:.2f}"))
+    return _outcomes_table(rows, "bfloat16", "effective bits")
 
 
 def conclusion(search: FormatSearch) -> Iterator[str]:

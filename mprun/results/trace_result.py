@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -96,67 +97,56 @@ def kinds_table(rows: Sequence[TraceRow]) -> FittedTable:
     groups: dict[tuple[str, str, str, str], list[TraceRow]] = {}
     for row in rows:
         groups.setdefault((row.phase, row.op, _dtypes(row), row.rule), []).append(row)
-    table = FittedTable(
-        "kinds of ops, the longest first",
-        text_column("phase", 4),
-        text_column("op"),
-        text_column("dtypes", 6),
-        text_column("rule", 3),
-        figure_column("ops", 5),
-        figure_column("ms"),
-        figure_column("casts", 2),
-        figure_column("in casts", 7),
-        elsewhere=ELSEWHERE,
-    )
     kinds = sorted(groups.items(), key=lambda kind: -_whole_ms(kind[1]))
-    for (phase, op, dtypes, rule), members in kinds[:MAX_KINDS]:
-        table.add_row(phase, op, dtypes, rule, *_sums(members))
+    shown = kinds[:MAX_KINDS]
     if rest := kinds[MAX_KINDS:]:
         others = [row for _, members in rest for row in members]
-        table.add_row("", f"{len(rest)} more kinds", "", "", *_sums(others))
-    table.caption = f"trace.ops=true lists all {len(rows)} ops"
-    return table
+        shown.append((("", f"{len(rest)} more kinds", "", ""), others))
+    return FittedTable(
+        "kinds of ops, the longest first",
+        text_column("phase", 4, cell=lambda kind: kind[0][0]),
+        text_column("op", cell=lambda kind: kind[0][1]),
+        text_column("dtypes", 6, cell=lambda kind: kind[0][2]),
+        text_column("rule", 3, cell=lambda kind: kind[0][3]),
+        figure_column("ops", 5, lambda kind: str(len(kind[1]))),
+        figure_column("ms", cell=lambda kind: f"{sum(row.time_ms for row in kind[1]):.3f}"),
+        figure_column("casts", 2, lambda kind: str(sum(len(row.casts) for row in kind[1]) or "")),
+        figure_column("in casts", 7, lambda kind: _cast_ms(kind[1])),
+        rows=shown,
+        elsewhere=ELSEWHERE,
+        caption=f"trace.ops=true lists all {len(rows)} ops",
+    )
 
 
 def _whole_ms(rows: Sequence[TraceRow]) -> float:
     return sum(row.time_ms + row.cast_time_ms for row in rows)
 
 
-def _sums(rows: Sequence[TraceRow]) -> tuple[str, str, str, str]:
-    """Number of ops, their time, number of casts and their time."""
-    casts = sum(len(row.casts) for row in rows)
-    cast_ms = sum(row.cast_time_ms for row in rows)
-    time_ms = sum(row.time_ms for row in rows)
-    of_casts = (str(casts), f"{cast_ms:.3f}") if casts else ("", "")
-    return (str(len(rows)), f"{time_ms:.3f}", *of_casts)
+def _cast_ms(rows: Sequence[TraceRow]) -> str:
+    """The time of their casts; empty without one."""
+    has_casts = any(row.casts for row in rows)
+    return f"{sum(row.cast_time_ms for row in rows):.3f}" if has_casts else ""
 
 
 def step_table(rows: Sequence[TraceRow]) -> FittedTable:
     """A row for each call and each op outside of one, in the order they ran."""
-    table = FittedTable(
+    return FittedTable(
         "one training step",
-        text_column("phase", 3),
-        text_column("module", narrow=16),
-        text_column("op", narrow=16),
-        text_column("rule", 2),
-        text_column("dtypes", 5),
-        text_column("casts", 1, narrow=12),
-        figure_column("ms"),
-        figure_column("in casts", 4),
+        text_column("phase", 3, cell=lambda x: x[0].phase),
+        text_column("module", narrow=16, cell=lambda x: _module(x[0])),
+        text_column("op", narrow=16, cell=lambda x: x[0].op + (f" x{x[1]}" if x[1] > 1 else "")),
+        text_column("rule", 2, cell=lambda x: x[0].rule),
+        text_column("dtypes", 5, cell=lambda x: _dtypes(x[0])),
+        text_column("casts", 1, narrow=12, cell=lambda x: ", ".join(_casts(x[0].casts))),
+        figure_column("ms", cell=lambda x: f"{x[0].time_ms:.3f}"),
+        figure_column("in casts", 4, lambda x: _cast_ms([x[0]])),
+        rows=_merged(rows),
         elsewhere=ELSEWHERE,
     )
-    for row, count in _merged(rows):
-        table.add_row(
-            row.phase,
-            row.module or ("(root)" if row.phase == "forward" else ""),
-            row.op + (f" x{count}" if count > 1 else ""),
-            row.rule,
-            _dtypes(row),
-            ", ".join(_casts(row.casts)),
-            f"{row.time_ms:.3f}",
-            f"{row.cast_time_ms:.3f}" if row.casts else "",
-        )
-    return table
+
+
+def _module(row: TraceRow) -> str:
+    return row.module or ("(root)" if row.phase == "forward" else "")
 
 
 def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
@@ -195,19 +185,24 @@ def _casts(casts: Sequence[CastRecord]) -> Iterator[str]:
 def totals(record: TraceRecord) -> FittedTable:
     """The sums over the step's ops and casts."""
     total = record.totals
-    table = FittedTable("totals", text_column("quantity"), text_column("value"))
-    table.add_row("step, not traced", f"{record.step_time_ms:.3f} ms")
-    table.add_row("ops and casts", f"{total.time_ms:.3f} ms")
-    for dtype, (count, time_ms) in total.by_dtype.items():
-        table.add_row(f"ops that give {dtype}", f"{count} in {time_ms:.3f} ms")
-    table.add_row(
-        "casts",
-        f"{total.casts} in {total.cast_time_ms:.3f} ms, {total.cast_share:.1%} of the step; "
-        f"{total.cast_bytes / 2**20:.2f} MiB read and written",
-    )
     redundant = ", ".join(f"{n} {kind}" for kind, n in total.redundant.items())
-    table.add_row("redundant casts", redundant or "none")
-    return table
+    rows = {
+        "step, not traced": f"{record.step_time_ms:.3f} ms",
+        "ops and casts": f"{total.time_ms:.3f} ms",
+        **{
+            f"ops that give {dtype}": f"{count} in {time_ms:.3f} ms"
+            for dtype, (count, time_ms) in total.by_dtype.items()
+        },
+        "casts": f"{total.casts} in {total.cast_time_ms:.3f} ms, {total.cast_share:.1%} of the "
+        f"step; {total.cast_bytes / 2**20:.2f} MiB read and written",
+        "redundant casts": redundant or "none",
+    }
+    return FittedTable(
+        "totals",
+        text_column("quantity", cell=itemgetter(0)),
+        text_column("value", cell=itemgetter(1)),
+        rows=rows.items(),
+    )
 
 
 def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:

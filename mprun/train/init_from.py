@@ -25,7 +25,7 @@ others from the model.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from mprun.console.formatting import listed
 from mprun.errors import UsageError, first_line
 from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
@@ -234,7 +235,7 @@ def _misfits(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[
         if loaded[key].dtype not in _legal(model[key].dtype)
     ]
     named = {"missing ": missing, "unexpected ": unexpected, "": shapes + dtypes}
-    return [f"{what}{_first(items)}" for what, items in named.items() if items]
+    return [f"{what}{listed(items, NAMED)}" for what, items in named.items() if items]
 
 
 def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -244,11 +245,6 @@ def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def _size(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "one number"
-
-
-def _first(items: Sequence[str]) -> str:
-    more = len(items) - NAMED
-    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")

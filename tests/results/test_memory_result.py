@@ -12,7 +12,6 @@ from typing import Any
 import matplotlib.image
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -27,11 +26,8 @@ from mprun.results.memory_result import (
     NAMES,
     MemoryRecord,
     ModeMemory,
-    amount,
     category_table,
-    change_text,
     module_table,
-    unit_for,
 )
 
 MIB = 2**20
@@ -168,28 +164,6 @@ def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
     assert [r[0] for r in rows] == [f"m{n}" for n in range(10, 30)]
     rest = sum(100 + n for n in range(10))
     assert lines(module_table(one, one, None))[-1] == ["10 more", f"{rest:,}", f"{rest:,}"]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "text"),
-    [(1.0, "0 %"), (0.72, "-28 %"), (1.999, "+100 %"), (0.0, "-100 %"), (12.4, "x12")],
-)
-def test_a_ratio_as_a_change(ratio: float, text: str) -> None:
-    assert change_text(ratio) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text", "unit"),
-    [
-        (0, "0 B", "B"),
-        (2047, "2 KiB", "B"),
-        (2**30, "1 GiB", "MiB"),
-        (5 * 2**30, "5 GiB", "GiB"),
-        (57846072, "55.2 MiB", "MiB"),
-    ],
-)
-def test_amounts_have_a_unit_with_readable_digits(size: int, text: str, unit: str) -> None:
-    assert (amount(size), unit_for(size)) == (text, unit)
 
 
 # ---- the picture ---------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from mprun.results.numerics_result import (
     rows_table,
     scales_table,
     sentences,
-    share_text,
     unjudged,
 )
 from mprun.results.search_result import Reference
@@ -293,14 +292,6 @@ def test_the_substitute_for_float64_is_named() -> None:
         "note: this model was not computed in float64 (no kernel); gradients that are only "
         "rounding errors were detected with something else"
     )
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(None, "-"), (0, "0"), (1e-9, "<0.01%"), (1e-4, "0.01%"), (0.0525, "5.25%"), (1, "100.0%")],
-)
-def test_shares(share: float | None, text: str) -> None:
-    assert share_text(share) == text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def test_a_row_for_each_group_and_one_for_the_step() -> None:
         ["casts", "1", "0", "1", "1.5", "67 %"],
         ["between ops", "2.5"],
         ["step", "2", "0", "0", "5", "10", "50 %"],
-        ["rates: float32 20 GFLOP/s; 1 GB/s at 0 KiB to 1 GB/s at 0 KiB"],
+        ["rates: float32 20 GFLOP/s; 1 GB/s at 1 B to 1 GB/s at 1 B"],
     ):
         assert row in rows, rows
 

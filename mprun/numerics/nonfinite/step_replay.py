@@ -28,6 +28,7 @@ from torch.autograd.graph import Node
 
 from mprun import devices
 from mprun._torch import in_backward, outside_of_modes
+from mprun.console.formatting import listed
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
 from mprun.numerics.nonfinite.saved_step import SavedCall, SavedStep, restore_random, unsaved_types
@@ -320,16 +321,11 @@ def _misfits(wanted: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
         if name in own and own[name].shape != x.shape
     ]
     named = {"the file lacks ": missing, "the model has no ": unexpected, "": shapes}
-    return [f"{what}{_first(names)}" for what, names in named.items() if names]
+    return [f"{what}{listed(names, NAMED)}" for what, names in named.items() if names]
 
 
 def _size(x: Tensor) -> str:
     return " x ".join(map(str, x.shape)) or "one number"
-
-
-def _first(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 # ---- the report ----------------------------------------------------------------------------------

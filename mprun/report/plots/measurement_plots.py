@@ -18,17 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from mprun.console.fitted_table import shortened
+from mprun.console.formatting import UNITS, change_text, share_text, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.plots.canvas import PictureFrame, figure, legend_above, panels, picture_files
 from mprun.report.theme import FORMATS, LIGHT
 from mprun.results.memory_result import (
     NAMES,
-    UNITS,
     MemoryRecord,
     ModeMemory,
-    amount,
-    change_text,
-    unit_for,
 )
 from mprun.results.numerics_result import (
     LossScaleResult,
@@ -36,7 +33,6 @@ from mprun.results.numerics_result import (
     NumericsRow,
     fp16_db,
     number,
-    share_text,
 )
 
 SHADED = ("forward", "optimizer")
@@ -96,7 +92,7 @@ def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int) -> None
     axes.plot(at.point, peak / unit, marker="v", color=LIGHT.ink, ms=6, clip_on=False)
     is_right = at.point > len(mode.timeline.op) / 2
     axes.annotate(
-        f"{amount(peak)}\n{at.op}, {at.module or '(root)'}",
+        f"{size_text(peak)}\n{at.op}, {at.module or '(root)'}",
         (at.point, peak / unit),
         xytext=(-6 if is_right else 6, 5),
         textcoords="offset points",
