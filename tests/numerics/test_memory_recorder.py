@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,20 +183,6 @@ def test_all_sums_agree_and_repeat_exactly(words: list[str]) -> None:
     for category, size in first.categories.items():
         assert sum(row[category] for row in first.modules.values()) == size
     assert {"forward", "backward", "other"} <= set(first.phase_peaks)
-
-
-def test_autocast_keeps_16_bit_copies_of_the_weights() -> None:
-    fp32 = measured("recipe=fashion_mnist")
-    bf16 = measured("recipe=fashion_mnist", "precision=bf16_mixed")
-    assert bf16["parameters"] == fp32["parameters"]
-    assert bf16["peak"] > fp32["peak"]  # more, not less, where weights outweigh activations
-
-
-def test_accumulation_lowers_activations_and_not_parameters() -> None:
-    whole = measured("recipe=fashion_mnist", "train.batch_size=48")
-    split = measured("recipe=fashion_mnist", "train.batch_size=12", "train.accumulate=4")
-    assert split["parameters"] == whole["parameters"]
-    assert split["peak"] < whole["peak"]
 
 
 def test_another_batch_size_is_that_of_a_plan_made_with_it() -> None:
@@ -408,36 +395,39 @@ def test_an_encoder_of_one_s_own(recompute: bool, foreach: bool) -> None:
 def test_a_model_of_copied_layers_has_fake_tensors_of_one_kind() -> None:
     """`nn.TransformerEncoder` deep-copies its layer, and with it each tensor's mode."""
 
-    def counted() -> StepMemory:
+    def copied() -> StepMemory:
         layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.zeros(2, 4, 16)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        return memory(step, model, optimizer, [x])
+        return counted(model, torch.zeros(2, 4, 16))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with fake_tensors():
-            fake = counted()
-    assert fake.categories == counted().categories
-
-
-def test_recomputing_lowers_the_activations() -> None:
-    plain, again = (
-        memory(step, model, optimizer, batch)
-        for step, model, optimizer, *batch in (encoder(r, False) for r in (False, True))
-    )
-    assert max(again.timeline["activations"]) < max(plain.timeline["activations"]) / 2
-    assert again.peak_bytes < plain.peak_bytes
+            fake = copied()
+    assert fake.categories == copied().categories
 
 
 # ---- whose, and what for -------------------------------------------------------------------------
+
+
+def counted(
+    model: nn.Module,
+    x: Tensor,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Tensor], Tensor] = Tensor.sum,
+    to_none: bool = True,
+    before_update: Callable[[], object] = lambda: None,
+) -> StepMemory:
+    """A step of a model on a batch, with SGD by default."""
+    chosen = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        chosen.zero_grad(set_to_none=to_none)
+        loss(model(x)).backward()
+        before_update()
+        chosen.step()
+
+    return memory(step, model, chosen, [x])
 
 
 class TwoLayers(nn.Module):
@@ -455,14 +445,7 @@ class TwoLayers(nn.Module):
 def test_activations_belong_to_the_module_that_made_them_and_the_rest_to_its_holder() -> None:
     model = TwoLayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.ones(2, 16)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).pow(2).sum().backward()
-        optimizer.step()
-
-    found = memory(step, model, optimizer, [x])
+    found = counted(model, torch.ones(2, 16), optimizer, lambda y: y.pow(2).sum())
     first, second = (16 * 8 + 8) * 4, (8 * 4 + 4) * 4
     names = [(p.op, p.phase, p.owner) for p in found.points]
     relu = names.index(("relu", "forward", ""))
@@ -480,16 +463,7 @@ def test_activations_belong_to_the_module_that_made_them_and_the_rest_to_its_hol
 
 
 def test_a_tensor_that_becomes_a_gradient_is_one_from_its_first_op_on() -> None:
-    model = nn.Linear(8, 4, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 8)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-
-    found = memory(step, model, optimizer, [x])
+    found = counted(nn.Linear(8, 4, bias=False), torch.ones(2, 8))
     gradients = [size for size in found.timeline["gradients"] if size]
     assert set(gradients) == {8 * 4 * 4}
     made = found.timeline["gradients"].index(8 * 4 * 4)
@@ -497,18 +471,11 @@ def test_a_tensor_that_becomes_a_gradient_is_one_from_its_first_op_on() -> None:
 
 
 def test_gradients_of_the_last_step_are_alive_until_they_are_cleared() -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(to_none: bool) -> None:
-        optimizer.zero_grad(set_to_none=to_none)
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
     size = (8 * 4 + 4) * 4
-    kept = memory(lambda: step(False), model, optimizer)
+    kept, cleared = (
+        counted(nn.Linear(8, 4), torch.ones(2, 8), to_none=to_none) for to_none in (False, True)
+    )
     assert set(kept.timeline["gradients"]) == {size}
-    cleared = memory(lambda: step(True), model, optimizer)
     assert cleared.timeline["gradients"][0] == 0
 
 
@@ -521,14 +488,7 @@ def test_what_an_optimizer_makes_anew_is_its_state() -> None:
                 self.state[p]["sum"] = self.state[p].get("sum", torch.zeros_like(p)) + p.grad
 
     model = nn.Linear(8, 4, bias=False)
-    optimizer = Replacing(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
-    found = memory(step, model, optimizer)
+    found = counted(model, torch.ones(2, 8), Replacing(model.parameters(), lr=0.1))
     size = 8 * 4 * 4
     assert (found.timeline["optimizer_state"][0], found.timeline["optimizer_state"][-1]) == (
         size,
@@ -538,16 +498,12 @@ def test_what_an_optimizer_makes_anew_is_its_state() -> None:
 
 def test_clipping_between_backward_and_step_is_temporary() -> None:
     model = nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
+    def clip() -> None:
         copies = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         torch.stack([c.norm() for c in copies]).norm()
-        optimizer.step()
 
-    found = memory(step, model, optimizer)
+    found = counted(model, torch.ones(2, 64), before_update=clip)
     clone = next(n for n, p in enumerate(found.points) if p.op == "clone")
     assert found.points[clone].phase == "other"
     assert found.timeline["temporary"][clone] >= 64 * 64 * 4
@@ -571,28 +527,16 @@ def test_a_storage_that_is_resized_is_counted_at_its_size() -> None:
 def test_a_frozen_parameter_has_no_gradient() -> None:
     model = nn.Linear(8, 4)
     model.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
-    found = memory(step, model, optimizer).categories
+    found = counted(model, torch.ones(2, 8)).categories
     assert found["parameters"] == (8 * 4 + 4) * 4
     assert found["gradients"] == 8 * 4 * 4
 
 
 def test_tensors_on_another_device_are_not_counted() -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        torch.empty(1000, device="meta").add_(1)
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
-    found = memory(step, model, optimizer)
+    found = counted(
+        *(nn.Linear(8, 4), torch.ones(2, 8)),
+        before_update=lambda: torch.empty(1000, device="meta").add_(1),
+    )
     assert max(sum(row) for row in zip(*found.timeline.values(), strict=True)) < 1000
 
 
@@ -629,15 +573,7 @@ def test_a_step_that_fails_leaves_no_hook() -> None:
 def test_a_model_without_data_takes_none() -> None:
     with fake_tensors():
         model = nn.Linear(10**6, 10**5)  # 400 GB
-        optimizer = torch.optim.AdamW(model.parameters())
-        x = torch.empty(16, 10**6)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-
-        found = memory(step, model, optimizer, [x])
+        found = counted(model, torch.empty(16, 10**6), torch.optim.AdamW(model.parameters()))
     assert found.categories["parameters"] == (10**11 + 10**5) * 4
     assert found.peak_bytes > 1.6e12
 

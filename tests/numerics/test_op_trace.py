@@ -450,64 +450,39 @@ def flags(run: Callable[[], object]) -> list[str | None]:
     return [cast.redundant for cast in trace(ops).casts]
 
 
-def test_a_tensor_cast_twice_to_one_dtype_is_flagged() -> None:
-    assert flags(lambda: (X.bfloat16(), X.bfloat16(), X.bfloat16())) == [None, *["cast twice"] * 2]
+def changed_between() -> None:
+    x = X.clone()
+    x.bfloat16()
+    x.add_(1)
+    x.bfloat16()
 
 
-def test_a_tensor_cast_to_two_dtypes_is_not() -> None:
-    assert flags(lambda: (X.bfloat16(), X.half(), X.double())) == [None, None, None]
-
-
-def test_a_cast_back_is_flagged_also_through_views() -> None:
-    assert flags(lambda: X.bfloat16().float()) == [None, "cast back"]
-    assert flags(lambda: X.bfloat16().view(2, 8).t()[:3].float()) == [None, "cast back"]
-    assert flags(lambda: X.bfloat16().float().bfloat16()) == [None, "cast back", "cast back"]
-
-
-def test_a_cast_on_to_a_third_dtype_is_no_cast_back() -> None:
-    assert flags(lambda: X.bfloat16().double()) == [None, None]
-
-
-def test_what_was_computed_from_a_cast_tensor_is_not_cast_back() -> None:
-    assert flags(lambda: X.bfloat16().exp().float()) == [None, None]
-
-
-def test_two_tensors_of_the_same_numbers_are_two() -> None:
-    a, b = X.clone(), X.clone()
-    assert flags(lambda: (a.bfloat16(), b.bfloat16())) == [None, None]
-
-
-def test_a_tensor_changed_in_place_between_two_casts_is_another() -> None:
-    def run() -> None:
-        x = X.clone()
-        x.bfloat16()
-        x.add_(1)
-        x.bfloat16()
-
-    assert flags(run) == [None, None]
-
-
-def test_a_cast_tensor_changed_in_place_is_not_cast_back() -> None:
-    assert flags(lambda: X.bfloat16().add_(1).float()) == [None, None]
-
-
-def test_parts_of_one_storage_are_different_tensors() -> None:
-    assert flags(lambda: (X[:2].bfloat16(), X[2:].bfloat16())) == [None, None]
-    assert flags(lambda: (X[:2].bfloat16(), X[:3].bfloat16())) == [None, None]
-    assert flags(lambda: [row.bfloat16() for row in X.unbind()]) == [None] * 4
-
-
-def test_a_row_and_a_column_from_one_corner_are_different_tensors() -> None:
-    assert flags(lambda: (X[0].bfloat16(), X[:, 0].bfloat16())) == [None, None]
-    assert flags(lambda: (X[:2].bfloat16(), X[::2].bfloat16())) == [None, None]
-
-
-def test_memory_that_is_freed_and_given_out_again_is_another_tensor() -> None:
-    def run() -> None:
-        for i in range(20):
-            torch.full((16,), float(i)).bfloat16()
-
-    assert flags(run) == [None] * 20
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda: (X.bfloat16(), X.bfloat16(), X.bfloat16()), [None, *["cast twice"] * 2]),
+        (lambda: (X.bfloat16(), X.half(), X.double()), [None] * 3),
+        (lambda: X.bfloat16().float(), [None, "cast back"]),
+        (lambda: X.bfloat16().view(2, 8).t()[:3].float(), [None, "cast back"]),
+        (lambda: X.bfloat16().float().bfloat16(), [None, "cast back", "cast back"]),
+        (lambda: X.bfloat16().double(), [None] * 2),  # on to a third dtype
+        (lambda: X.bfloat16().exp().float(), [None] * 2),  # other numbers
+        (lambda: X.bfloat16().add_(1).float(), [None] * 2),
+        (changed_between, [None] * 2),
+        (lambda: (X.clone().bfloat16(), X.clone().bfloat16()), [None] * 2),  # equal numbers
+        (lambda: (X[:2].bfloat16(), X[2:].bfloat16()), [None] * 2),  # parts of one storage
+        (lambda: (X[:2].bfloat16(), X[:3].bfloat16()), [None] * 2),
+        (lambda: [row.bfloat16() for row in X.unbind()], [None] * 4),
+        (lambda: (X[0].bfloat16(), X[:, 0].bfloat16()), [None] * 2),
+        (lambda: (X[:2].bfloat16(), X[::2].bfloat16()), [None] * 2),
+        # memory that is freed and given out again
+        (lambda: [bool(torch.full((16,), float(i)).bfloat16()[0]) for i in range(20)], [None] * 20),
+    ],
+)
+def test_casts_of_one_tensor_to_one_dtype_and_casts_back_are_redundant(
+    run: Callable[[], object], expected: list[str | None]
+) -> None:
+    assert flags(run) == expected
 
 
 def test_weights_cast_anew_after_an_update_are_not_redundant() -> None:
