@@ -47,7 +47,6 @@ from mprun.train import checkpoint
 from mprun.train.torch_file import (
     IN_FOLDER,
     SUFFIX,
-    DamagedSafetensorsError,
     is_safetensors,
     load_safetensors,
     load_torch_file,
@@ -177,7 +176,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
         raise UsageError(
             f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
         ) from None
-    except (DamagedArchiveError, DamagedSafetensorsError) as error:
+    except DamagedArchiveError as error:
         raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(

@@ -31,9 +31,10 @@ from mprun import devices
 from mprun.data import Batch
 from mprun.errors import RunFailedError
 from mprun.parallel.ranks import Ranks
+from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number
-from mprun.train.loss_terms import PREFIX
+from mprun.train.loss_terms import PREFIX, shown
 
 _PLAIN = (type(None), bool, int, float, str)
 _CONSTANT = (
@@ -247,17 +248,8 @@ def _checked(correct: Any, size: int) -> Tensor | None:
     is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
     if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
         return cast(Tensor, correct)
-    raise RunFailedError(not_a_count(_shown(correct), size))
-
-
-def _shown(value: object) -> str:
-    """A short text for a value: a scalar's number, a tensor's shape."""
-    if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})"
-    dtype = str(value.dtype).removeprefix("torch.")
-    if value.numel() == 1:
-        return f"{value.item():g} ({dtype})"
-    return f"a tensor of shape {list(value.shape)} ({dtype})"
+    text = f"{correct.item():g} ({dtype_name(correct.dtype)})" if is_scalar else shown(correct)
+    raise RunFailedError(not_a_count(text, size))
 
 
 def not_a_count(received: str, size: int) -> str:

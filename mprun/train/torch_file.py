@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mprun.optim import LowPrecisionOptimizer
 from mprun.optim.state import entry_shape
-from mprun.records.reader import ZIP, check_archive, open_regular
+from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular
 
 MAX_PICKLE_BYTES = 2**23
 """A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million."""
@@ -207,10 +207,6 @@ PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before the names of a model."""
 
 
-class DamagedSafetensorsError(ValueError):
-    """Why a file or index is damaged."""
-
-
 def is_safetensors(file: Path) -> bool:
     """Whether a file's name is that of safetensors, or of their index."""
     return file.name.endswith((SUFFIX, INDEX_SUFFIX))
@@ -221,7 +217,7 @@ def load_safetensors(file: Path) -> dict[str, Tensor]:
 
     Raises:
         OSError: it cannot be read.
-        DamagedSafetensorsError: it is no such file.
+        DamagedArchiveError: it is no such file.
     """
     state: dict[str, Tensor] = {}
     for part in _parts(file):
@@ -229,7 +225,7 @@ def load_safetensors(file: Path) -> dict[str, Tensor]:
         try:
             state |= load_file(part)
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            raise DamagedSafetensorsError(f"{part.name}: {error}") from None
+            raise DamagedArchiveError(f"{part.name}: {error}") from None
     return state
 
 
@@ -238,14 +234,14 @@ def _parts(file: Path) -> list[Path]:
     if not file.name.endswith(INDEX_SUFFIX):
         return [file]
     if file.stat().st_size > MAX_INDEX_BYTES:
-        raise DamagedSafetensorsError(f"an index is at most {MAX_INDEX_BYTES:,} bytes")
+        raise DamagedArchiveError(f"an index is at most {MAX_INDEX_BYTES:,} bytes")
     try:
         names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
         plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DamagedSafetensorsError("it has no weight_map from names to files") from None
+        raise DamagedArchiveError("it has no weight_map from names to files") from None
     if not plain or not names:
-        raise DamagedSafetensorsError("its weight_map names other files than *.safetensors here")
+        raise DamagedArchiveError("its weight_map names other files than *.safetensors here")
     return [file.parent / name for name in names]
 
 

@@ -21,22 +21,11 @@ def numbered(samples: int) -> TensorSet:
     return TensorSet(torch.stack([index, -index], 1), index)
 
 
-def same(inputs: Tensor) -> Tensor:
-    """A recipe's `prepare` that changes nothing."""
-    return inputs
-
-
 def batches(samples: int, size: int) -> Batches:
     return TensorBatches(numbered(samples), size, BatchForm(), CPU)
 
 
 # Order
-
-
-def test_an_order_is_a_permutation() -> None:
-    drawn = TensorOrder(100, seed=1, shuffle=True).draw()
-    assert drawn is not None
-    assert torch.equal(drawn.sort().values, torch.arange(100))
 
 
 def test_an_order_depends_on_the_seed_alone() -> None:
@@ -54,11 +43,6 @@ def test_drawing_an_order_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     TensorOrder(100, seed=1, shuffle=True).draw()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_consecutive_epochs_differ() -> None:
-    order = TensorOrder(100, seed=1, shuffle=True)
-    assert not torch.equal(order.draw(), order.draw())
 
 
 def test_the_state_tells_the_next_order() -> None:
@@ -96,12 +80,6 @@ def test_batches_partition_the_set(samples: int, size: int, shuffle: bool) -> No
         )
         for b in found
     )
-
-
-def test_the_last_batch_is_partial() -> None:
-    assert [b.size for b in batches(10, 4)] == [4, 4, 2]
-    assert [b.size for b in batches(8, 4)] == [4, 4]
-    assert [b.size for b in batches(3, 4)] == [3]
 
 
 @given(skip=st.integers(0, 5), shuffle=st.booleans())

@@ -47,16 +47,6 @@ def test_local_files_are_read_as_stored(root: Path) -> None:
     assert len(splits.validation) == 0
 
 
-def test_what_is_read_is_what_was_checked(root: Path) -> None:
-    """torchvision would take the tensors that versions before 0.9 left beside the files."""
-    processed = root / "MNIST" / "processed"
-    processed.mkdir()
-    for name in ("training.pt", "test.pt"):
-        torch.save((torch.zeros(3, 28, 28), torch.zeros(3)), processed / name)
-    train, test = sources.read("MNIST", root)
-    assert (len(train), len(test)) == (TRAIN, TEST)
-
-
 @pytest.mark.parametrize("file", list(files.SHA256["MNIST"]))
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1])])
 @pytest.mark.usefixtures("tiny_generated")
@@ -75,11 +65,6 @@ def test_a_damaged_file_is_named_with_both_checksums_and_the_command_that_mends_
         f"bytes with SHA-256 {sha256(published[file]).hexdigest()}; repair it with "
         f"`mprun data fetch MNIST data.root={root}`"
     )
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"train-images-idx3-ubyte is missing: expected"):
-        sources.read("MNIST", tmp_path)
 
 
 # Parts and limits
@@ -332,11 +317,6 @@ def test_auto_with_fallback_ends_with_the_generated_set_and_says_so(
         "MNIST is not available (Connection refused); training on the GENERATED set instead"
     )
     assert torch.equal(splits.train.inputs, tiny_generated.inputs)
-
-
-def test_auto_prefers_local_files_to_the_fallback(root: Path) -> None:
-    splits = image_splits("MNIST", DataRequest(root=str(root), fallback=True))
-    assert (splits.name, splits.source, splits.notice) == ("MNIST", "local", None)
 
 
 def test_generated_needs_neither_files_nor_network(

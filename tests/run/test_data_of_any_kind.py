@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -192,17 +191,6 @@ def test_a_resumed_stream_says_that_it_is_read_again(capsys: pytest.CaptureFixtu
     assert "the training data are a stream: the 3 batches" in shown
 
 
-def test_a_stream_that_became_shorter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SAMPLES", "22")
-        name = recipe("Stream(int(os.environ['SAMPLES']))", more="import os")
-        folder = run(name, "train.batch_size=4", "train.max_steps=5")
-        patch.setenv("SAMPLES", "9")
-        assert main([f"run.resume={folder}", "train.max_steps=6"]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "the data gave 3 batches in this epoch, and the run that is resumed had taken 5" in error
-
-
 # ---- kinds of data -------------------------------------------------------------------------------
 
 
@@ -236,13 +224,6 @@ def test_a_tenth_is_held_out_where_nothing_validates(train: str) -> None:
         data = read_summary(folder).data
         validated.append((data.train_samples, data.validation_samples))
     assert validated == [(20, 2), (20, 2)]
-
-
-def test_a_loader_that_cannot_be_divided_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    sampler = "DataLoader(TensorDataset(*samples()), 4, sampler=list(range(22)))"
-    folder = run(recipe(sampler, '"test": None'), "train.epochs=1")
-    assert "which cannot be divided" in " ".join(capsys.readouterr().err.split())
-    assert read_summary(folder).data.validation_samples == 0
 
 
 @pytest.mark.parametrize("train", ["TensorDataset(*samples())", LOADER, "Stream()"])
@@ -330,29 +311,6 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert text in " ".join(error.split())
     assert "Traceback" not in error
-
-
-BROKEN = """class Broken(Dataset):
-    def __len__(self): return 12
-    def __getitem__(self, i):
-        if i == 9:
-            raise ValueError("sample 9 is broken")
-        return torch.ones(3), torch.ones(1)
-"""
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_data_set_is_named_and_ends_the_workers(
-    workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = recipe("Broken()", more=BROKEN)
-    words = ["train.batch_size=4", f"data.workers={workers}", "train.epochs=1"]
-    assert main([name, *words, *PLAIN]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "ValueError: sample 9 is broken" in error
-    if workers:
-        assert "/my_" in error
-    assert not multiprocessing.active_children()
 
 
 def test_batches_of_another_structure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

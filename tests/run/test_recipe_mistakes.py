@@ -200,6 +200,11 @@ IN_RUNS: dict[str, tuple[dict[str, str], str, list[str]]] = {
         "in loss",
         ["GeneratorExit: bye"],
     ),
+    "exit": (
+        {"loss": "import sys\ndef loss(output, batch):\n    sys.exit(0)  # HERE\n"},
+        "in loss",
+        ["the run failed: SystemExit: 0"],
+    ),
     "no text": (
         {"loss": "class Bad(Exception):\n    def __str__(self): return 1 / 0\n"
          "    __repr__ = __str__\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 
 from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
@@ -56,21 +56,6 @@ def test_each_step_has_the_rate_of_the_formula(
     found = rates(tmp_path / "run", *words, "train.max_steps=8")
     wanted = by_hand(kind, 8, warmup, 0.5 if kind == "none" else lowest)
     assert found == pytest.approx(wanted, rel=1e-9)
-
-
-def test_it_is_pytorchs_linear_then_cosine(tmp_path: Path) -> None:
-    words = ["train.scheduler=cosine", "train.warmup_steps=4", "train.max_steps=10"]
-    found = rates(tmp_path / "run", *words)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    up = LinearLR(optimizer, start_factor=1 / 4, total_iters=3)
-    down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-    oracle = SequentialLR(optimizer, [up, down], milestones=[4])
-    wanted = []
-    for _ in range(10):
-        wanted.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        oracle.step()
-    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_it_resumes_exactly(tmp_path: Path) -> None:
