@@ -89,8 +89,7 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
     from mprun.experiments.planned_run import plan_or_resume
     from mprun.inspect.device_check import checked_before
-    from mprun.report.guard_lines import guard_lines
-    from mprun.report.tables import result, time_line
+    from mprun.report.tables import guard_lines, result, time_line
     from mprun.run import run
 
     plan, saved = plan_or_resume(composed)

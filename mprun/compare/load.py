@@ -1,12 +1,10 @@
-"""The runs behind the names on a command line.
+"""The runs behind the names on a command line, by variant.
 
 A name is a run's folder, a folder with runs somewhere below (a sweep, `outputs/`), or a glob. A
 folder without a usable run never ends a comparison: it is reported with the reason, because the
 disk of someone who trains has many. Only `summary.json` is read here.
 
-Runs by variant, each variant with a label.
-
-A label is that of the runs. If two variants have the same, the fields that differ are added:
+Variants get the label of their runs. If two have the same, the fields that differ are added:
 `bf16_mixed` trained with two learning rates becomes `bf16_mixed (train.lr=0.001)` and `bf16_mixed
 (train.lr=0.002)`. Only then are configurations read, one for each of those variants.
 """

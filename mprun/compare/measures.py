@@ -1,13 +1,11 @@
-"""Figures of runs: scores, times and memory, alone and in pairs of equal seed.
+"""Figures of runs, alone and in pairs of equal seed: scores, memory, times and their ratios.
 
-Ratios of times: whether runs can be compared in time, and what a ratio's interval shows.
-
-A machine drifts: it warms up, its clocks change, other processes use it. Runs that are compared in
-pairs of equal seed share the drift if each pair is complete before the next one begins (`mprun
-sweep`, or `mprun -m` with the seed listed first). If one variant ran with all seeds before the
-other began (`mprun -m` with the seed listed last), the drift is part of every pair's ratio. It does
-not spread the ratios, so an interval computed from their spread does not contain it. Runs that
-shared the machine slowed each other. Two machines of one kind differ by some percent.
+Times need care. A machine drifts: it warms up, its clocks change, other processes use it. Runs that
+are compared in pairs of equal seed share the drift if each pair is complete before the next one
+begins (`mprun sweep`, or `mprun -m` with the seed listed first). If one variant ran with all seeds
+before the other began (`mprun -m` with the seed listed last), the drift is part of every pair's
+ratio. It does not spread the ratios, so an interval computed from their spread does not contain it.
+Runs that shared the machine slowed each other. Two machines of one kind differ by some percent.
 
 So a pair counts if both runs had one machine, and had it for themselves. If fewer than two pairs
 do, there is no verdict. Machines are told apart by `hardware.host`; where the system has no such

@@ -1,14 +1,13 @@
-"""From paired metrics to verdicts: the evidence on each variant, and the judgement on all of them.
+"""From runs to a table with verdicts: `compare`, and what decides.
 
-A variant is `equivalent` if its difference is shown to lie inside the margin, else `worse` or
-`better` if it is shown to differ from 0, else `inconclusive`. The tests of equivalence over all
-variants are one family, those of a difference another; p-values are adjusted within each by Holm's
-method. Each verdict has the interval that decided, at the level of Holm's step.
+    runs, skipped = find_runs([Path("outputs/2026-11-21")])
+    comparison = compare(runs, skipped, margin=0.005, relative_margin=0.02)
 
-From runs to a table: variants, each compared with a baseline, with a verdict.
-
-runs, skipped = find_runs([Path("outputs/2026-11-21")])
-comparison = compare(runs, skipped, margin=0.005, relative_margin=0.02)
+Runs become variants (`load.by_variant`), each compared with the baseline seed by seed. A variant is
+`equivalent` if its difference is shown to lie inside the margin, else `worse` or `better` if it is
+shown to differ from 0, else `inconclusive`. The tests of equivalence over all variants are one
+family, those of a difference another; p-values are adjusted within each by Holm's method. Each
+verdict has the interval that decided, at the level of Holm's step.
 """
 
 from __future__ import annotations
@@ -267,7 +266,7 @@ def compare(
     mix: Collection[str] = (),
     beside: Sequence[Run] = (),
 ) -> Comparison:
-    """RunGroup runs by variant and compare each variant with the baseline.
+    """Group runs by variant and compare each variant with the baseline.
 
     Args:
         runs: completed and failed runs; of several of one variant and seed the latest counts.
@@ -304,13 +303,11 @@ def compare(
     evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
     verdicts = judge(evidence, more)
     shared = overlapping([*runs, *beside])
-    timed = _timed(base, base, shared)
-    rows = [_variant(base, base, used_split, timed, None, Verdict("baseline", failures(base)))]
     curve_of = cache(read_curve)
+    rows = [_variant(base, base, criterion, shared, None, Verdict("baseline", failures(base)))]
     for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        timed = _timed(group, base, shared)
-        row = _variant(group, base, used_split, timed, own_evidence, verdict)
-        timed = timed._replace(no_verdict=row.no_time_verdict)
+        row = _variant(group, base, criterion, shared, own_evidence, verdict)
+        timed = _timed(group, base, shared)._replace(no_verdict=row.no_time_verdict)
         quality = equal_quality(group, base, relative_margin, timed, curve_of)
         rows.append(replace(row, equal_quality=quality))
     tested = sum(e.is_tested for e in evidence)
@@ -395,15 +392,16 @@ def _timed(group: RunGroup, base: RunGroup, shared: set[int]) -> TimedPairs:
 def _variant(
     group: RunGroup,
     base: RunGroup,
-    split: str,
-    timed: TimedPairs,
+    criterion: Criterion,
+    shared: set[int],
     evidence: Evidence | None,
     verdict: Verdict,
 ) -> Variant:
     summary = group.first.summary
-    values = list(measures.scores(group, split).values())
+    values = list(measures.scores(group, criterion.split).values())
     whole = all(map(math.isfinite, values))
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
+    timed = _timed(group, base, shared)
     pairs = timed.pairs
     unsettling = artefacts(group.label, base.label, pairs)
     reason = timed.no_verdict or (unsettling[0].text if unsettling else "")

@@ -1,22 +1,16 @@
-"""Other names of precision modes. Records, tables and messages have mprun's own.
+"""What precisions are called: modes under other names, formats, values of `precision.layers`.
 
 Lightning names a mode by its bits (`bf16-mixed`), Keras by its dtype (`mixed_bfloat16`). A name
 that stands for one mode here is accepted and recorded as that mode. A name that fits several
 (`bf16`: mixed, or everything in bfloat16) is refused, and the error suggests mixed precision, which
-most people mean by it.
+most people mean by it. The formats themselves are in `mprun.precision.formats`, the products of
+modes in `mprun.precision.gemms`. The names stand here so that mistakes are answered without torch.
 
-Names of formats of 8 bits or fewer: of modes that have them, and of those that are measured.
-
-The formats themselves are in `mprun.precision.formats`, the products of modes in
-`mprun.precision.gemms`. The names stand here so that mistakes are answered without torch.
-
-What `precision.layers` can say of a module: a dtype, a mode, or a format for each product.
-
-A linear layer multiplies three times in a training step: forward, for the gradient of its input and
-for the gradient of its weight. `{forward: fp8, grad_weight: fp32}` gives some of these products a
-format of their own; in plans and records it is the text `forward=fp8,grad_weight=fp32`.
-
-What a run's guard of matrix products found, as `precision.layers` for the next run. No torch.
+`precision.layers` gives a module a dtype, a mode, or a format for each product. A linear layer
+multiplies three times in a training step: forward, for the gradient of its input and for the
+gradient of its weight. `{forward: fp8, grad_weight: fp32}` gives some of these products a format of
+their own; in plans and records it is the text `forward=fp8,grad_weight=fp32`. What a run's guard of
+matrix products found is written in this form too, for the next run.
 """
 
 from __future__ import annotations

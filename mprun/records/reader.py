@@ -2,26 +2,22 @@
 
 Files come from anyone's disk: they may be cut off, edited by hand, written by another version, or
 no file at all. A pipe waits for ever for a writer, and a device such as /dev/zero never ends. So
-only regular files are opened, and none is read beyond a size that no file of its kind has.
+only regular files are opened, and none is read beyond a size that no file of its kind has. What is
+behind this door is not checked again. No torch.
 
 JSON is checked against the types of this package. Unknown fields are ignored, since later versions
-add some. Fields with a default may be missing, since earlier versions did not write them.
-Everything else must be there, with its type.
-
-Reading YAML: the one loader of every YAML file that somebody else may have written.
+add some. Fields with a default may be missing. Everything else must be there, with its type.
 
 YAML is more than it seems. Tags make objects, a plain word such as 2020-13-45 is a date that does
 not exist, a few nested aliases stand for billions of values, and brackets without end exhaust the
-stack. So this loader makes mappings, lists, texts, numbers, truth values and null alone, and it
+stack. So the loader makes mappings, lists, texts, numbers, truth values and null alone, and it
 refuses what has too many values, aliases counted as often as they are used, or is nested too
 deeply. Numbers are those of OmegaConf, which writes the configurations: `1e-3` is one.
 
-The archive that `torch.save` writes, checked before PyTorch reads it. No torch.
-
-PyTorch reads a file of weights in C++ that trusts the file: a damaged one may end the process
-without a word, and changed bytes become changed weights. The archive is a zip file whose entries
-are stored as they are, each with its CRC-32. So Python can check all of it first. A file of an
-older form, which PyTorch reads in Python, has nothing to check here.
+The archive that `torch.save` writes is checked before PyTorch reads it, in C++ that trusts the
+file: a damaged one may end the process without a word, and changed bytes become changed weights.
+The archive is a zip file whose entries are stored as they are, each with its CRC-32. So Python can
+check all of it first. A file of an older form, which PyTorch reads in Python, has nothing to check.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A run's `config.yaml` as plain data, and the hash of the variant that it describes. No torch.
+"""A run's `config.yaml` as plain data, the hash of the variant that it describes, and logger.json.
 
-logger.json: the run of a tracker that belongs to a run's folder, and how far its curves go.
-
-A resumed run takes steps again that a tracker has already: those after the last checkpoint. It
+logger.json names the run of a tracker that belongs to a run's folder, and how far its curves go: a
+resumed run takes steps again that a tracker has already, those after the last checkpoint. It
 continues the tracker's run, and each curve only from the step where it ends. No torch.
 """
 

@@ -3,9 +3,9 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-reports the speed as open. Peak memory is computed, not sampled, so it has no interval.
-
-Time and samples to equal quality, in words: a clause of a variant's result, lines, warnings.
+reports the speed as open. Peak memory is computed, not sampled, so it has no interval. What a
+variant needs to equal quality is a clause of its sentence, a line of its own, and a warning where
+its speed buys nothing.
 """
 
 from __future__ import annotations

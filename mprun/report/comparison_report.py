@@ -2,24 +2,18 @@
 
 The HTML page and the plots need jinja2 and matplotlib. They are imported when a report is written;
 the table needs neither.
-
-The configurations of a comparison: the baseline's in full, for the others the differences.
-
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison
 from mprun.console.fitted_table import ALWAYS, FittedTable, TableCell, TableColumn
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
-from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
@@ -116,12 +110,11 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
         UsageError: the folder cannot be written.
     """
     from mprun.report import exports
-    from mprun.report.html import page
     from mprun.report.plots import NAMES, draw
 
     plots = draw(comparison)
     files = {
-        "report.html": page(comparison, plots).encode(errors="replace"),
+        "report.html": exports.page(comparison, plots).encode(errors="replace"),
         "comparison.md": exports.markdown(comparison).encode(errors="replace"),
         "comparison.csv": exports.csv_text(comparison).encode(errors="replace"),
         "comparison.json": exports.json_text(comparison).encode(errors="replace"),
@@ -145,65 +138,3 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 def png_name(plot: str) -> str:
     """The file of a plot."""
     return f"comparison-{plot}.png"
-
-
-NOT_COMPARED = ("seed", "run.", "logger.")
-"""Fields that differ between runs of one variant."""
-
-
-class FieldChange(NamedTuple):
-    """A field with another value than the baseline's."""
-
-    field: str
-    baseline: str
-    value: str
-
-
-class VariantConfig(NamedTuple):
-    """A variant's configuration: the text of the baseline's, else the changes."""
-
-    label: str
-    path: str = ""
-    text: str = ""
-    changes: tuple[FieldChange, ...] = ()
-    problem: str = ""
-    """Why it cannot be shown, or nothing."""
-
-
-def configs(comparison: Comparison) -> list[VariantConfig]:
-    """One for each variant: the configuration of its first run."""
-    configs = []
-    base: dict[str, str] | None = None
-    for index, variant in enumerate(comparison.variants):
-        config = VariantConfig(plain(variant.label))
-        if not variant.runs:
-            configs.append(config._replace(problem="no run of it completed"))
-            continue
-        run = variant.runs[0].path
-        config = config._replace(path=plain(str(run / "config.yaml")))
-        try:
-            text, content = read_config(run)
-            fields = config_fields(content)
-        except UnreadableConfigError as error:
-            configs.append(config._replace(problem=str(error)))
-            continue
-        if index > 0 and base is not None:
-            config = config._replace(changes=tuple(_changes(base, fields)))
-        else:
-            config = config._replace(text="\n".join(map(_printable, text.splitlines())))
-        if index == 0:
-            base = fields
-        configs.append(config)
-    return configs
-
-
-def _printable(line: str) -> str:
-    indent = len(line) - len(line.lstrip(" "))
-    return " " * indent + plain(line)
-
-
-def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[FieldChange]:
-    for field in dict.fromkeys((*base, *other)):
-        before, after = base.get(field, ""), other.get(field, "")
-        if before != after and not field.startswith(NOT_COMPARED):
-            yield FieldChange(plain(field, 120), plain(before, 200), plain(after, 200))

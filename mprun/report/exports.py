@@ -1,4 +1,9 @@
-"""A comparison as files: Markdown to paste, CSV and JSON for programs.
+"""A comparison as files: a page, Markdown to paste, CSV and JSON for programs.
+
+The page is one self-contained HTML file: no script, no font, no image file. A record may come from
+someone else, so jinja2 escapes everything in it. Only the style sheet of this package and the
+drawings, whose text is already escaped, are inserted without escaping. Of configurations it has the
+baseline's in full, for the others the differences.
 
 CSV and JSON contain the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
 """
@@ -9,20 +14,195 @@ import csv
 import io
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
+from mprun.console.formatting import counted
 from mprun.records.files import jsonable
+from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report import answer, cells
+from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
+from mprun.report.cells import plain
+from mprun.report.plots.canvas import Plot, key
+from mprun.report.theme import DARK, LIGHT, TONES, declarations
 
 SCHEMA_VERSION = 1
-MEMORY = ("peak", *MEMORY_CATEGORIES, "data", "allocator_peak")
+SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
+MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
 FORMULA = ("=", "+", "-", "@")
 """A cell that begins with one is a formula in a spreadsheet, which can start programs."""
+
+
+def page(comparison: Comparison, plots: list[Plot]) -> str:
+    """The whole page, with the plots of `mprun.report.plots.draw` in their order."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["sentence"] = lambda text: text.replace(" %", "\u00a0%")
+    template = environment.from_string(_resource("report.html"))
+    return template.render(**_context(comparison, plots))
+
+
+def _resource(name: str) -> str:
+    return resources.files("mprun.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
+    runs = [run for v in comparison.variants for run in (*v.runs, *v.failed)]
+    started = sorted(run.summary.started_at for run in runs)
+    return {
+        "recipe": plain(comparison.recipe),
+        "metric_name": cells.metric_name(comparison),
+        "counted": counted,
+        "data": plain(comparison.data),
+        "baseline": plain(comparison.baseline),
+        "margin": cells.difference_text(comparison, comparison.margin, signed=False),
+        "is_relative": comparison.is_relative,
+        "runs": sum(len(v.runs) for v in comparison.variants),
+        "first": plain(started[0], 40) if started else "",
+        "last": plain(started[-1], 40) if started else "",
+        "headline": answer.headline(comparison),
+        "advice": answer.advice_lines(comparison)[1:],
+        "headings": cells.headings(comparison),
+        "variants": _variants(comparison),
+        "memory_unit": cells.memory_unit(comparison)[0],
+        "memory_headings": SHOWN_MEMORY,
+        "plots": [(plot, Markup(plot.svg)) for plot in plots],
+        "published": published.rows(comparison),
+        "published_headings": published.HEADINGS,
+        "hardware": plain(comparison.hardware),
+        "code": plain(comparison.code),
+        "versions": _versions(comparison),
+        "warnings": [plain(warning) for warning in comparison.warnings],
+        "notes": [plain(note) for note in comparison.notes],
+        "failures": answer.failures(comparison),
+        "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
+        "style": Markup(_resource("report.css")),
+        "light": Markup(declarations(LIGHT)),
+        "dark": Markup(declarations(DARK)),
+    }
+
+
+def _variants(comparison: Comparison) -> list[dict[str, Any]]:
+    """The parts of each variant on the page."""
+    sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
+    rows, read = cells.rows(comparison), configs(comparison)
+    return [
+        {
+            "label": rows[place].label[0],
+            "key": Markup(key(place, cells.is_emulated(variant))),  # its marker, as in the plots
+            "word": variant.verdict.word,
+            "tone": TONES.get(variant.verdict.word, "none"),
+            "row": rows[place],
+            "sentence": sentences[place],
+            "reason": plain(variant.verdict.reason),
+            "details": _details(variant),
+            "memory": [
+                cells.memory(comparison, variant.memory_bytes.get(name)) for name in SHOWN_MEMORY
+            ],
+            "config": read[place],
+        }
+        for place, variant in enumerate(comparison.variants)
+    ]
+
+
+def _details(variant: Variant) -> list[tuple[str, str]]:
+    if not variant.runs:
+        return []
+    summary = variant.runs[0].summary
+    batch, backend = summary.batch, summary.backend
+    details = [
+        ("policy", plain(tables.policy(summary.effective))),
+        ("execution", variant.execution),
+        ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
+        (
+            "backend",
+            f"{backend.memory_format}, {backend.optimizer_impl} optimizer, "
+            f"{counted(backend.threads, 'thread')}{', compiled' if backend.compile else ''}",
+        ),
+    ]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for x in summary.substitutions:
+        reasons.setdefault((x.dtype, x.reason), []).append(x.op)
+    details += [
+        ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
+        for (dtype, reason), ops in reasons.items()
+    ]
+    details += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
+    return [(name, plain(text)) for name, text in details]
+
+
+def _versions(comparison: Comparison) -> list[tuple[str, str]]:
+    """Each package's version, or versions if runs differ."""
+    versions_of: dict[str, dict[str, None]] = {}
+    for variant in comparison.variants:
+        for run in variant.runs:
+            summary = run.summary
+            versions = {"mprun": summary.mprun_version, **summary.versions}
+            for name, version in {**versions, "commit": summary.git_commit}.items():
+                versions_of.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
+    return [(name, ", ".join(versions)) for name, versions in versions_of.items()]
+
+
+NOT_COMPARED = ("seed", "run.", "logger.")
+"""Fields that differ between runs of one variant."""
+
+
+class VariantConfig(NamedTuple):
+    """A variant's configuration: the text of the baseline's, else the changes."""
+
+    path: str = ""
+    text: str = ""
+    changes: tuple[tuple[str, str, str], ...] = ()
+    """Fields with another value than the baseline's: name, baseline's value, value."""
+    problem: str = ""
+    """Why it cannot be shown, or nothing."""
+
+
+def configs(comparison: Comparison) -> list[VariantConfig]:
+    """One for each variant: the configuration of its first run."""
+    read = [_config(variant) for variant in comparison.variants]
+    (_, base), *_ = read
+    return [
+        config._replace(text="", changes=tuple(_changes(base, fields)))
+        if place > 0 and base and fields
+        else config
+        for place, (config, fields) in enumerate(read)
+    ]
+
+
+def _config(variant: Variant) -> tuple[VariantConfig, dict[str, str]]:
+    """The configuration with its text, and its fields; none where it cannot be read."""
+    if not variant.runs:
+        return VariantConfig(problem="no run of it completed"), {}
+    run = variant.runs[0].path
+    path = plain(str(run / "config.yaml"))
+    try:
+        text, content = read_config(run)
+        fields = config_fields(content)
+    except UnreadableConfigError as error:
+        return VariantConfig(path, problem=str(error)), {}
+    return VariantConfig(path, "\n".join(map(_printable, text.splitlines()))), fields
+
+
+def _printable(line: str) -> str:
+    indent = len(line) - len(line.lstrip(" "))
+    return " " * indent + plain(line)
+
+
+def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    for field in dict.fromkeys((*base, *other)):
+        before, after = base.get(field, ""), other.get(field, "")
+        if before != after and not field.startswith(NOT_COMPARED):
+            yield plain(field, 120), plain(before, 200), plain(after, 200)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -32,25 +212,24 @@ def markdown(comparison: Comparison) -> str:
     columns = len(rows[0])
     table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
-        "Warnings": [_md(cells.plain(warning)) for warning in comparison.warnings],
+        "Warnings": [_md(plain(warning)) for warning in comparison.warnings],
         "Advice": [_md(line) for line in answer.advice_lines(comparison)],
         "Verdicts": [
             f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.variant_sentences(comparison)
         ],
         "Terms": [_md(line) for line in answer.terms(comparison)],
-        "Notes": [_md(cells.plain(note)) for note in comparison.notes],
+        "Notes": [_md(plain(note)) for note in comparison.notes],
         "Published figures, used in no verdict": [
             _md(f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}")
             for row in published.rows(comparison)
         ],
         "Failed runs": [_md(line) for line in answer.failures(comparison)],
         "Skipped folders": [
-            f"{_md(cells.plain(str(x.path)))}: {_md(cells.plain(x.reason))}"
-            for x in comparison.skipped
+            f"{_md(plain(str(x.path)))}: {_md(plain(x.reason))}" for x in comparison.skipped
         ],
     }
     parts = [
-        f"# {_md(cells.plain(comparison.recipe))}: precisions compared",
+        f"# {_md(plain(comparison.recipe))}: precisions compared",
         *(_md(sentence) for sentence in answer.headline(comparison)),
         "\n".join(table),
         *(
@@ -91,7 +270,7 @@ def _cell(value: Any) -> Any:
     """A text as a spreadsheet shows it: one that it would compute begins with a quotation mark."""
     if not isinstance(value, str):
         return value
-    text = cells.plain(value)
+    text = plain(value)
     return f"'{text}" if text.startswith(FORMULA) and not _is_number(text) else text
 
 

@@ -1,13 +1,17 @@
-"""Tables of runs: the header before a run, its results, and the runs of a sweep."""
+"""What is shown of runs: the header before one, its results and guard, and the runs of a sweep."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import counted, substitution_label
+from mprun.records.run_folder import GUARD_LAYERS
 from mprun.records.run_record import (
+    GuardedGemm,
+    GuardRow,
     Number,
     ParallelRow,
     PrecisionRow,
@@ -224,3 +228,42 @@ def _result(summary: Summary) -> str:
     if (value := test.value(summary.metric.name)) is not None:
         return f"{summary.metric.name} {number(value):.4f}{part}"
     return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"
+
+
+MAX_NAMED = 5
+"""Layers that are named; guard_layers.yaml has all."""
+
+
+def guard_lines(summary: Summary, folder: Path) -> list[str]:
+    """A sentence with the layers and their products, and one with the file; none without a guard.
+
+    Args:
+        summary: of the run that ended.
+        folder: the run's.
+    """
+    guard = summary.guard
+    if guard is None:
+        return []
+    if not guard.gemms:
+        return ["guard: no product passed a threshold"]
+    layers = _by_module(guard)
+    named = [f"{name} ({', '.join(map(_product, rows))})" for name, rows in layers.items()]
+    more = f", and {len(named) - MAX_NAMED} more layers" if len(named) > MAX_NAMED else ""
+    file = shlex.quote(f"precision.layers_file={folder / GUARD_LAYERS}")
+    found = f"{counted(len(guard.gemms), 'product')} of {counted(len(layers), 'layer')}"
+    what = f"promoted {found}" if guard.action == "promote" else f"{found} passed a threshold"
+    return [
+        f"guard: {what}: {', '.join(named[:MAX_NAMED])}{more}",
+        f"{file}, in place of precision.layers, keeps them in bfloat16",
+    ]
+
+
+def _by_module(guard: GuardRow) -> dict[str, list[GuardedGemm]]:
+    layers: dict[str, list[GuardedGemm]] = {}
+    for gemm in guard.gemms:
+        layers.setdefault(gemm.module, []).append(gemm)
+    return layers
+
+
+def _product(gemm: GuardedGemm) -> str:
+    return f"{gemm.product} in {counted(gemm.steps, 'step')}"

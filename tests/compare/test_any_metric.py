@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mprun.cli.main import main
 from mprun.compare.comparison import Comparison, Run
 from mprun.compare.load import find_runs
 from mprun.compare.measures import is_fraction, score
@@ -160,27 +159,3 @@ def test_a_record_that_lacks_what_it_is_judged_by_is_left_out(tmp_path: Path) ->
     runs, skipped = find_runs([tmp_path])
     assert [run.path.name for run in runs] == ["b"]
     assert skipped[0].reason == "summary.json is damaged: metric.name is 'f1'"
-
-
-_SPLITS = ("train", "validation", "test")
-
-
-def test_records_of_earlier_versions_are_compared_as_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for variant, offset in (("fp32", 0.0), ("bf16_mixed", -0.05)):
-        for seed in range(SEEDS):
-            accuracy = 0.9 + offset + NOISE[seed]
-            folder = write_run(tmp_path / f"{variant}-{seed}", variant, seed, accuracy=accuracy)
-            content = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            del content["metrics"], content["test"]["metrics"]
-            for epoch in content["history"]:
-                del epoch["train"]["metrics"], epoch["validation"]["metrics"]
-            (folder / "summary.json").write_text(json.dumps(content), encoding="utf-8")
-    assert main(["compare", str(tmp_path), "compare.dir=table"]) == 0
-    table = json.loads(Path("table/comparison.json").read_text(encoding="utf-8"))
-    assert table["metric"] == "accuracy"
-    assert table["is_relative"] is False
-    assert table["variants"][1]["verdict"]["word"] == "worse"
-    assert table["variants"][1]["difference"]["value"] == pytest.approx(-0.05)
-    assert "points" in capsys.readouterr().out

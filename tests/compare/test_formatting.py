@@ -12,7 +12,7 @@ from mprun.console.formatting import OP_FAMILIES, substitution_label
 from mprun.experiments.advise import advise
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.report import answer, cells, exports, tables
-from mprun.report.html import page
+from mprun.report.exports import page
 from mprun.report.plots import draw
 from tests.compare.folders import runs_of, summary_of
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mprun.compare.load import expand, find_runs, latest, readable
-from mprun.compare.verdicts import compare
 from tests.compare.folders import run_of, write_run
 
 
@@ -215,15 +214,3 @@ def test_text_of_others_is_shown_in_one_harmless_line() -> None:
     assert readable("") == ""
     assert readable("x" * 50, 10) == "xxxxxxx..."
     json.dumps(readable("\ud800"))
-
-
-def test_a_record_of_version_0_1_0_is_compared_beside_a_new_one(tmp_path: Path) -> None:
-    """Version 0.1.0 did not write `fp_exceptions` and `warnings`."""
-    old = write_run(tmp_path / "old", "fp32")
-    new = write_run(tmp_path / "new", "bf16_mixed")
-    summary = json.loads((old / "summary.json").read_text(encoding="utf-8"))
-    del summary["fp_exceptions"], summary["warnings"]
-    (old / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    runs = find_runs([old, new]).runs
-    comparison = compare(runs, margin=0.005, relative_margin=0.02)
-    assert [v.label for v in comparison.variants] == ["fp32", "bf16_mixed"]

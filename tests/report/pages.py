@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mprun.compare.comparison import Advice, Comparison, Skipped
-from mprun.report.html import page
+from mprun.report.exports import page
 from mprun.report.plots import NAMES, canvas, draw
 from mprun.report.plots.canvas import Plot
 from tests.report.compared import comparison, hostile, of_losses

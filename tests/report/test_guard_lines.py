@@ -7,7 +7,7 @@ from pathlib import Path
 from mprun.records.mode_names import guard_layers, layer_values
 from mprun.records.reader import load_yaml
 from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary
-from mprun.report.guard_lines import guard_lines
+from mprun.report.tables import guard_lines
 from tests.summaries import example
 
 FOLDER = Path("out puts")

@@ -17,7 +17,7 @@ from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.report import exports
 from mprun.report import published_rows as published
 from mprun.report.comparison_report import footer
-from mprun.report.html import page
+from mprun.report.exports import page
 from mprun.report.plots import draw
 from tests.compare.folders import run_of, runs_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval
 from mprun.report import answer, exports
 from mprun.report.comparison_report import footer
-from mprun.report.html import page
+from mprun.report.exports import page
 from tests.compare.test_equal_quality import planted, power, slowed
 from tests.report.compared import comparison
 

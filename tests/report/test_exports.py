@@ -12,7 +12,7 @@ import pytest
 
 from mprun.compare.comparison import Advice, Skipped
 from mprun.report import cells
-from mprun.report.comparison_report import configs
+from mprun.report.exports import configs
 from tests.report.compared import HOSTILE, comparison
 from tests.report.pages import KINDS, made
 
