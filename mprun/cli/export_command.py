@@ -36,7 +36,7 @@ def export_command(args: Sequence[str]) -> int:
     if not run.is_dir():
         raise UsageError(f"{run} is no folder of a run; {USAGE}")
 
-    from mprun.experiments.exported_folder import write_folder
+    from mprun.experiments.plan_answer import write_folder
     from mprun.records.run_record import read_summary
     from mprun.train.init_from import weights_of, write_file
 

@@ -8,10 +8,8 @@ Another sweeper than Hydra's own (`hydra/sweeper=optuna`) searches: it chooses v
 of runs before. A run returns its metric on validation data, else on training data; NaN if it
 failed.
 
-Hydra's launchers: jobs of mprun's own, started as Hydra's multirun starts a sweep's.
-
-A launcher (`hydra/launcher=joblib`, `submitit_slurm`, ...) composes a configuration for each job
-and calls a function with it, in a process that it starts, here or on another machine.
+The jobs of a study (`launch`) are started in the same way. A launcher composes a configuration for
+each job and calls a function with it, in a process that it starts, here or on another machine.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -110,7 +109,7 @@ def sweep(
                 own = [*QUIET]
                 folder = _sweep_folder(hydra, [*own, *for_launcher, *extra])
             for_sweep = [*texts, *own, *for_launcher, *extra]
-            task = _Task(job, searches)
+            task = _HydraTask(partial(_run_of_sweep, job, searches))
             hydra.multirun(CONFIG_NAME, task, for_sweep, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
@@ -166,21 +165,25 @@ def _expanded(override: Override) -> str:
     return f"{override.key_or_group}={','.join(values)}"
 
 
-class _Task:
-    """A job in the form that Hydra calls."""
+class _HydraTask:
+    """A function in the form that Hydra's launchers call: they ask for its name."""
 
     __name__ = "mprun"
 
-    def __init__(self, job: Job, searches: bool) -> None:
-        self._job, self._searches = job, searches
+    def __init__(self, function: Callable[[DictConfig], Any]) -> None:
+        self._function = function
 
-    def __call__(self, raw: DictConfig) -> float:
-        settings = HydraConfig.get()
-        folder = Path(settings.runtime.output_dir)
-        raw.run.dir = str(folder)
-        given = [parse(text) for text in settings.overrides.task]
-        status = self._job(to_composed(raw, given), folder)
-        return _objective(folder, status) if self._searches else status
+    def __call__(self, config: DictConfig) -> Any:
+        return self._function(config)
+
+
+def _run_of_sweep(job: Job, searches: bool, raw: DictConfig) -> float:
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    raw.run.dir = str(folder)
+    given = [parse(text) for text in settings.overrides.task]
+    status = job(to_composed(raw, given), folder)
+    return _objective(folder, status) if searches else status
 
 
 def _objective(folder: Path, status: int) -> float:
@@ -200,21 +203,13 @@ EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slur
 """Launcher to the extra of mprun that installs its plugin."""
 
 
-class _JobFunction:
-    """A function without arguments in the form that Hydra calls."""
-
-    __name__ = "mprun"
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-
-    def __call__(self, config: DictConfig) -> Any:
-        hydra = GlobalHydra.instance()
-        of_launcher, hydra.hydra = hydra.hydra, None  # a job may compose configurations of its own
-        try:
-            return self._function()
-        finally:
-            hydra.hydra = of_launcher
+def _job_of_study(function: Callable[[], Any], _: DictConfig) -> Any:
+    hydra = GlobalHydra.instance()
+    of_launcher, hydra.hydra = hydra.hydra, None  # a job may compose configurations of its own
+    try:
+        return function()
+    finally:
+        hydra.hydra = of_launcher
 
 
 def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
@@ -228,7 +223,7 @@ def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
         UsageError: it is not installed, or refuses a field.
     """
     with _composed(name, overrides, Path()) as (hydra, config):
-        _made(hydra, config, _JobFunction(list))
+        _made(hydra, config, list)
 
 
 def launch(
@@ -250,7 +245,7 @@ def launch(
         Exception: of whatever kind the launcher's package has: jobs were lost.
     """
     with _composed(name, overrides, logs) as (hydra, config):
-        made = _made(hydra, config, _JobFunction(function))
+        made = _made(hydra, config, function)
         each = [[f"seed={number}"] for number in range(jobs)]
         returns: Sequence[JobReturn] = made.launch(each, initial_job_idx=0)
     return [_returned(job) for job in returns]
@@ -311,8 +306,8 @@ def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple
         yield hydra, config
 
 
-def _made(hydra: Any, config: DictConfig, task: _JobFunction) -> Any:
-    """Hydra's launcher, ready to start jobs.
+def _made(hydra: Any, config: DictConfig, function: Callable[[], Any]) -> Any:
+    """Hydra's launcher, ready to start jobs that call `function`.
 
     Raises:
         UsageError: Hydra cannot make it.
@@ -320,7 +315,9 @@ def _made(hydra: Any, config: DictConfig, task: _JobFunction) -> Any:
     try:
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         return Plugins.instance().instantiate_launcher(
-            hydra_context=context, task_function=task, config=config
+            hydra_context=context,
+            task_function=_HydraTask(partial(_job_of_study, function)),
+            config=config,
         )
     except Exception as error:  # whatever its class raises
         reason = f"{type(error).__name__}: {first_line(error)}".rstrip(".")

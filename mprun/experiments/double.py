@@ -4,13 +4,12 @@ Half-size tensors leave room for twice the batch. More samples per step use wide
 But an epoch then has half the steps, which may cost accuracy unless the learning rate grows. So
 three learning rates are compared (times 1, the square root of 2, and 2), after equal epochs.
 
-The largest batch whose peak memory fits: one search, over a function that grows with the batch.
-
-`mprun memory` counts the peak of a step on fake tensors. The peak is almost linear in the batch
-size (parameters and state, plus some bytes for each sample). So the next size is guessed from the
-line through two sizes, until one size fits and the next one does not. The line can bend, because
-another moment of the step can become the peak: guesses that make little progress alternate with
-halving.
+`largest_size` searches the largest batch whose peak memory fits, over a function that grows with
+the batch. `mprun memory` counts the peak of a step on fake tensors. The peak is almost linear in
+the batch size (parameters and state, plus some bytes for each sample). So the next size is guessed
+from the line through two sizes, until one size fits and the next one does not. The line can bend,
+because another moment of the step can become the peak: guesses that make little progress alternate
+with halving.
 
 `mprun double` runs real steps, and a step that runs out of memory has no peak: its search doubles
 and halves. Here memory depends on more than the batch: allocators cache blocks, libraries need

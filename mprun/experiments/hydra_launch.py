@@ -1,4 +1,4 @@
-"""A study in several processes, which one of Hydra's launchers starts.
+"""A study in several processes, which one of Hydra's launchers starts as jobs.
 
     mprun sweep recipe=mnist seeds=5 hydra/launcher=joblib hydra.launcher.n_jobs=4
     mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
@@ -7,8 +7,6 @@
 trial is open, so it does not matter which job takes which trial, or how many
 jobs start. Signals, logs and limits are the launcher's: a job that it ends leaves a checkpoint or
 the one before, and the study is resumed.
-
-What each job of a launcher does: it helps with a study until no trial is open.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from mprun.assemble import DataCache
 from mprun.compare.comparison import Run
 from mprun.compare.load import others_in
 from mprun.config.multirun import (
@@ -44,7 +42,7 @@ from mprun.doctor.machine import usable_cores
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
 from mprun.experiments.advise import screened
 from mprun.experiments.budget import Budget, BudgetSignals
-from mprun.experiments.study import Drop, Study, StudyResult, resumed_study
+from mprun.experiments.study import Drop, Study, StudyResult
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, settled_summary
 from mprun.parallel.launch import launch_of
@@ -84,12 +82,12 @@ def _beside(study: Study, outcomes: Sequence[Outcome]) -> list[Run]:
 
 
 @dataclass(frozen=True)
-class StudyWork:
-    """What a process needs to know to help with a study; it can be pickled."""
+class StudyJob:
+    """What a job of a launcher does, in this process or another one: it can be pickled."""
 
-    command: str
-    folder: Path
-    trust: bool
+    study: Study
+    launcher: str
+    """Its name."""
     screening: Screening | None
     budget: str
     """The setting of the budget."""
@@ -97,43 +95,38 @@ class StudyWork:
     """Minutes that are left."""
     threads: int | None
     """PyTorch's threads; None leaves them as they are."""
-    is_shown: bool
-    """Whether progress is printed."""
-    is_own_process: bool
-    """Whether it has a process of its own, not that of the command."""
 
+    def __call__(self) -> list[str]:
+        """Carry out trials until none is open; the errors of those that have no result.
 
-def help_with_study(work: StudyWork) -> list[str]:
-    """Carry out trials until none is open; the errors of those that the machine ended or prevented.
+        SIGTERM ends it with a checkpoint, and SIGUSR2 too, which submitit sends before a job's time
+        is over.
+        """
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        stop = BudgetSignals(Budget(self.budget, self.budget_min))
+        with contextlib.ExitStack() as stack:
+            has_log = self.launcher.startswith("submitit")
+            out = sys.stdout if has_log else stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(stop)
+            if SIGUSR2 is not None:
+                before = signal.signal(SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+                stack.callback(signal.signal, SIGUSR2, before)
+            try:
+                return self._errors(stop, Console(file=out, width=120))
+            except (SignalReceivedError, StoppedError):
+                if self.launcher == "basic":  # the process is that of the command
+                    raise
+                return []
+            except MprunError as error:
+                return [str(error)]
 
-    SIGTERM ends it with a checkpoint, and SIGUSR2 too, which submitit sends before a job's time is
-    over.
-    """
-    if work.threads is not None:
-        torch.set_num_threads(work.threads)
-    stop = BudgetSignals(Budget(work.budget, work.budget_min))
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout if work.is_shown else stack.enter_context(Path(os.devnull).open("w"))
-        stack.enter_context(stop)
-        if SIGUSR2 is not None:
-            before = signal.signal(SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-            stack.callback(signal.signal, SIGUSR2, before)
-        try:
-            return _errors(work, stop, Console(file=out, width=120))
-        except (SignalReceivedError, StoppedError):
-            if not work.is_own_process:
-                raise
-            return []
-        except MprunError as error:
-            return [str(error)]
-
-
-def _errors(work: StudyWork, stop: BudgetSignals, console: Console) -> list[str]:
-    study = resumed_study(work.command, work.folder, work.trust)
-    progress = StudyProgress(console, list(study.plan.variants), len(study.plan.seeds))
-    drop = None if work.screening is None else work.screening.drop(study)
-    outcomes = study.run(stop, progress, drop).outcomes
-    return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]
+    def _errors(self, stop: BudgetSignals, console: Console) -> list[str]:
+        plan = self.study.plan
+        progress = StudyProgress(console, list(plan.variants), len(plan.seeds))
+        drop = None if self.screening is None else self.screening.drop(self.study)
+        outcomes = self.study.run(stop, progress, drop).outcomes
+        return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]
 
 
 FOLLOW_S = 1.0
@@ -278,11 +271,13 @@ def run_launched(
     drop = None if screening is None else screening.drop(study)
     if not launcher.name:
         return study.run(stop, progress, drop)
-    work = _work(study, launcher, stop.budget, screening)
-    threads = "" if work.threads is None else f", {counted(work.threads, 'thread')} each"
+    there = replace(study, folder=study.folder.resolve(), load=DataCache())
+    budget, each = stop.budget, launcher.threads_each
+    job = StudyJob(there, launcher.name, screening, budget.setting, budget.minutes_left, each)
+    threads = "" if each is None else f", {counted(each, 'thread')} each"
     progress.line(f"launcher={launcher.name}: {counted(launcher.count, 'job')}{threads}")
     with _followed(study, progress):
-        errors = _launch(launcher, work)
+        errors = _launch(launcher, job)
     for error in dict.fromkeys(errors):
         progress.line(f"warning: {error}")
     if launcher.is_on_this_machine:
@@ -293,32 +288,15 @@ def run_launched(
     return StudyResult(ran.outcomes, not_run, stop.budget.text or JOBS_ENDED)
 
 
-def _work(
-    study: Study, launcher: StudyLauncher, budget: Budget, screening: Screening | None
-) -> StudyWork:
-    return StudyWork(
-        command=study.plan.command,
-        folder=study.folder.resolve(),
-        trust=study.trusted,
-        screening=screening,
-        budget=budget.setting,
-        budget_min=budget.minutes_left,
-        threads=launcher.threads_each,
-        is_shown=launcher.name.startswith("submitit"),  # in the job's log
-        is_own_process=launcher.name != "basic",
-    )
-
-
-def _launch(launcher: StudyLauncher, work: StudyWork) -> list[str]:
+def _launch(launcher: StudyLauncher, job: StudyJob) -> list[str]:
     """Start the jobs and wait for them; what went wrong in them.
 
     Raises:
         SignalReceivedError: a signal ended it.
     """
-    refuse_links(work.folder, [LOGS])
+    refuse_links(job.study.folder, [LOGS])
     # A new folder: submitit unpickles the results in it.
-    logs = work.folder / LOGS / secrets.token_hex(8)
-    job = partial(help_with_study, work)
+    logs = job.study.folder / LOGS / secrets.token_hex(8)
     try:
         ended = launch(launcher.name, launcher.overrides, logs, job, launcher.count)
     except (SignalReceivedError, StoppedError, UsageError):

@@ -1,14 +1,18 @@
-"""The plan of a run as an answer that other training loops can use."""
+"""What other programs take from a run: its plan as an answer for their loops, its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from mprun.assemble import Plan, make_plan
+from torch import Tensor
+
+from mprun.assemble import Plan, make_plan, recipe_of
 from mprun.assemble.optimizer import optimizer_class, takes
 from mprun.config import compose
+from mprun.config.recipe_file import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.experiments.proof import SelectedCasts
@@ -16,6 +20,8 @@ from mprun.experiments.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import NAMED, policy
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
+from mprun.train.init_from import write_pretrained
+from mprun.train.user_code import model_of
 
 PATHS = {
     "sgd": "torch.optim.SGD",
@@ -133,3 +139,20 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"train.scheduler={name}"
     if train.warmup_steps:
         yield f"train.warmup_steps={train.warmup_steps}"
+
+
+def write_folder(run: Path, weights: Mapping[str, Tensor], target: Path, trust: bool) -> None:
+    """Let the model of a run write its weights into a folder.
+
+    Args:
+        run: the run's folder.
+        weights: of its last checkpoint.
+        target: a new or empty folder.
+        trust: whether code that lies in the run's folder may run.
+
+    Raises:
+        UsageError: the recipe cannot be loaded, or its model cannot write itself.
+    """
+    given = [f"run.resume={quoted(as_text(str(run)))}", f"run.trust={str(trust).lower()}"]
+    recipe = recipe_of(compose(given).config, None if trust else run)
+    write_pretrained(model_of(recipe), weights, target)

@@ -1,9 +1,8 @@
 """A run that is planned but not trained: the commands that inspect a step use it.
 
-A run's forward and backward pass in another precision, without any effect on the run.
-
-A probe has a model of its own, made from the plan. The run's weights, running statistics and random
-numbers stay as they are. Dropout draws the same numbers as in the run.
+A `PolicyProbe` takes the run's forward and backward pass in another precision, with a model of its
+own. The run's weights, running statistics and random numbers stay as they are, and dropout draws
+the same numbers as in the run.
 """
 
 from __future__ import annotations

@@ -3,13 +3,9 @@
 The folder contains `sweep.json` (the plan), a run's folder for each trial, and `.claims/`. Any
 number of processes may run it at once, on any machines that share the folder.
 
-The order in which the processes of a study take its trials.
-
 Times are compared in pairs of equal seed on one machine. So a process first takes whole seeds that
 no other process works on. Then it helps with trials of other processes' seeds, and at last it waits
 until they have ended: if their process is killed, this one takes them over.
-
-The report of a study, as files of a run of the tracker that has the study's runs.
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ themselves. A trial that was interrupted, or ended by the machine (a full disk, 
 kill), resumes from its checkpoint. One without a checkpoint starts again, and its old folder is
 renamed.
 
-Which process runs which trial: any number of processes may work on one study.
-
-A process that runs a trial holds a lock in the study's folder `.claims/`. The system releases it
-when the process ends, however it ends: a trial whose process was killed is open again, and another
-process resumes it. On several machines the folder has to be on a file system with locks for all of
-them (NFS has them; Lustre with the mount option `flock`).
+Any number of processes may work on one study. A process that runs a trial holds a lock in the
+study's folder `.claims/`. The system releases it when the process ends, however it ends: a trial
+whose process was killed is open again, and another process resumes it. On several machines the
+folder has to be on a file system with locks for all of them (NFS has them; Lustre with the mount
+option `flock`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import stat
@@ -19,7 +20,7 @@ from mprun.cli.main import main
 from mprun.config.settings import LauncherSettings
 from mprun.config.study_request import study_request
 from mprun.experiments import hydra_launch
-from mprun.experiments.hydra_launch import StudyLauncher, StudyWork, help_with_study
+from mprun.experiments.hydra_launch import StudyJob, StudyLauncher
 from mprun.experiments.study import new_study
 from mprun.experiments.study_progress import StudyProgress
 from mprun.records.run_record import Summary, read_summary
@@ -155,37 +156,23 @@ def test_advice_by_memory_screens_in_every_process(
 # ---- a job, without the others -------------------------------------------------------------------
 
 
-def work_on(study: str) -> StudyWork:
-    """What a job of submitit is told."""
-    return StudyWork(
-        command="sweep",
-        folder=Path(study).resolve(),
-        trust=True,
-        screening=None,
-        budget="",
-        budget_min=None,
-        threads=None,
-        is_shown=False,
-        is_own_process=True,
-    )
-
-
 def test_a_job_whose_time_is_almost_over_leaves_its_run_to_others_with_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Submitit then sends SIGUSR2."""
     request = study_request("sweep", ["run.dir=s", "seeds=1"], None)
     steps = ("train.max_steps=40", "train.checkpoint_every_steps=5")
-    new_study(request, {"fp32": ("recipe=linear", *steps)})
+    study = new_study(request, {"fp32": ("recipe=linear", *steps)})
+    job = pickle.loads(pickle.dumps(StudyJob(study, "joblib", None, "", None, None)))
     with monkeypatch.context() as patch:
         patch.setattr(StudyProgress, "update", lambda *args: signal.raise_signal(signal.SIGUSR2))
         before = signal.getsignal(signal.SIGUSR2)
-        assert help_with_study(work_on("s")) == []
+        assert job() == []
         assert signal.getsignal(signal.SIGUSR2) == before
     ((status, taken),) = statuses()
     assert status == "interrupted"
     assert 0 < taken < 40
-    assert help_with_study(work_on("s")) == []
+    assert job() == []
     assert statuses() == {("completed", 40): 1}
     assert starts("s") == {"fp32-seed0": [os.getpid()] * 2}
     assert not list(Path("s").glob("*.abandoned-*"))
