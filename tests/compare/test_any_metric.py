@@ -155,7 +155,8 @@ def written(folder: Path, change: dict[str, Any]) -> Path:
 def test_a_record_that_lacks_what_it_is_judged_by_is_left_out(tmp_path: Path) -> None:
     metric = {"name": "f1", "higher_is_better": True}
     written(tmp_path / "a", {"metric": metric})
-    written(tmp_path / "b", {"metric": metric, "metrics": {"f1": dict.fromkeys(_SPLITS, 0.5)}})
+    f1 = dict.fromkeys(("train", "validation", "test"), 0.5)
+    written(tmp_path / "b", {"metric": metric, "metrics": {"f1": f1}})
     runs, skipped = find_runs([tmp_path])
     assert [run.path.name for run in runs] == ["b"]
     assert skipped[0].reason == "summary.json is damaged: metric.name is 'f1'"
