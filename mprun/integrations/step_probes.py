@@ -118,15 +118,12 @@ class AutocastReader:
         """
         compiled = any(map(is_compiled, self._model.modules()))
         layers = [] if compiled else [m for m in self._model.modules() if _is_layer(m)]
-        handles = [layer.register_forward_pre_hook(self._hook) for layer in layers]
+        handles = [layer.register_forward_pre_hook(lambda *_: self.note()) for layer in layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _hook(self, module: nn.Module, args: Any) -> None:
-        self.note()
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -235,7 +232,9 @@ class StepProbes:
             self._casts = CastCounts(self._model)
             self._stack.enter_context(self._casts.next_call(entries(self._model)))
         if step in self._recorded:
-            self._record()
+            self._recorder = MemoryRecorder(self._model, self._optimizers[0])
+            # hooks of the optimizer cannot be added here, while it calls them
+            self._stack.enter_context(self._recorder.recording())
 
     def on_micro_batch(self, step: int) -> None:
         """The model is called in this step."""
@@ -292,16 +291,6 @@ class StepProbes:
         if reason:
             self.notes.append(f"activations were not counted: {reason}")
         return not reason
-
-    def _record(self) -> None:
-        recorder = MemoryRecorder(self._model, self._optimizers[0])
-        recorder.begin(())
-        self._stack.callback(recorder.end)
-        self._stack.enter_context(recorder.following(self._model, listeners=[recorder]))
-        for handle in recorder.gradient_hooks():
-            self._stack.callback(handle.remove)
-        self._stack.enter_context(recorder)
-        self._recorder = recorder
 
     def _audit(self, optimizer: Optimizer) -> None:
         if len(self._optimizers) > 1:

@@ -72,8 +72,8 @@ class TrainerRecord:
         }
         self._trainings = 0
         self._stack: ExitStack | None = None
-        self._inspection = ExitStack()
-        self._inspects = False
+        self._inspection: ExitStack | None = None
+        """Entered while the ops of steps are inspected."""
         self._model: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
         self._loss_logged = self._reports_audit = False
@@ -116,10 +116,7 @@ class TrainerRecord:
             return
         atexit.unregister(self._at_exit)
         self._end_inspection(error)
-        if error is None:
-            stack.close()
-        else:
-            stack.__exit__(type(error), error, error.__traceback__)
+        _close(stack, error)
 
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Log the trainer's values that are numbers.
@@ -138,11 +135,10 @@ class TrainerRecord:
 
     def begin_step(self, step: int) -> None:
         """The step with this number begins, counted from 1; it may have begun before."""
-        first, last = self._window
-        if self._inspects or self.running is None or not first <= step <= last:
+        if self._inspection is not None or self.running is None or step not in self._window:
             return
         assert self._model is not None
-        self.running.times_steps, self._inspects = False, True
+        self.running.times_steps, self._inspection = False, ExitStack()
         self.fp_report = self._inspection.enter_context(
             fp_exceptions(self._model, self._optimizers, first_step=step)
         )
@@ -152,7 +148,7 @@ class TrainerRecord:
         run = self.running
         if run is None:
             return
-        if self._inspects and step >= self._window[1]:
+        if step >= self._window.stop - 1:
             self._end_inspection(None)
         if self._reports_audit and run.audit is not None:
             self._reports_audit = False
@@ -162,16 +158,11 @@ class TrainerRecord:
                 logger.warning("    fix: %s", finding.fix)
 
     def _end_inspection(self, error: BaseException | None) -> None:
-        if not self._inspects:
-            return
-        assert self.run is not None
-        assert self.fp_report is not None
-        self._inspects, self.run.times_steps = False, True
-        if error is None:
-            self._inspection.close()
-        else:
-            self._inspection.__exit__(type(error), error, error.__traceback__)
-        self.run.summary.warnings += finding_lines(self.fp_report.findings)
+        inspection, self._inspection = self._inspection, None
+        if inspection is not None and self.run is not None and self.fp_report is not None:
+            self.run.times_steps = True
+            _close(inspection, error)
+            self.run.summary.warnings += finding_lines(self.fp_report.findings)
 
     def _at_exit(self) -> None:
         """The program ends inside of a training: an error did it, or Ctrl-C."""
@@ -179,10 +170,18 @@ class TrainerRecord:
         self.end(error if isinstance(error, BaseException) else RuntimeError(NOT_ENDED))
 
 
-def _window(given: Any, memory: bool) -> tuple[int, int]:
-    """The steps that are inspected; an empty range without any."""
+def _close(stack: ExitStack, error: BaseException | None) -> None:
+    """Leave what was entered: with `error`, if there is one."""
+    if error is None:
+        stack.close()
+    else:
+        stack.__exit__(type(error), error, error.__traceback__)
+
+
+def _window(given: Any, memory: bool) -> range:
+    """The steps that are inspected."""
     if given is None:
-        return 1, 0
+        return range(0)
     pair = tuple(given) if isinstance(given, (tuple, list)) else ()
     numbers = len(pair) == 2 and all(type(x) is int for x in pair)
     if not numbers or not 1 <= pair[0] <= pair[1]:
@@ -191,7 +190,7 @@ def _window(given: Any, memory: bool) -> tuple[int, int]:
         )
     if memory:
         raise ValueError("fp_exceptions and memory=True both follow every op: choose one")
-    return int(pair[0]), int(pair[1])
+    return range(pair[0], pair[1] + 1)
 
 
 def _is_number(value: Any) -> bool:

@@ -158,15 +158,8 @@ def record_memory(
         inputs: tensors of the batch that exist before; counted as activations.
     """
     recorder = MemoryRecorder(model, optimizer)
-    recorder.begin(inputs)
-    with ExitStack() as stack:
-        stack.enter_context(without_compiled_code())
-        stack.callback(recorder.end)
-        stack.enter_context(recorder.following(model, optimizer, listeners=[recorder]))
-        for handle in recorder.gradient_hooks():
-            stack.callback(handle.remove)
-        with recorder:
-            yield recorder
+    with without_compiled_code(), recorder.recording(inputs, optimizer):
+        yield recorder
 
 
 class MemoryRecorder(OpWatcher, StepListener):
@@ -196,6 +189,23 @@ class MemoryRecorder(OpWatcher, StepListener):
         """
         held = rule(self._storages, self._points)
         return StepMemory.of(held, self._points, dict(self._kinds()))
+
+    @contextmanager
+    def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
+        """Count while this is entered.
+
+        Args:
+            inputs: tensors of the batch that exist before; counted as activations.
+            followed: optimizers that notify this of their steps; else the caller does.
+        """
+        self.begin(inputs)
+        with ExitStack() as stack:
+            stack.callback(self.end)
+            stack.enter_context(self.following(self._model, *followed, listeners=[self]))
+            for handle in self.gradient_hooks():
+                stack.callback(handle.remove)
+            with self:
+                yield
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Count what exists before the step."""
