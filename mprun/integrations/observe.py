@@ -16,8 +16,6 @@ the dtypes in use, the audit of them, and the values that the loop logs. `mprun 
 What costs time is kept out of the timed steps: the audit looks at one of the first steps, and
 memory by category (`memory=True`) is counted in two of them, op by op. What remains is a read of
 the clock and of each gradient in every step.
-
-An observed training: what its steps are notified to, and what it knows so far.
 """
 
 from __future__ import annotations

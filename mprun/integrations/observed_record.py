@@ -9,6 +9,11 @@ validation and test:
     run.log(test_loss=0.3, test_accuracy=0.9)    the final test
 
 A tensor on a device is read later, so that logging waits for nothing.
+
+A mean of the losses of all steps hides what a model became, and a loss that is NaN has no mean. So
+without a validation a training is judged by its last tenth, at least 20 steps; and one that is dead
+there has failed: its loss is not finite to the end, in a step that was taken or for the whole last
+part, or no step is taken in it as the loss scale skips all of them.
 """
 
 from __future__ import annotations

@@ -5,14 +5,15 @@ inspected when it runs, in forward pass, loss, backward pass and optimizer. An o
 numbers and makes others is the origin of an exception. Later NaN and infinities lead back to it.
 
     fp_exception       the results as plain data: exceptions, verdicts, counts
-    tensor_stats       least and largest value of a tensor, statistics
-    op_call            what an op reads and writes; running it again in float64
+    op_call            what an op reads and writes, its range of values, the op again in float64
     shadow             which origin spoiled which memory, and the exact numbers
     origins            whether an op is an origin, a consequence, or a constant like a mask's -inf
-    state_check        gradients, parameters, buffers and optimizer state after each step
     nonfinite_watcher  the mode that meets every op, and the line of Python the op is from
     step_monitor       a step from its beginning to its verdict and the response: log, halt, skip
     loops              the two entries: any training loop, and mprun's run
+    step_capture       what a step needs to run again, remembered in a loop that is not inspected
+    saved_step         that step as a file
+    step_replay        that step run again, with every op inspected
 """
 
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines

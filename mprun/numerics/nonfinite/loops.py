@@ -20,7 +20,7 @@ backward, and update. With `debug.fp_exceptions`, a `WatchedPrecision` takes its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -41,15 +41,7 @@ from mprun.numerics.nonfinite.step_monitor import (
     StepOutcome,
 )
 from mprun.numerics.step_events import StepListener, plain_optimizers
-from mprun.precision import (
-    Arithmetic,
-    Caster,
-    Clip,
-    LossScale,
-    Policy,
-    Precision,
-    WrappedArithmetic,
-)
+from mprun.precision import Precision, WrappedArithmetic
 from mprun.precision.update import ScaledOptimizer
 
 logger = logging.getLogger("mprun")
@@ -246,20 +238,11 @@ class WatchedRunExceptions(RunExceptions):
 
 
 class WatchedPrecision(Precision):
-    """A `Precision`, from its parts, whose steps `exceptions` inspects."""
+    """A `Precision` whose steps `exceptions` inspects, from the arguments of `of_parts`."""
 
-    def __init__(
-        self,
-        exceptions: WatchedRunExceptions,
-        policy: Policy,
-        caster: Caster,
-        arithmetic: Arithmetic,
-        loss_scale: LossScale,
-        clip: Clip,
-        layers: Mapping[str, str] | None = None,
-    ) -> None:
-        watched = WrappedArithmetic(arithmetic, self._watched)
-        self._take_parts(policy, caster, watched, loss_scale, clip, layers)
+    def __init__(self, exceptions: WatchedRunExceptions, *parts: Any, **named: Any) -> None:
+        self._take_parts(*parts, **named)
+        self.arithmetic = WrappedArithmetic(self.arithmetic, self._watched)
         self._exceptions = exceptions
         self._following = ExitStack()
         self._in_step = False

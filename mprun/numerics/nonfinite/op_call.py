@@ -1,15 +1,13 @@
 """An op with its arguments and results: what it reads and writes, and the same op in float64.
 
-Which arguments an op writes to is in its schema, except for the running statistics of batch
-normalization. The schema is read once per op.
+Which arguments an op writes to is in its schema, which is read once per op, except for the running
+statistics of batch normalization.
 
-The value range of a tensor, taken after every op, and its statistics, on demand.
-
-The range is the least and the largest value, in one pass over memory (`aminmax`); both are NaN
-where any value is. It shows whether a tensor is finite, and how near it is to its dtype's largest
-number. On a CPU this costs about as much as a ReLU (1 million float32: 164 us against 95, float16:
-101 against 102, one core); `isfinite(x).all()` takes 18 to 22 times as long. On CUDA, reading the
-range makes the host wait for the device.
+After every op the range of its results is taken: the least and the largest value, in one pass over
+memory (`aminmax`); both are NaN where any value is. It shows whether a tensor is finite, and how
+near it is to its dtype's largest number. On a CPU this costs about as much as a ReLU (1 million
+float32: 164 us against 95, float16: 101 against 102, one core); `isfinite(x).all()` takes 18 to 22
+times as long. On CUDA, reading the range makes the host wait for the device.
 
 Dispatch modes that round or count do not see these ops, so measuring changes nothing.
 """

@@ -6,11 +6,9 @@ another mapping (Transformers' `ModelOutput` and `BatchEncoding`) a dictionary w
 NumPy array becomes a tensor. Whatever else a model is called with cannot be saved; a mapping with
 the single key `UNSAVED` and the name of its type takes its place.
 
-The states of all random number generators that a model may draw from.
-
-PyTorch's (the CPU's and those of the model's CUDA devices), Python's and, where it is imported,
-NumPy's. To take a snapshot draws no number. It costs about 50 us, most of it for Python and NumPy,
-whose states are 2.5 kB each.
+Random states are those of all generators that a model may draw from: PyTorch's (the CPU's and those
+of the model's CUDA devices), Python's and, where it is imported, NumPy's. To take a snapshot draws
+no number. It costs about 50 us, most of it for Python and NumPy, whose states are 2.5 kB each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The inspection of a step, its verdict, and the response to it: log, halt, or skip.
 
-Checks of the tensors that outlast a step: gradients, parameters, buffers, optimizer state.
-
-An optimizer with kernels of its own writes to parameters unseen. So the state is checked after each
-step: a parameter that was finite before, with finite gradients, names the optimizer. What is not
-finite from the start (a mask in a buffer) is not reported.
+Ops are inspected as they run. But an optimizer with kernels of its own writes to parameters unseen.
+So what outlasts a step (gradients, parameters, buffers, optimizer state) is checked after each one:
+a parameter that was finite before, with finite gradients, names the optimizer. What is not finite
+from the start (a mask in a buffer) is not reported.
 """
 
 from __future__ import annotations

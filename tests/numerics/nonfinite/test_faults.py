@@ -77,6 +77,12 @@ def stack() -> nn.Sequential:
     return named(first=nn.Linear(WIDTH, WIDTH), act=nn.Tanh(), last=nn.Linear(WIDTH, WIDTH))
 
 
+def too_fast(model: Any, lr: float) -> list[dict[str, Any]]:
+    """Groups of a stack's parameters: the learning rate of the last weight is `lr`."""
+    rest = [*model.first.parameters(), model.last.bias]
+    return [{"params": rest, "lr": 1e-3}, {"params": [model.last.weight], "lr": lr}]
+
+
 # ---- forward -------------------------------------------------------------------------------------
 
 
@@ -129,17 +135,12 @@ def test_an_overflow_in_a_named_layer_s_forward_pass() -> None:
 
 def test_an_overflow_of_autocast_s_cast_is_the_cast_s() -> None:
     model = stack()
-    with torch.no_grad():
-        model.last.weight.fill_(1e5)
-
-    def loss(output: Tensor) -> Tensor:
-        return output.float().mean()
-
+    nn.init.constant_(model.last.weight, 1e5)
     optimizer = SGD(model.parameters(), lr=0.0)
     with fp_exceptions(model, optimizer) as found:
         with torch.autocast("cpu", torch.float16):
             output = model(X)
-        loss(output).backward()
+        output.float().mean().backward()
         optimizer.step()
     e = found.findings[0]
     assert (e.op, e.phase, e.module, e.kind) == ("_to_copy", "forward", "last", "overflow")
@@ -150,9 +151,8 @@ def test_an_overflow_of_autocast_s_cast_is_the_cast_s() -> None:
 def test_an_overflow_in_a_region_of_op_lists() -> None:
     caster = OpListCaster(op_lists(lower=["linear"], fp32=["softmax"]), torch.float16)
     model = stack()
-    with torch.no_grad():
-        model.last.weight.fill_(6e4)
-        model.last.bias.fill_(6e4)
+    for p in model.last.parameters():
+        nn.init.constant_(p, 6e4)
     optimizer = SGD(model.parameters(), lr=0.0)
     with fp_exceptions(model, optimizer) as found:
         with caster.region():
@@ -163,43 +163,42 @@ def test_an_overflow_in_a_region_of_op_lists() -> None:
     assert (e.op, e.phase, e.module, e.kind) == ("addmm", "forward", "last", "overflow")
 
 
-class Ratio(nn.Module):
-    """0/0 where the input is 0."""
+class Divides(nn.Module):
+    """Divides by 0."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x - x
-        return y / y
+        counts = torch.zeros(WIDTH, dtype=torch.int64)
+        zero = x - x
+        given = {"zeros": (zero, zero), "one": (1, zero), "integers": (counts, counts.sum())}
+        above, below = given[self.kind]
+        return x * (above / below)
 
 
-def test_a_nan_from_zero_by_zero() -> None:
-    e = train(named(first=nn.Linear(WIDTH, WIDTH), ratio=Ratio())).findings[0]
-    assert (e.kind, e.op, e.phase, e.module) == ("invalid", "div", "forward", "ratio")
-    assert e.outputs[0].nan == 4 * WIDTH
+@pytest.mark.parametrize(
+    ("kind", "what", "op", "read"),
+    [
+        ("zeros", "invalid", "div", ["float32", "float32"]),
+        ("one", "infinite", "reciprocal", ["float32"]),
+        ("integers", "invalid", "div", ["int64", "int64"]),
+    ],
+)
+def test_a_division_by_zero_is_the_same_in_any_precision(
+    kind: str, what: str, op: str, read: list[str]
+) -> None:
+    e = train(named(first=nn.Linear(WIDTH, WIDTH), part=Divides(kind))).findings[0]
+    assert (e.kind, e.op, e.phase, e.module) == (what, op, "forward", "part")
     assert e.in_float64 is not None
-    assert e.in_float64.nan == 4 * WIDTH  # no precision helps
+    bad = (e.outputs[0].nan, e.outputs[0].inf)
+    assert bad == (e.in_float64.nan, e.in_float64.inf)
+    assert sum(x or 0 for x in bad) == (WIDTH if kind == "integers" else 4 * WIDTH)
     assert e.location is not None
-    assert e.location.endswith(line_of(Ratio.forward, "return y / y"))
-    assert [(x.low, x.high) for x in e.inputs] == [(0, 0), (0, 0)]
-
-
-def test_one_by_zero_is_infinite_in_any_precision() -> None:
-    class Inverse(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return 1 / (x * 0)
-
-    e = train(named(first=nn.Linear(WIDTH, WIDTH), inverse=Inverse())).findings[0]
-    assert (e.kind, e.op, e.module) == ("infinite", "reciprocal", "inverse")
-
-
-def test_whole_numbers_divided_by_zero() -> None:
-    class Share(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            counts = torch.zeros(WIDTH, dtype=torch.int64)
-            return x * (counts / counts.sum())
-
-    e = train(named(first=nn.Linear(WIDTH, WIDTH), share=Share())).findings[0]
-    assert (e.kind, e.op, e.module) == ("invalid", "div", "share")
-    assert e.inputs[0].dtype == "int64"
+    assert e.location.endswith(line_of(Divides.forward, "above / below"))
+    assert [x.dtype for x in e.inputs] == read
+    assert {x.high for x in e.inputs if x.dtype == "float32"} <= {0.0}
 
 
 def test_a_sum_inside_a_matmul_that_overflows() -> None:
@@ -396,11 +395,7 @@ def test_halt_acts_after_some_expected_ones_in_a_row(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
 def test_an_overflow_in_an_optimizer_of_mprun(kind: Any, engine: str) -> None:
     model = stack().half()
-    groups = [
-        {"params": [*model.first.parameters(), model.last.bias], "lr": 1e-3},
-        {"params": [model.last.weight], "lr": 1e9},
-    ]
-    optimizer = kind(groups, lr=1e-3, engine=engine, rounding="nearest")
+    optimizer = kind(too_fast(model, 1e9), lr=1e-3, engine=engine, rounding="nearest")
     e = only(train(model, X.half(), optimizer))
     assert (e.kind, e.phase, e.module, e.module_kind) == ("overflow", "optimizer", "last", "Linear")
     assert e.reached == ("parameter last.weight",)
@@ -413,11 +408,7 @@ def test_an_overflow_in_an_optimizer_of_mprun(kind: Any, engine: str) -> None:
 
 def test_a_parameter_that_an_optimizer_clamped() -> None:
     model = stack().half()
-    groups = [
-        {"params": [*model.first.parameters(), model.last.bias], "lr": 1e-3},
-        {"params": [model.last.weight], "lr": 1e9},
-    ]
-    optimizer = optim.SGD(groups, lr=1e-3, engine="c", overflow="saturate")
+    optimizer = optim.SGD(too_fast(model, 1e9), lr=1e-3, engine="c", overflow="saturate")
     e = only(train(model, X.half(), optimizer, saturates=True))
     assert (e.kind, e.op, e.phase, e.module) == ("saturated", "SGD.step", "optimizer", "last")
     assert e.outputs[0].name == "parameter last.weight"
@@ -428,14 +419,7 @@ def test_a_parameter_that_an_optimizer_clamped() -> None:
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 def test_an_overflow_in_an_optimizer_of_pytorch(how: dict[str, bool]) -> None:
     model = stack()
-    large = SGD(
-        [
-            {"params": [*model.first.parameters(), model.last.bias], "lr": 1e-3},
-            {"params": [model.last.weight], "lr": 3e38},
-        ],
-        lr=1e-3,
-        **how,
-    )
+    large = SGD(too_fast(model, 3e38), lr=1e-3, **how)
 
     def loss(output: Tensor) -> Tensor:
         return output.sum() * 100

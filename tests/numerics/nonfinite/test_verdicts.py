@@ -279,20 +279,27 @@ def test_writing_over_a_bad_number_mends_it() -> None:
 # ---- saturation ----------------------------------------------------------------------------------
 
 
-def saturating(factor: float, saturates: bool = True) -> list[FpException]:
-    """What is found of products in emulated float16 that are clamped where they are too large."""
+def saturating(compute: Callable[[nn.Module], object], saturates: bool = True) -> list[FpException]:
+    """What is found of a computation with a model in emulated float16 that clamps."""
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
     model = nn.Linear(WIDTH, WIDTH).half()
     monitor = StepMonitor(model, [SGD(model.parameters(), lr=0.0)], saturates=saturates)
     monitor.begin_step(1)
     with monitor.watcher.following(model), arithmetic.region(), monitor.watcher:
-        large = model(X.half()).abs().clamp_min(1.0) * factor
-        large.clamp_min(0).neg().float().mean().backward()
+        compute(model)
     return list(monitor.end_step(False, None).exceptions)
 
 
+def products(factor: float) -> Callable[[nn.Module], object]:
+    def compute(model: nn.Module) -> None:
+        large = model(X.half()).abs().clamp_min(1.0) * factor
+        large.clamp_min(0).neg().float().mean().backward()
+
+    return compute
+
+
 def test_a_value_that_was_clamped_is_a_finding_where_it_was_made() -> None:
-    (e,) = saturating(6e4)
+    (e,) = saturating(products(6e4))
     assert (e.verdict, e.kind, e.op, e.phase) == ("finding", "saturated", "mul", "other")
     assert e.outputs[0].high == 65504.0
     assert e.in_float64 is not None
@@ -300,39 +307,27 @@ def test_a_value_that_was_clamped_is_a_finding_where_it_was_made() -> None:
     assert e.in_float64.high > 65504.0
 
 
-def test_a_value_that_is_the_largest_is_none() -> None:
-    """What is 1 times the largest is the largest: nothing was clamped."""
-    arithmetic = Emulated16("nearest", "saturate", "float32", 0)
-    model = nn.Linear(WIDTH, WIDTH)
-    monitor = StepMonitor(model, [], saturates=True)
-    monitor.begin_step(1)
-    with arithmetic.region(), monitor.watcher:
-        x = torch.full((4,), 32752.0).half()
-        (x * 2).neg().masked_fill(torch.ones(4, dtype=torch.bool), 65504.0)
-    assert monitor.end_step(False, None).exceptions == ()
-
-
 def test_a_cast_that_clamps() -> None:
-    arithmetic = Emulated16("nearest", "saturate", "float32", 0)
-    monitor = StepMonitor(nn.Linear(WIDTH, WIDTH), [], saturates=True)
-    monitor.begin_step(1)
-    with arithmetic.region(), monitor.watcher:
-        torch.full((4,), 70000.0).half()
-    (e,) = monitor.end_step(False, None).exceptions
-    assert (e.kind, e.op, e.inputs[0].high, e.outputs[0].high) == (
-        "saturated",
-        "_to_copy",
-        70000.0,
-        65504.0,
-    )
+    (e,) = saturating(lambda model: torch.full((4,), 70000.0).half())
+    assert (e.kind, e.op) == ("saturated", "_to_copy")
+    assert (e.inputs[0].high, e.outputs[0].high) == (70000.0, 65504.0)
 
 
-def test_saturation_is_looked_for_where_it_is_asked_for() -> None:
-    assert saturating(6e4, saturates=False) == []
+def the_largest(model: nn.Module) -> None:
+    """What is 1 times the largest is the largest: nothing was clamped."""
+    x = torch.full((4,), 32752.0).half()
+    (x * 2).neg().masked_fill(torch.ones(4, dtype=torch.bool), 65504.0)
 
 
-def test_no_saturation_no_finding() -> None:
-    assert saturating(2.0) == []
+@pytest.mark.parametrize(
+    ("compute", "saturates"),
+    [(the_largest, True), (products(2.0), True), (products(6e4), False)],
+    ids=["the largest", "far below", "not asked for"],
+)
+def test_no_saturation_is_no_finding(
+    compute: Callable[[nn.Module], object], saturates: bool
+) -> None:
+    assert saturating(compute, saturates) == []
 
 
 # ---- tensors of other kinds ----------------------------------------------------------------------
