@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Pass, Passes
-from mprun.numerics.tolerance import gradient_error, loss_error, sums_db
+from mprun.numerics.tolerance import gradient_error, loss_shares, sums_db
 from mprun.numerics.updates import RoundingErrors, weights_moved
 from mprun.results.search_result import Deviation, Reference
 
@@ -81,10 +81,7 @@ class CastProbe:
         runs = [self._on_batch(plan, n) for n in range(self._count)]
         change = sum(abs(x.loss - exact) for (x, _), exact in zip(runs, self._losses, strict=True))
         whole = sum(map(abs, self._losses))
-        beyond = loss_error(change, whole, self._count * self._loss_deviation)
-        relative, beyond = (
-            x / whole if whole else 0.0 if x == 0 else math.inf for x in (change, beyond)
-        )
+        relative, beyond = loss_shares(change, whole, self._count * self._loss_deviation)
         scale = min(scale for _, scale in runs)
         batches = [x.gradients for x, _ in runs if x.gradients is not None]
         if len(batches) < len(runs):

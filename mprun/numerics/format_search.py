@@ -37,20 +37,6 @@ SLACK_DB = 6.0
 would leave nothing of NVFP4's gradients."""
 
 
-def candidates(gemms: Collection[GemmName], per: str) -> dict[str, tuple[GemmName, ...]]:
-    """What stays high together, by name.
-
-    Args:
-        gemms: those that have a format.
-        per: gemm for each by itself, layer for those of a layer together.
-    """
-    found: dict[str, tuple[GemmName, ...]] = {}
-    for name in gemms:
-        key = name.layer if per == "layer" else str(name)
-        found[key] = (*found.get(key, ()), name)
-    return found
-
-
 def with_high(
     gemms: Mapping[str, LinearGemms], high: Collection[GemmName]
 ) -> dict[str, LinearGemms]:
@@ -73,7 +59,7 @@ class GemmCandidates:
         gemms: the formats of each layer that the mode converts.
         bits: counts the effective bits of a choice.
         device_type: cpu or cuda.
-        per: gemm or layer, as for `candidates`.
+        per: gemm for each by itself, layer for those of a layer together.
     """
 
     gemms: Mapping[str, LinearGemms]
@@ -89,7 +75,11 @@ class GemmCandidates:
     @cached_property
     def own(self) -> dict[str, tuple[GemmName, ...]]:
         """Name to the GEMMs that stay high together."""
-        return candidates(self.bits.formatted, self.per)
+        found: dict[str, tuple[GemmName, ...]] = {}
+        for name in self.bits.formatted:
+            key = name.layer if self.per == "layer" else str(name)
+            found[key] = (*found.get(key, ()), name)
+        return found
 
     @property
     def names(self) -> dict[str, int]:

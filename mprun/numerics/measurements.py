@@ -51,7 +51,7 @@ from mprun.numerics.loss_scale_advice import (
     need,
     recommend,
 )
-from mprun.numerics.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_error, ratio_db
+from mprun.numerics.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_shares, ratio_db
 from mprun.numerics.updates import LostUpdates, power
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
@@ -208,10 +208,7 @@ class FormatPasses:
         worst_db, worst = _worst(errors.ratios)
         beyond_db, where = _worst(errors.beyond)
         deviation = math.sqrt(len(self._steps) * self._squares)  # the root mean square, each step
-        loss, beyond = (
-            0.0 if x == 0 else x / self._whole if self._whole else math.inf
-            for x in (self._change, loss_error(self._change, self._whole, deviation))
-        )
+        loss, beyond = loss_shares(self._change, self._whole, deviation)
         return Deviation(
             loss, errors.db, worst_db, worst, self._scale, "", beyond, beyond_db, where
         )

@@ -188,7 +188,9 @@ class MemoryRecorder(OpWatcher, StepListener):
             ValueError: no op ran.
         """
         held = rule(self._storages, self._points)
-        return StepMemory.of(held, self._points, dict(self._kinds()))
+        kinds = {path: type(module).__name__ for path, module in self._model.named_modules()}
+        others = dict.fromkeys((INPUTS, LOSS, OPTIMIZER), "")
+        return StepMemory.of(held, self._points, kinds | others)
 
     @contextmanager
     def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
@@ -209,8 +211,7 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Count what exists before the step."""
-        for name, parameter in self._model.named_parameters():
-            self._classify([parameter], "parameters", _owner(name))
+        self._classify_named("parameters", self._model.named_parameters())
         self._classify_buffers()
         self._classify_gradients()
         self._classify_state()
@@ -324,26 +325,23 @@ class MemoryRecorder(OpWatcher, StepListener):
                 yield parameter.register_post_accumulate_grad_hook(on_gradient(_owner(name)))
 
     def _classify_buffers(self) -> None:
-        for name, buffer in self._model.named_buffers():
-            self._classify([buffer], "buffers", _owner(name))
+        self._classify_named("buffers", self._model.named_buffers())
 
     def _classify_gradients(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                self._classify([parameter.grad], "gradients", _owner(name))
+        named = self._model.named_parameters()
+        self._classify_named(
+            "gradients", ((name, p.grad) for name, p in named if p.grad is not None)
+        )
+
+    def _classify_named(self, category: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, x in named:
+            self._classify([x], category, _owner(name))
 
     def _classify_state(self) -> None:
         owners: dict[Tensor, str] = {p: _owner(name) for name, p in self._model.named_parameters()}
         for parameter, state in self._optimizer.state.items():
             owner = owners.get(parameter, OPTIMIZER)
             self._classify(tensors_of(state), "optimizer_state", owner)
-
-    def _kinds(self) -> Iterator[tuple[str, str]]:
-        """Owners in the order of the model, the others last, with the class of each module."""
-        for path, module in self._model.named_modules():
-            yield path, type(module).__name__
-        for owner in (INPUTS, LOSS, OPTIMIZER):
-            yield owner, ""
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -281,14 +281,9 @@ def update_bytes(optimizer: Optimizer) -> int:
         for p in group["params"]:
             if p.grad is not None:
                 state = tensors_of(dict(optimizer.state.get(p, {})))
-                total += 2 * sum(map(tensor_bytes, (p, *state))) + _gradient_bytes(p.grad)
+                total += 2 * sum(map(tensor_bytes, (p, *state)))
+                total += tensor_bytes(p.grad) if p.grad.layout == torch.strided else 0
     return total
-
-
-def _gradient_bytes(gradient: Tensor) -> int:
-    if gradient.layout != torch.strided:
-        return 0
-    return tensor_bytes(gradient)
 
 
 def _cost(
@@ -393,6 +388,5 @@ def _each(value: Sequence[int], dimensions: int) -> list[int]:
 
 def _by_name(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = schema_of(func).arguments
-    given = {a.name: value for a, value in zip(arguments, args, strict=False)}
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return {**defaults, **given, **kwargs}
+    return defaults | {name: value for name, _, value in _arguments(func, args, kwargs)}

@@ -106,17 +106,22 @@ def gradient_error(error: float, signal: float, product: float, variance: float)
     return max(0.0, error - SHARE * variance)
 
 
-def loss_error(error: float, loss: float, deviation: float) -> float:
-    """The error of a loss beyond the noise of batches.
+def loss_shares(change: float, whole: float, deviation: float) -> tuple[float, float]:
+    """The error of a loss as a share of it: all of it, and what is beyond the noise of batches.
 
     Args:
-        error: the absolute error; it may be infinite or NaN.
-        loss: the absolute loss.
+        change: the absolute error; it may be infinite or NaN.
+        whole: the absolute loss.
         deviation: the standard deviation of the loss over batches.
     """
-    if not math.isfinite(error):
-        return error
-    return max(0.0, error - min(DEVIATIONS * deviation, MAX_LOSS * loss))
+    beyond = change
+    if math.isfinite(change):
+        beyond = max(0.0, change - min(DEVIATIONS * deviation, MAX_LOSS * whole))
+
+    def share(x: float) -> float:
+        return 0.0 if x == 0 else x / whole if whole else math.inf
+
+    return share(change), share(beyond)
 
 
 def sqnr_db(exact: Tensor, low: Tensor) -> float:

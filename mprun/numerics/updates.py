@@ -105,7 +105,7 @@ def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
     if ours:
         shadow.engine = "eager"  # the same bits without compiling anything
     else:
-        _widen(shadow, dtype)
+        _widen(shadow)
     before = {p: twin.detach().to(torch.float64, copy=True) for p, twin in twins.items()}
     with own_random_numbers(parameters):
         shadow.step()
@@ -140,12 +140,13 @@ def _twin(p: nn.Parameter, optimizer: Optimizer, dtype: torch.dtype) -> nn.Param
     return twin
 
 
-def _widen(optimizer: Optimizer, dtype: torch.dtype) -> None:
+def _widen(optimizer: Optimizer) -> None:
+    """Moments in float64."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
             moment = isinstance(value, Tensor) and value.shape == p.shape and name != "step"
             if moment and value.is_floating_point():
-                state[name] = value.to(dtype)
+                state[name] = value.double()
 
 
 @dataclass

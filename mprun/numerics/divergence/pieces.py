@@ -120,7 +120,7 @@ class _ForcedRun:
             return None
         caller = self._caller()
         if caller is not None:
-            caller.ends += zip(given, _by_number(boundary.input_gradients, given), strict=True)
+            caller.ends += [(x, boundary.input_gradients.get(n)) for n, x in enumerate(given)]
         piece = Piece(boundary)
         self._open.append(piece)
         self._pieces.append(piece)
@@ -134,7 +134,7 @@ class _ForcedRun:
             return None
         boundary, given = piece.boundary, floating(output)
         piece.outputs = [x.detach().clone() for x in given]
-        piece.ends += zip(given, _by_number(boundary.output_gradients, given), strict=True)
+        piece.ends += [(x, boundary.output_gradients.get(n)) for n, x in enumerate(given)]
         caller = self._caller()
         self._enter(caller)
         name = f"output of {boundary.place[0] or 'the model'}"
@@ -212,10 +212,6 @@ class _ForcedRun:
         for (name, _, theirs), x in zip(wanted, computed, strict=True):
             if x is not None:
                 yield name, x.detach(), theirs
-
-
-def _by_number(gradients: dict[int, Tensor], given: list[Tensor]) -> list[Tensor | None]:
-    return [gradients.get(n) for n in range(len(given))]
 
 
 def true_outputs(
