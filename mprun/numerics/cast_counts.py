@@ -1,4 +1,4 @@
-"""How often one forward pass casts the same weights to the same dtype.
+"""Casts of weights that one forward pass repeats, and the dtypes of a model by module.
 
 `torch.autocast` casts a float32 weight where an op needs it in 16 bits, and keeps the result for
 the next op that does. It keeps little:
@@ -21,10 +21,8 @@ The counts are of casts below autograd, made by autocast or by the model's own c
 would, so results have the same bits; code that `torch.compile` made runs compiled, and its casts
 are not seen.
 
-The dtypes of a model by module, in few rows.
-
-A part whose numbers all have one dtype is one row. Parts that differ in nothing but a number of
-their name (`layers.0.norm`, `layers.1.norm`) are one row too: `layers.*.norm`.
+In the rows of dtypes, a part whose numbers all have one dtype is one row, and so are parts that
+differ in nothing but a number of their name: `layers.*.norm`.
 """
 
 from __future__ import annotations

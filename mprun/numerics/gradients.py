@@ -1,25 +1,22 @@
-"""The largest gradient of a backward pass, and the op that it belongs to.
+"""Gradients of a backward pass: the largest, with the op that it belongs to, and rounding noise.
 
 A loss scale must not be too large for *any* number of the backward pass. Many of these numbers are
 the gradient of no module's output: those inside attention, or of weights before they are cast back
 to float32. So autograd's graph is walked from the outputs of the model, and a hook on every node
-measures the gradients that the node receives.
+measures the gradients that the node receives. Numbers inside a single kernel cannot be measured,
+nor anything inside compiled code.
 
-Numbers inside a single kernel cannot be measured, nor anything inside compiled code.
+The noise that rounding to a format adds to a tensor is compared with the signal as a power ratio
+(`tolerance.py`). float8 and float16 are also judged with *per-tensor scaling*, which is how float8
+is used: values are multiplied by the power of two that brings the largest of them closest to the
+format's largest number, from below, and divided by it afterwards. For bfloat16 and TF32, which have
+float32's range, it changes nothing. Block formats have blocks along the last dimension, which a
+linear layer sums over; of tensors with four dimensions or more, along the channels, as convolutions
+do.
 
-The noise that rounding to a number format adds to a tensor.
-
-The noise is compared with the signal as a power ratio (`sqnr.py`). float8 and float16 are also
-judged with *per-tensor scaling*: values are multiplied by the power of two that brings the largest
-of them closest to M, the format's largest number, from below, and divided by it afterwards. This
-is how float8 is used. For bfloat16 and TF32, which have float32's range, it changes nothing.
-
-Further formats can be asked for. Block formats have blocks along the last dimension, which a linear
-layer sums over; of tensors with four dimensions or more, along the channels, as convolutions do.
-
-Everything is computed in float32 on the values divided by a power of two near the largest: the
-ratio is the same, and the square of a gradient of 1e-25 does not vanish. Values more than 2^126
-below the largest are taken as 0.
+Noise is computed in float32 on the values divided by a power of two near the largest: the ratio is
+the same, and the square of a gradient of 1e-25 does not vanish. Values more than 2^126 below the
+largest are taken as 0.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The results of `mprun numerics`: what `numerics.json` records.
+"""The results of `mprun numerics`: what `numerics.json` records, and which 16-bit format is enough.
 
 Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
 updates those of the run. Each row also has the dtypes of the run's tensors, and how many of their
-numbers are zero that are not zero in the exact pass.
-
-All shares are of the values that are not zero. A zero in the exact pass is structural (an inactive
-ReLU, padding, an input that is always 0), and no format loses it.
-
-Range or precision: which 16-bit format a tensor, or a whole model, needs.
+numbers are zero that are not zero in the exact pass. All shares are of the values that are not
+zero: a zero in the exact pass is structural (an inactive ReLU, padding), and no format loses it.
 
 float16 and bfloat16 spend 15 bits differently: float16 has 11 significand bits and 30 normal
 exponents, bfloat16 8 and 254. A model that exceeds float16's exponents needs *range*; one that 8
@@ -19,13 +15,10 @@ bits are too few for needs *precision*. Both appear as noise, so one criterion s
     neither                     needs fp32
 
 The verdict on a model uses the losses and weight gradients of a forward and backward pass in each
-format, and the criterion of `tolerance.py`: a format suffices if the loss and the gradient of the
-worst parameter are close enough to float32's, or nearly as close as with weights of the format's
-precision alone.
-
-The verdict on one tensor is about rounding its values. Rounding alone rarely leaves less than 50 dB
-in bfloat16, but it adds up through a model and grows where numbers cancel. If the passes in a
-format are fine, a tensor with a large rounding error does not matter.
+format, and the criterion of `tolerance.py`. The verdict on one tensor is about rounding its values:
+that alone rarely leaves less than 50 dB in bfloat16, but it adds up through a model and grows where
+numbers cancel. If the passes in a format are fine, a tensor with a large rounding error does not
+matter.
 """
 
 from __future__ import annotations

@@ -12,15 +12,11 @@ FLOPs of matrix products, convolutions and attention, forward and backward, are 
 `torch.utils.flop_counter`: a multiplication and an addition count as two. Two parts of its count
 are work that a good kernel leaves out, and are subtracted: products with a convolution's zero
 padding, and the half of causal attention that is masked. It has no LSTM; oneDNN's is added, cuDNN's
-is not. Everything else counts by its bytes alone (`mprun.numerics.op_cost`).
+is not.
 
-The optimizer counts as one pass, whatever its kernels are: each parameter and its state are read
-and written once, each gradient is read once.
-
-The bytes that an op must read and write, from its arguments and results.
-
-Each distinct tensor counts once, with the bytes of its distinct numbers: a tensor that `expand`
-made has no more than its source. The count is a least one:
+Bytes are the least that an op must read and write: each distinct tensor counts once, with the bytes
+of its distinct numbers (one that `expand` made has no more than its source). Kernels may move more
+(a write to memory often reads the cache line first), never less.
 
     views              nothing is read or written
     factories          `zeros_like` reads nothing, `empty` does not even write
@@ -29,7 +25,8 @@ made has no more than its source. The count is a least one:
     lookups            an embedding reads the rows it returns, not the whole table
     indexed writes     what is not written to is not counted
 
-Kernels may move more (a write to memory often reads the cache line first), never less.
+The optimizer counts as one pass, whatever its kernels are: each parameter and its state are read
+and written once, each gradient is read once.
 """
 
 from __future__ import annotations

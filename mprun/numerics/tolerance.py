@@ -1,5 +1,12 @@
 """The distance from float32 that a 16-bit dtype may have: the one criterion of every command.
 
+The size of rounding errors in a tensor is the signal-to-quantisation-noise ratio,
+
+    SQNR = 10 log10(sum of squares of the exact values / sum of squares of the differences)
+
+in dB; each bit of precision is worth 6.02 dB (Bennett, "Spectra of Quantized Signals", 1948). It is
+one number for a whole tensor: large elements count most, as they do in every sum over it.
+
 Two kinds of error are tolerated in any case.
 
 *Rounded weights.* Weights of the dtype's precision alone move loss and gradients
@@ -15,15 +22,8 @@ larger adds to that noise and costs little. So of an error
 The figures come from training a layer for which 16 bits are too coarse, with growing offsets of its
 inputs (benchmarks/sampling_noise.py). The tolerated error costs up to 3 points of accuracy; two to
 four times its power costs 2 to 10 points, more than that 10 to 38. The tolerated error of the loss
-costs up to 3 points, more than twice as much costs 10 and more. The signal-to-noise ratio alone
-cannot separate these cases: it falls by 20 dB during a training, because gradients become smaller.
-
-Signal-to-quantisation-noise ratio: the size of rounding errors in a tensor, in dB.
-
-    SQNR = 10 log10(sum of squares of the exact values / sum of squares of the differences)
-
-Each bit of precision is worth 6.02 dB (Bennett, "Spectra of Quantized Signals", 1948). One number
-for a whole tensor: large elements count most, as they do in every sum over it.
+costs up to 3 points, more than twice as much costs 10 and more. The SQNR alone cannot separate
+these cases: it falls by 20 dB during a training, because gradients become smaller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The updates of an optimizer's step, as exactly as possible, and those that 16-bit weights lose.
+"""Updates of an optimizer's step, those that 16 bits lose, and gradients of rounding errors only.
 
 *Exact updates.* The difference of the weights before and after a step contains the update and the
 rounding of the stored result. For float32 weights and SGD at 1e-3 the rounding can be most of it,
@@ -16,15 +16,13 @@ float32 or wider, leaves it unchanged
                 has 13 and 16 random bits)
     kahan       where w with its remainder, together a float32 number, does not move
 
-An update of exactly 0 (a gradient of 0) loses nothing and is not counted. Everything is computed
-from w, its neighbours' patterns and u in float64: exactly, not by rounding and comparing.
+An update of exactly 0 loses nothing and is not counted. Everything is computed from w, its
+neighbours' patterns and u in float64: exactly, not by rounding and comparing.
 
-Gradients that are zero except for rounding: the one rule that recognises them.
-
-The bias of a layer before a normalisation, or of attention's keys, changes nothing: its gradient is
-0, and float32 gives the rounding errors of sums that cancel. No format can be compared with such
-numbers. They are recognised by the float64 gradient of the same weights, samples and random
-numbers:
+*Gradients that are rounding errors.* The bias of a layer before a normalisation, or of attention's
+keys, changes nothing: its gradient is 0, and float32 gives the rounding errors of sums that cancel.
+No format can be compared with such numbers. They are recognised by the float64 gradient of the same
+weights, samples and random numbers:
 
     zero           every float32 gradient is exactly 0: a branch that is switched off, a parameter
                    that no output depends on
@@ -32,13 +30,9 @@ numbers:
                    more than a tenth of the true gradient, over all samples
 
 A meaningful gradient has about 100 dB in float32, one that cancels about -150 dB: the limit, 20 dB,
-is far from both.
-
-If a model cannot be computed in float64, its weights are moved by about one part in a million
-instead, three times: meaningful float32 gradients change by as little.
-
-Where all gradients together are that inexact, it is no matter of single parameters: float32 itself
-is not good enough for the model.
+is far from both. If a model cannot be computed in float64, its weights are moved by about one part
+in a million instead, three times: meaningful float32 gradients change by as little. Where all
+gradients together are that inexact, float32 itself is not good enough for the model.
 """
 
 from __future__ import annotations
