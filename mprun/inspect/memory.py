@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from mprun.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
 from mprun.assemble.initial_summary import variant_label
@@ -53,44 +53,30 @@ CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "prec
 """First parts of keys that change the published step."""
 
 
-def side_by_side(
-    plans: Sequence[tuple[str, Plan]],
-    given: Sequence[str] = (),
-    limit: str | None = None,
-    report: ReportPart = report_nothing,
-    layout: ProcessLayout = ONE_PROCESS,
-    left_out: Mapping[str, str] | None = None,
+def _record(
+    planned: PlannedModes, settings: MemorySettings, layout: ProcessLayout, report: ReportPart
 ) -> MemoryRecord:
-    """Count a step of each plan and compare it with the first.
-
-    Plans whose steps have the same tensors (`same_step`) share one count.
-
-    Args:
-        plans: label and plan, made with `load_shapes`; the others are compared with the first.
-        given: keys the user set.
-        limit: the memory for the largest batch, as `parse_size` takes it, or None.
-        report: is called before each plan is counted.
-        layout: of the processes that take each step; the memory is that of one of them.
-        left_out: modes that cannot be, with the reason; a mode whose step cannot be counted joins
-            them. None: that is an error.
+    """Count a step of each mode and compare it with the first.
 
     Raises:
-        UsageError: `limit` is not an amount of memory.
-        RunFailedError: a model's code does not run on fake tensors.
+        RunFailedError: a model's code does not run on fake tensors. Where modes may be left out, a
+            mode whose step cannot be counted is one of them.
     """
+    limit = settings.fits
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
-    steps, modes = CountedSteps(limit_bytes, layout), list[ModeMemory]()
-    missing = dict(left_out or {})
-    for done, (label, plan) in enumerate(plans):
-        report(f"memory of {label}", done, len(plans))
+    counted: list[tuple[PlannedMode, ModeMemory]] = []
+    missing = dict(planned.left_out or {})
+    for done, mode in enumerate(planned.modes):
+        report(f"memory of {mode.label}", done, len(planned.modes))
         try:
-            modes.append(_mode(label, plan, steps))
+            counted.append((mode, _mode(mode, counted, limit_bytes, layout)))
         except RunFailedError as error:
-            if left_out is None or (done + 1 == len(plans) and not modes):
+            if planned.left_out is None or (done + 1 == len(planned.modes) and not counted):
                 raise
-            missing[label] = str(error)
-    modes = [_compared(mode, modes[0]) for mode in modes]
-    first = plans[0][1]
+            missing[mode.label] = str(error)
+    modes = [_compared(memory, counted[0][1]) for _, memory in counted]
+    first = planned.modes[0].plan
+    as_published = layout == ONE_PROCESS and len(modes) == len(planned.modes)
     return MemoryRecord(
         schema_version=SCHEMA_VERSION,
         recipe=first.config.recipe.name,
@@ -99,29 +85,42 @@ def side_by_side(
         against=modes[0].label,
         limit=limit,
         limit_bytes=limit_bytes,
-        published=_published([plan.config.recipe.name for _, plan in plans], modes, given)
-        if layout == ONE_PROCESS and len(modes) == len(plans)
-        else None,
+        published=_published(planned.modes, modes) if as_published else None,
         modes=modes,
         layout=layout,
         left_out=missing,
     )
 
 
-def _mode(label: str, plan: Plan, steps: CountedSteps) -> ModeMemory:
-    """A mode's part, without the ratios to the first mode."""
-    config, step = plan.config, steps.of(label, plan)
-    counted = step.memory
-    lists = {"op_lists": config.op_lists.name, "layers": plan.layers}
-    return ModeMemory(
-        label=label,
-        precision=plan.policy.name,
-        policy={**plan.policy.columns(), **lists},
-        batch=BatchRow(**vars(plan.batch)),
-        optimizer=OptimizerChoice(
+def _mode(
+    mode: PlannedMode,
+    before: Sequence[tuple[PlannedMode, ModeMemory]],
+    limit_bytes: int | None,
+    layout: ProcessLayout,
+) -> ModeMemory:
+    """A mode's part, without the ratios to the first mode; equal steps are counted once.
+
+    Raises:
+        RunFailedError: its step cannot be taken.
+    """
+    plan, label = mode.plan, mode.label
+    config, lists = plan.config, {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
+    own: dict[str, Any] = {
+        "label": label,
+        "precision": plan.policy.name,
+        "policy": {**plan.policy.columns(), **lists},
+        "batch": BatchRow(**vars(plan.batch)),
+        "optimizer": OptimizerChoice(
             optimizer_name(config.train.optimizer, plan.recipe), plan.speed.optimizer_impl
         ),
-        memory_format=plan.speed.memory_format,
+        "memory_format": plan.speed.memory_format,
+    }
+    for other, memory in before:
+        if same_step(other.plan, plan):
+            return replace(memory, **own, same_as=memory.same_as or memory.label)
+    counted = _counted(label, plan, layout)
+    return ModeMemory(
+        **own,
         bytes=counted.totals,
         peak_at=counted.peak,
         phase_peaks=counted.phase_peaks,
@@ -129,69 +128,31 @@ def _mode(label: str, plan: Plan, steps: CountedSteps) -> ModeMemory:
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
         why_real=counted.why_real,
-        fits=step.fits,
-        same_as=None if step.label == label else step.label,
+        fits=None if limit_bytes is None else _fit(mode, counted, limit_bytes, layout),
     )
 
 
-@dataclass(frozen=True)
-class CountedStep:
-    """A step that was counted."""
+def _fit(
+    mode: PlannedMode, counted: StepMemory, limit_bytes: int, layout: ProcessLayout
+) -> LargestBatch:
+    """The largest batch whose step fits in `limit_bytes`."""
+    plan = mode.plan
 
-    label: str
-    """Of the first mode that has it."""
-    plan: Plan
-    memory: StepMemory
-    fits: LargestBatch | None
-    """None without a limit."""
+    def peak(size: int) -> int:
+        resized = with_batch_size(plan, size)
+        if resized.batch == plan.batch and counted.why_real is None:
+            return counted.peak_bytes
+        return _counted(mode.label, resized, layout, real=False).peak_bytes
 
-
-class CountedSteps:
-    """Counts steps, each once: several modes can have the same tensors.
-
-    Args:
-        limit_bytes: the memory for the largest batch; None: it is not searched.
-        layout: of the processes that take a step.
-    """
-
-    def __init__(self, limit_bytes: int | None, layout: ProcessLayout) -> None:
-        self._limit_bytes, self._layout = limit_bytes, layout
-        self._steps: list[CountedStep] = []
-
-    def of(self, label: str, plan: Plan) -> CountedStep:
-        """The step of a plan.
-
-        Raises:
-            RunFailedError: it cannot be taken.
-        """
-        for step in self._steps:
-            if same_step(step.plan, plan):
-                return step
-        memory = _counted(label, plan, self._layout)
-        step = CountedStep(label, plan, memory, self._fit(label, plan, memory))
-        self._steps.append(step)
-        return step
-
-    def _fit(self, label: str, plan: Plan, counted: StepMemory) -> LargestBatch | None:
-        if self._limit_bytes is None:
-            return None
-        limit_bytes = self._limit_bytes
-
-        def peak(size: int) -> int:
-            resized = with_batch_size(plan, size)
-            if resized.batch == plan.batch and counted.why_real is None:
-                return counted.peak_bytes
-            return _counted(label, resized, self._layout, real=False).peak_bytes
-
-        # A sample takes a byte or more.
-        fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
-        return LargestBatch(
-            batch_size=fit.size,
-            peak_bytes=fit.tried.get(fit.size),
-            next_peak_bytes=fit.tried.get(fit.size + 1),
-            tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
-            grows=fit.grows,
-        )
+    # A sample takes a byte or more.
+    fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
+    return LargestBatch(
+        batch_size=fit.size,
+        peak_bytes=fit.tried.get(fit.size),
+        next_peak_bytes=fit.tried.get(fit.size + 1),
+        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+        grows=fit.grows,
+    )
 
 
 def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
@@ -220,15 +181,17 @@ def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
 
 
 def _published(
-    recipes: Sequence[str], modes: Sequence[ModeMemory], given: Sequence[str]
+    planned: Sequence[PlannedMode], modes: Sequence[ModeMemory]
 ) -> PublishedMemory | None:
     """The published figure and ours, if the published step is among the modes."""
     figure = MEMORY_OF_HALF_SR
+    given = [key for mode in planned for key in mode.composed.given]
     if modes[0].precision != AGAINST or any(key.startswith(CHANGED) for key in given):
         return None
-    for recipe, mode in zip(recipes, modes, strict=True):
+    step = (figure.recipe, figure.precisions[0], figure.batch_size)
+    for plan, mode in zip(planned, modes, strict=True):
+        recipe = plan.plan.config.recipe.name
         have = (recipe, mode.precision, mode.batch.effective)
-        step = (figure.recipe, figure.precisions[0], figure.batch_size)
         if have == step and figure.value is not None and mode.ratio is not None:
             return PublishedMemory(
                 recipe=recipe,
@@ -289,8 +252,9 @@ def plan_modes(
     all_overrides = combinations(parsed)
     extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
     names = [_name(texts, extra) for texts, extra in zip(all_overrides, extras, strict=True)]
-    made = _Attempts(keep_going=listed_modes != [*overrides])
-    composed = made.each(names, [partial(compose, texts, config_dir) for texts in all_overrides])
+    left_out: dict[str, str] | None = {} if listed_modes != [*overrides] else None
+    makers = {n: partial(compose, t, config_dir) for n, t in zip(names, all_overrides, strict=True)}
+    composed = _each(makers, left_out)
     if any(c.config.run.resume is not None for c in composed.values()):
         raise UsageError("mprun memory plans a new run: leave out run.resume")
     extra_of = dict(zip(names, extras, strict=True))
@@ -306,8 +270,8 @@ def plan_modes(
         others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
         composed = {REFERENCE: first, **others}
         extra_of[REFERENCE] = extras[0]
-    planned = made.each(composed, [partial(_planned, c, extra_of[n]) for n, c in composed.items()])
-    return PlannedModes([*planned.values()], made.left_out if made.keep_going else None)
+    planned = _each({n: partial(_planned, c, extra_of[n]) for n, c in composed.items()}, left_out)
+    return PlannedModes([*planned.values()], left_out)
 
 
 def _name(overrides: Sequence[str], extra: str) -> str:
@@ -316,32 +280,25 @@ def _name(overrides: Sequence[str], extra: str) -> str:
     return " ".join(filter(None, [*mode[-1:], extra]))
 
 
-class _Attempts:
-    """What can be made of each mode; with `keep_going` the others are left out."""
+def _each(makers: Mapping[str, Callable[[], T]], left_out: dict[str, str] | None) -> dict[str, T]:
+    """What is made for each mode; those that cannot be join `left_out`, with the reason.
 
-    def __init__(self, keep_going: bool) -> None:
-        self.keep_going = keep_going
-        self.left_out: dict[str, str] = {}
-
-    def each(self, names: Iterable[str], makers: Sequence[Callable[[], T]]) -> dict[str, T]:
-        """Name to what is made.
-
-        Raises:
-            UsageError: of a maker; with `keep_going` only where all raise it, that of the first.
-        """
-        made: dict[str, T] = {}
-        errors: list[UsageError] = []
-        for name, make in zip(names, makers, strict=True):
-            try:
-                made[name] = make()
-            except UsageError as error:
-                if not self.keep_going:
-                    raise
-                errors.append(error)
-                self.left_out[name] = str(error)
-        if not made:
-            raise errors[0]
-        return made
+    Raises:
+        UsageError: of a maker where `left_out` is None, and that of the first where all raise it.
+    """
+    made: dict[str, T] = {}
+    errors: list[UsageError] = []
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except UsageError as error:
+            if left_out is None:
+                raise
+            errors.append(error)
+            left_out[name] = str(error)
+    if not made:
+        raise errors[0]
+    return made
 
 
 def _planned(composed: Composed, extra: str) -> PlannedMode:
@@ -375,9 +332,7 @@ def memory_of_modes(
     if settings.world_size > 1:
         parallel = cast(ParallelKind, settings.parallel)
         layout = replace(layout, world_size=settings.world_size, parallel=parallel)
-    given = [key for mode in planned.modes for key in mode.composed.given]
-    plans = [(mode.label, mode.plan) for mode in planned.modes]
-    record = side_by_side(plans, given, settings.fits, report, layout, planned.left_out)
+    record = _record(planned, settings, layout, report)
     files: dict[str, str | bytes] = {"memory.json": json_text(record)}
     if settings.picture:
         from mprun.report.plots.measurement_plots import memory_plot  # imports matplotlib

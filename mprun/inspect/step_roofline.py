@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ from mprun.results.roofline_result import GROUPS, GroupName, Roofline, roofline_
 from mprun.train.clock import StepTime
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import described
+
+T = TypeVar("T")
 
 WARMUP = 5
 """Steps before the first timed one."""
@@ -293,7 +295,7 @@ def recipe_scaling(
         links: names in `LINK_BANDWIDTHS`.
     """
     plan = as_native(planned.plan)
-    parameters, gradients = _model_bytes(planned, plan.policy)
+    parameters, gradients = _of_step(planned, lambda parts, _: _bytes(parts.model, plan.policy))
     measured_ms = roof.step_time_ms.median if roof.execution == "native" else None
     return estimate_scaling(
         parallel=parallel,
@@ -305,16 +307,6 @@ def recipe_scaling(
         sent_bytes=sent_bytes(parallel, world_size, parameters, gradients, plan.batch.accumulate),
         links=links,
     )
-
-
-def _model_bytes(planned: PlannedRun, policy: Policy) -> tuple[int, int]:
-    """Bytes of the parameters as they are gathered, and of the gradients as they are reduced."""
-    try:
-        with fake_step(as_native(planned.plan)) as (parts, _):
-            return _bytes(parts.model, policy)
-    except Exception:  # a model that reads values has been measured on real tensors
-        with real_step(planned) as (parts, _):
-            return _bytes(parts.model, policy)
 
 
 def _bytes(model: nn.Module, policy: Policy) -> tuple[int, int]:
@@ -353,13 +345,17 @@ def layer_shapes(planned: PlannedRun) -> tuple[dict[Shape, list[str]], list[str]
 
     Layers that a step does not call, or that can have no format, are left out.
     """
-    native = as_native(planned.plan)
+    return _of_step(planned, lambda parts, batch: _shapes(planned.plan, parts, batch))
+
+
+def _of_step(planned: PlannedRun, look: Callable[[TrainingComponents, Batch], T]) -> T:
+    """What a look at a step finds, on fake tensors or, if the model reads values, on real ones."""
     try:
-        with fake_step(native) as (parts, batch):
-            return _shapes(native, parts, batch)
-    except Exception:  # the model reads values, which fake tensors do not have
+        with fake_step(as_native(planned.plan)) as (parts, batch):
+            return look(parts, batch)
+    except Exception:  # a model that reads values has been measured on real tensors
         with real_step(planned) as (parts, batch):
-            return _shapes(planned.plan, parts, batch)
+            return look(parts, batch)
 
 
 def _shapes(
