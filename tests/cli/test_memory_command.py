@@ -336,38 +336,6 @@ def test_faults_of_a_recipe_are_told_in_a_line(
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "fragments"),
-    [
-        (["train.batchsize=3"], ["no field 'train.batchsize'", "'train.batch_size'?"]),
-        (["precision=fp32,halfsr"], ["did you mean 'half_sr'?"]),
-        (["memory.against=fp33"], ["memory.against: ", "did you mean 'fp32'?"]),
-        (["memory.fits=much"], ["'memory.fits=much'", "16GiB"]),
-        (["memory.depth=0"], ["memory.depth=0: legal is 1 or more"]),
-        (["memory.fit=1GiB"], ["did you mean 'memory.fits'?"]),
-        (["-m", "precision=fp32,half_sr"], ["mprun memory has no option '-m'"]),
-        (["--show-config"], ["mprun memory has no option '--show-config'"]),
-        (["run.resume=somewhere"], ["run.resume"]),
-        (
-            ["train.batch_size=range(1,4)", "seed=interval(0,1)"],
-            ["an interval has"],
-        ),
-        (["precision=half_sr_full", "execution=native"], ["execution=native: "]),
-    ],
-    ids=str,
-)
-def test_a_mistake_ends_with_status_2_and_nothing_made(
-    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["memory", *LINEAR, *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mprun: ")
-    assert err.count("\n") == 1
-    assert [text for text in fragments if text not in err] == [], err
-    assert made() == []
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_planned_only_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *LINEAR, "device=cuda"]) == 2
@@ -376,22 +344,9 @@ def test_cuda_is_planned_only_where_there_is_one(capsys: pytest.CaptureFixture[s
     assert made() == []
 
 
-def test_a_run_is_not_resumed() -> None:
-    assert main([*LINEAR, "device=cpu", "train.max_steps=2", "run.dir=run"]) == 0
-    assert main(["memory", "run.resume=run"]) == 2
-
-
 def test_weights_have_no_say(capsys: pytest.CaptureFixture[str]) -> None:
     planned(*LINEAR, "train.init_from=nowhere", QUIET)
     assert "train.init_from has no effect" in capsys.readouterr().err
-
-
-def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    planned(*LINEAR, QUIET)
-    before = Path("plan/memory.json").stat().st_mtime_ns
-    assert main(["memory", *LINEAR, "run.dir=plan"]) == 2
-    assert "run.dir=plan already contains memory.json" in capsys.readouterr().err
-    assert Path("plan/memory.json").stat().st_mtime_ns == before
 
 
 # ---- one of several processes --------------------------------------------------------------------
@@ -479,24 +434,6 @@ def test_the_header_names_the_processes(capsys: pytest.CaptureFixture[str]) -> N
         "batch 64 per process, rmsprop, cpu, one of 8 processes of fsdp2, blocks checkpointed"
         in capsys.readouterr().out
     )
-
-
-@pytest.mark.parametrize(
-    ("word", "text"),
-    [
-        ("memory.world_size=0", "memory.world_size=0: legal is 1 or more and at most 1048576"),
-        ("memory.world_size=two", "memory.world_size is a whole number"),
-        ("memory.parallel=fsdp", "did you mean 'fsdp2'?"),
-        ("memory.checkpointing=some", "memory.checkpointing is true or false"),
-    ],
-)
-def test_a_mistake_in_the_processes_is_one_line(
-    word: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["memory", *MLP, word]) == 2
-    err = capsys.readouterr().err
-    assert text in err
-    assert err.count("\n") == 1
 
 
 def test_parallel_without_processes_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:

@@ -353,13 +353,6 @@ def test_steps_are_spread_behind_the_warm_up() -> None:
     assert len(set(inspected("numerics.span=25"))) == 20
 
 
-def test_a_run_that_is_all_warm_up_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["numerics", *LINEAR, "train.max_steps=3"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("mprun: numerics.warmup=3 leaves none of 3 steps to inspect")
-    assert list(Path().iterdir()) == []
-
-
 # ---- the run is the same -------------------------------------------------------------------------
 
 
@@ -526,53 +519,7 @@ def test_time_that_runs_out_before_the_first_look_is_said() -> None:
         inspect_steps(chosen, NumericsSettings(), lambda: False)
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "fragments"),
-    [
-        (["numerics.stepz=3"], ["no field 'numerics.stepz'", "'numerics.steps'?"]),
-        (["numerics.steps=0"], ["numerics.steps=0: legal is 1 or more"]),
-        (["numerics.steps=many"], ["numerics.steps is a whole number"]),
-        (["numerics.headroom=0.5"], ["numerics.headroom=0.5: legal is 1 or more"]),
-        (["numerics.try_scales=maybe"], ["numerics.try_scales is true or false"]),
-        (["numerics=3"], ["no field 'numerics'"]),
-        (["precision=fp17_mixed"], ["did you mean 'fp16_mixed'?"]),
-        (["-m"], ["mprun numerics has no option '-m'"]),
-        (["--show-config"], ["mprun numerics has no option '--show-config'"]),
-        (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
-    ],
-    ids=str,
-)
-def test_a_mistake_ends_with_status_2_and_nothing_made(
-    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["numerics", *MNIST, *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mprun: ")
-    assert err.count("\n") == 1
-    assert [text for text in fragments if text not in err] == [], err
-    assert list(Path().iterdir()) == []
-
-
-def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run").mkdir()
-    Path("run/notes.txt").write_text("mine", encoding="utf-8")
-    assert main(["numerics", *LINEAR, *FEW, "run.dir=run"]) == 2
-    assert "mprun: run.dir=run already contains notes.txt" in capsys.readouterr().err
-    assert [p.name for p in Path("run").iterdir()] == ["notes.txt"]
-
-
-def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
-    capsys.readouterr()
-    assert main(["numerics", "run.resume=run"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.startswith("mprun: ")) == ("", True)
-    assert "run.resume" in err
-    assert [path.name for path in Path().iterdir()] == ["run"]
+# ---- weights and folders -------------------------------------------------------------------------
 
 
 def test_weights_of_a_run_can_be_inspected() -> None:

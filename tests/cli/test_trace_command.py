@@ -207,65 +207,12 @@ def test_warnings_of_the_configuration_are_shown(capsys: pytest.CaptureFixture[s
     ]
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "fragments"),
-    [
-        (["train.batchsize=3"], ["no field 'train.batchsize'", "'train.batch_size'?"]),
-        (["op_lists=hpm"], ["'op_lists=hpm'", "did you mean 'hmp'?"]),
-        (["seed=1,2"], ["'seed=1,2' lists several values"]),
-        (["-m"], ["mprun trace has no option '-m'"]),
-        (["--multirun", "seed=1,2"], ["mprun trace has no option '--multirun'"]),
-        (["--show-config"], ["mprun trace has no option '--show-config'"]),
-        (["--foo"], ["no option '--foo'"]),
-        (["recipe.model.unitz=3"], ["did you mean 'units'?"]),
-        (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
-        (["trace.ops=all"], ["trace.ops is true or false"]),
-        (["trace.op=true"], ["did you mean 'trace.ops'?"]),
-    ],
-    ids=str,
-)
-def test_a_mistake_ends_with_status_2_and_nothing_made(
-    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", *MNIST, *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mprun: ")
-    assert err.count("\n") == 1
-    assert [text for text in fragments if text not in err] == [], err
-    assert made() == []
-
-
-def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
-    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
-    capsys.readouterr()
-    assert main(["trace", "run.resume=run"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mprun: ")
-    assert "run.resume" in err
-    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
-    assert [path.name for path in Path().iterdir()] == ["run"]
+# ---- weights and folders -------------------------------------------------------------------------
 
 
 def test_weights_of_a_run_can_be_traced() -> None:
     assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
     assert traced(*LINEAR, "train.init_from=before", "op_lists=hmp")["totals"]["casts"] == 7
-
-
-def test_a_folder_that_holds_something_is_left_as_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("run").mkdir()
-    Path("run/notes.txt").write_text("mine", encoding="utf-8")
-    assert main(["trace", *LINEAR, "run.dir=run"]) == 2
-    assert "mprun: run.dir=run already contains notes.txt" in capsys.readouterr().err
-    assert made() == ["run", "run/notes.txt"]
-    assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_an_empty_folder_is_taken() -> None:

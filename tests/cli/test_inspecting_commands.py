@@ -1,0 +1,101 @@
+"""What commands that look at a recipe's step have in common: mistakes, folders, runs to resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
+    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
+]
+COMMANDS = ("trace", "memory", "numerics")
+
+
+def made() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "fragments"),
+    [
+        *(
+            (command, words, fragments)
+            for command in COMMANDS
+            for words, fragments in (
+                (["-m"], [f"mprun {command} has no option '-m'"]),
+                (["--show-config"], [f"mprun {command} has no option '--show-config'"]),
+            )
+        ),
+        ("trace", ["--multirun", "seed=1,2"], ["mprun trace has no option '--multirun'"]),
+        ("trace", ["--foo"], ["no option '--foo'"]),
+        ("trace", ["train.batchsize=3"], ["no field 'train.batchsize'", "'train.batch_size'?"]),
+        ("trace", ["op_lists=hpm"], ["'op_lists=hpm'", "did you mean 'hmp'?"]),
+        ("trace", ["seed=1,2"], ["'seed=1,2' lists several values"]),
+        ("trace", ["recipe.model.sample=3"], ["did you mean 'samples'?"]),
+        ("trace", ["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
+        ("trace", ["trace.ops=all"], ["trace.ops is true or false"]),
+        ("trace", ["trace.op=true"], ["did you mean 'trace.ops'?"]),
+        ("memory", ["precision=fp32,halfsr"], ["did you mean 'half_sr'?"]),
+        ("memory", ["memory.against=fp33"], ["memory.against: ", "did you mean 'fp32'?"]),
+        ("memory", ["memory.fits=much"], ["'memory.fits=much'", "16GiB"]),
+        ("memory", ["memory.depth=0"], ["memory.depth=0: legal is 1 or more"]),
+        ("memory", ["memory.fit=1GiB"], ["did you mean 'memory.fits'?"]),
+        ("memory", ["run.resume=somewhere"], ["run.resume"]),
+        ("memory", ["train.batch_size=range(1,4)", "seed=interval(0,1)"], ["an interval has"]),
+        ("memory", ["precision=half_sr_full", "execution=native"], ["execution=native: "]),
+        ("memory", ["memory.world_size=0"], ["memory.world_size=0: legal is 1 or more and at m"]),
+        ("memory", ["memory.world_size=two"], ["memory.world_size is a whole number"]),
+        ("memory", ["memory.parallel=fsdp"], ["did you mean 'fsdp2'?"]),
+        ("memory", ["memory.checkpointing=some"], ["memory.checkpointing is true or false"]),
+        ("numerics", ["numerics.stepz=3"], ["no field 'numerics.stepz'", "'numerics.steps'?"]),
+        ("numerics", ["numerics.steps=0"], ["numerics.steps=0: legal is 1 or more"]),
+        ("numerics", ["numerics.steps=many"], ["numerics.steps is a whole number"]),
+        ("numerics", ["numerics.headroom=0.5"], ["numerics.headroom=0.5: legal is 1 or more"]),
+        ("numerics", ["numerics.try_scales=maybe"], ["numerics.try_scales is true or false"]),
+        ("numerics", ["numerics=3"], ["no field 'numerics'"]),
+        ("numerics", ["precision=fp17_mixed"], ["did you mean 'fp16_mixed'?"]),
+        ("numerics", ["train.max_steps=3"], ["numerics.warmup=3 leaves none of 3 steps to insp"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_nothing_made(
+    command: str, words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *LINEAR, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+    assert made() == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_holds_something_is_left_as_it_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").write_text("mine", encoding="utf-8")
+    assert main([command, *LINEAR, "run.dir=run"]) == 2
+    assert "mprun: run.dir=run already contains notes.txt" in capsys.readouterr().err
+    assert made() == ["run", "run/notes.txt"]
+    assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    for command in COMMANDS:
+        capsys.readouterr()
+        assert main([command, "run.resume=run"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.startswith("mprun: ")) == ("", True)
+        assert "run.resume" in err
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert [path.name for path in Path().iterdir()] == ["run"]
