@@ -1,8 +1,9 @@
-"""Every private PyTorch interface that mprun uses, behind small functions.
+"""Private PyTorch interfaces that mprun uses, behind small functions.
 
 PyTorch may change these names in any release. Where a public interface does the same, mprun uses
-that one. The rest is here, tried on PyTorch 2.11 and 2.15: an interface that changes breaks this
-file and no other. `tests/test_torch_private.py` tries each one and names what broke in which
+that one. The rest is here, but for what one package alone uses: `precision/_torch_switches.py` and
+`numerics/_torch_fakes.py`. It was tried on PyTorch 2.11 and 2.15: an interface that changes breaks
+these files and no other. `tests/test_torch_private.py` tries each one and names what broke in which
 version; it also checks that no other module of mprun uses a private name.
 """
 
@@ -11,13 +12,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from inspect import currentframe
-from types import CodeType, FrameType, MappingProxyType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,7 +50,6 @@ __all__ = [  # what is PyTorch's own; the functions below are mprun's
     "tree_map",
 ]
 
-_DEVICE_OF = torch.ops.prim.device.default
 FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
 """Where PyTorch keeps its functions that are written in C++."""
 
@@ -79,65 +76,6 @@ class DispatchMode(TorchDispatchMode):
 @functools.cache
 def _not_traced(mode: Any) -> None:
     mode.__torch_dispatch__ = _disable_dynamo(mode.__torch_dispatch__, recursive=True)
-
-
-class FakeTensorMode(fake_tensor.FakeTensorMode):
-    """PyTorch's, whose tensors can be deep-copied as well.
-
-    A tensor keeps the mode it was made in, and a copy of the mode would be another one, with which
-    the tensors of the first do not mix: `nn.TransformerEncoder`, for one, copies its layer.
-    """
-
-    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
-        return self
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
-    ) -> Any:
-        """Autograd asks for a device twice per op; the answer needs none of the usual checks."""
-        if func is _DEVICE_OF and isinstance(args[0], fake_tensor.FakeTensor):
-            return args[0].fake_device
-        if func in _RESULTS_ON_CPU and args[0].device.type == "cpu":
-            with self:
-                return _RESULTS_ON_CPU[func](*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _group_norm_on_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    samples, _channels, _inner, groups, _eps = sizes
-    given = [p.dtype for p in (weight, bias) if p is not None]
-    dtype = given[0] if given else x.dtype
-    mean = torch.empty(samples, groups, dtype=dtype, device=x.device)
-    return _empty_like(x), mean, torch.empty_like(mean)
-
-
-def _group_norm_backward_on_cpu(
-    _gradient: Tensor, x: Tensor, mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    _samples, channels, _inner, _groups, wanted = sizes
-    dtype = mean.dtype if weight is None else weight.dtype
-    of_x = _empty_like(x) if wanted[0] else None
-    of_weight, of_bias = (
-        torch.empty(channels, dtype=dtype, device=x.device) if w else None for w in wanted[1:]
-    )
-    return of_x, of_weight, of_bias
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=suggest_memory_format(x))
-
-
-_RESULTS_ON_CPU: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.native_group_norm.default: _group_norm_on_cpu,
-    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward_on_cpu,
-}
-"""Results without data, with the strides and dtypes that the CPU's kernels give them.
-
-PyTorch's fake kernels give others: contiguous outputs where the input is in channels-last
-(PyTorch 2.14), and means in 16 bits where the weights are in float32.
-"""
 
 
 class EagerOptimizer(Optimizer):
@@ -414,12 +352,12 @@ def on_scaler_step(callback: Callable[[Optimizer], None]) -> Iterator[None]:
         callback(optimizer)
         return result
 
-    with _replaced(torch.amp.GradScaler, "step", step):
+    with attribute_replaced(torch.amp.GradScaler, "step", step):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def attribute_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, another function is the attribute `name` of a module or class."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(function))
@@ -456,8 +394,8 @@ def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
             noted(outputs)
         return scale(self, outputs)
 
-    replaced = _replaced(torch.autograd, "backward", going_backward)
-    with replaced, _replaced(torch.amp.GradScaler, "scale", scaling):
+    replaced = attribute_replaced(torch.autograd, "backward", going_backward)
+    with replaced, attribute_replaced(torch.amp.GradScaler, "scale", scaling):
         yield
 
 
@@ -512,37 +450,6 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def conversions_replace_parameters() -> Iterator[None]:
-    """Inside, `Module.to`, `half` and their kin put new parameters in place of fake ones.
-
-    Tied ones stay tied. PyTorch's own conversion changes a parameter in place, which a fake one
-    does not allow.
-    """
-    original: Any = nn.Module._apply
-
-    def replaced(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
-        if not any(map(is_fake, self.parameters())):
-            return original(self, fn, recurse)
-        done: dict[int, Any] = {}
-        for module in self.modules() if recurse else [self]:
-            for own in (module._parameters, module._buffers):
-                for name, old in own.items():
-                    if old is None:
-                        continue
-                    if id(old) not in done:
-                        with torch.no_grad():
-                            new = fn(old)
-                        if isinstance(old, nn.Parameter) and new is not old:
-                            new = nn.Parameter(new, requires_grad=old.requires_grad)
-                        done[id(old)] = new
-                    own[name] = done[id(old)]
-        return self
-
-    with _replaced(nn.Module, "_apply", replaced):
-        yield
-
-
-@contextmanager
 def load_hooks_run(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """`state` as the hooks before `load_state_dict` leave it; they do not run again inside."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
@@ -567,151 +474,6 @@ def node_number(node: Node) -> int | None:
     """The number autograd gave a node as it was made; None for a parameter's, which has none."""
     number = int(node._sequence_nr())
     return None if number > 2**63 else number
-
-
-_FP32_SWITCHES = {
-    "cuda.matmul": ("cuda", "matmul"),
-    "cudnn.conv": ("cuda", "conv"),
-    "cudnn.rnn": ("cuda", "rnn"),
-    "mkldnn.matmul": ("mkldnn", "matmul"),
-    "mkldnn.conv": ("mkldnn", "conv"),
-    "mkldnn.rnn": ("mkldnn", "rnn"),
-}
-"""Names in `torch.backends` -> backend and op of the setters."""
-_FP32_LEVELS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
-"""The settings of ops that have none of their own."""
-_REDUCTION_SWITCHES = (
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
-_SETTERS = {
-    name: getattr(torch._C, name)
-    for name in (
-        "_set_fp32_precision_setter",
-        "_set_float32_matmul_precision",
-        "_set_cublas_allow_tf32",
-        "_set_cudnn_allow_tf32",
-        "_set_cublas_allow_bf16_reduced_precision_reduction",
-        "_set_cublas_allow_fp16_reduced_precision_reduction",
-        "_set_cublas_allow_fp16_accumulation",
-    )
-}
-"""The functions of `torch._C` that `torch.backends` calls to set a switch."""
-
-
-@dataclass(frozen=True)
-class BackendSwitches:
-    """The switches of `torch.backends` that decide how matmuls and convolutions compute."""
-
-    levels: tuple[str, ...]
-    """Of `_FP32_LEVELS`."""
-    fp32: dict[str, str]
-    """By name in `torch.backends`: ieee, tf32, bf16 or none (the setting of the level above)."""
-    reductions: dict[str, Any]
-    """Of `torch.backends.cuda.matmul`: whether 16-bit matmuls may add up in less than float32."""
-    matmul: str
-    """The older interface: `torch.get_float32_matmul_precision()`."""
-    cudnn: bool
-    """The older interface: `torch.backends.cudnn.allow_tf32`."""
-
-    @classmethod
-    def all_at(cls, fp32: str, reduced: bool) -> BackendSwitches:
-        """Every float32 op at one precision, ieee or tf32."""
-        return cls(
-            ("none",) * len(_FP32_LEVELS),
-            dict.fromkeys(_FP32_SWITCHES, fp32),
-            dict.fromkeys(_REDUCTION_SWITCHES, reduced),
-            "high" if fp32 == "tf32" else "highest",
-            fp32 == "tf32",
-        )
-
-    def changes(self, wanted: BackendSwitches) -> list[str]:
-        """What differs from the wanted ones, as `cuda.matmul.fp32_precision to 'tf32'`.
-
-        A `none` is left out: it asks for nothing.
-        """
-        fp32 = [
-            f"torch.backends.{name}.fp32_precision to {value!r}"
-            for name, value in self.fp32.items()
-            if value not in (wanted.fp32[name], "none")
-        ]
-        return fp32 + [
-            f"torch.backends.cuda.matmul.{name} to {value}"
-            for name, value in self.reductions.items()
-            if value != wanted.reductions[name]
-        ]
-
-
-def backend_switches() -> BackendSwitches:
-    """The current switches.
-
-    An op without a setting of its own reads as its level, so levels are read first and taken away.
-    The older interface raises an error where it disagrees with the newer one; it is read with the
-    newer one at ieee, where only an older one that allows TF32 can disagree.
-    """
-    get, put = torch._C._get_fp32_precision_getter, _SETTERS["_set_fp32_precision_setter"]
-    levels = []
-    for key in _FP32_LEVELS:
-        levels.append(get(*key))
-        put(*key, "none")
-    fp32 = {name: get(*key) for name, key in _FP32_SWITCHES.items()}
-    matmul = torch.backends.cuda.matmul
-    reductions = {name: getattr(matmul, name) for name in _REDUCTION_SWITCHES}
-    try:
-        for key in _FP32_SWITCHES.values():
-            put(*key, "ieee")
-        precision = torch._C._get_float32_matmul_precision()
-        try:
-            cudnn = torch._C._get_cudnn_allow_tf32()
-        except RuntimeError:
-            cudnn = True
-    finally:
-        for key, value in zip(_FP32_LEVELS, levels, strict=True):
-            put(*key, value)
-        for name, value in fp32.items():
-            put(*_FP32_SWITCHES[name], value)
-    return BackendSwitches(tuple(levels), fp32, reductions, precision, cudnn)
-
-
-def set_backend_switches(switches: BackendSwitches) -> None:
-    """Set the switches: the older interface first, which sets the newer one too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older interface is deprecated
-        _SETTERS["_set_float32_matmul_precision"](switches.matmul)
-        _SETTERS["_set_cudnn_allow_tf32"](switches.cudnn)
-    for key, level in zip(_FP32_LEVELS, switches.levels, strict=True):
-        _SETTERS["_set_fp32_precision_setter"](*key, level)
-    for name, value in switches.fp32.items():
-        _SETTERS["_set_fp32_precision_setter"](*_FP32_SWITCHES[name], value)
-    for name, value in switches.reductions.items():
-        setter = _SETTERS[f"_set_cublas_{name}"]
-        setter(*value) if isinstance(value, tuple) else setter(value)
-
-
-@contextmanager
-def on_backend_switch(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, `call` runs after code has set a switch through `torch.backends` or `torch`.
-
-    An attribute of `torch.backends.cudnn` itself (`allow_tf32 = ...`) is set past it.
-    """
-
-    def followed(setter: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(setter)
-        def set_and_call(*args: Any) -> None:
-            setter(*args)
-            call()
-
-        return set_and_call
-
-    before = {name: getattr(torch._C, name) for name in _SETTERS}
-    try:
-        for name, setter in _SETTERS.items():
-            setattr(torch._C, name, followed(setter))
-        yield
-    finally:
-        for name, setter in before.items():
-            setattr(torch._C, name, setter)
 
 
 def storage_key(x: Tensor) -> int:

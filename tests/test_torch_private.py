@@ -1,4 +1,4 @@
-"""Private PyTorch interfaces: each one still does what mprun needs, and only `_torch.py` uses them.
+"""Private PyTorch interfaces: each one still does what mprun needs, and is used in `_torch*.py`.
 
 A failure names the interface and PyTorch's version.
 """
@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from mprun import _torch
+from mprun.numerics import _torch_fakes
+from mprun.precision import _torch_switches
 
 MPRUN = Path(_torch.__file__).parent
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -56,7 +58,7 @@ class Calls(TorchFunctionMode):
 
 @interface("torch._subclasses.fake_tensor")
 def fake_tensors() -> None:
-    with _torch.FakeTensorMode() as mode:
+    with _torch_fakes.FakeTensorMode() as mode:
         layer = nn.Linear(2, 2)
         assert _torch.is_fake(layer.weight)
         assert _torch.is_fake(copy.deepcopy(layer).weight @ layer.weight)  # of one mode
@@ -245,7 +247,7 @@ def onednn() -> None:
         has_lstm = _torch.onednn_has_lstm(dtype)
         assert isinstance(has_lstm, bool)
         _torch.onednn_has_lstm.cache_clear()
-        with _torch.FakeTensorMode():  # a step is planned there before it is taken
+        with _torch_fakes.FakeTensorMode():  # a step is planned there before it is taken
             assert _torch.onednn_has_lstm(dtype) is has_lstm
 
 
@@ -293,14 +295,14 @@ def _hook(*args: object) -> None:
 @interface("torch.nn.Module._apply")
 def conversions() -> None:
     before = nn.Module._apply
-    with _torch.FakeTensorMode(), _torch.conversions_replace_parameters():
+    with _torch_fakes.FakeTensorMode(), _torch_fakes.conversions_replace_parameters():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         model[2].weight = model[0].weight.requires_grad_(False)
         model.to(torch.bfloat16).cpu()
         assert model[2].weight is model[0].weight
         assert not model[0].weight.requires_grad
         assert model[1].running_mean.dtype == model[0].weight.dtype == torch.bfloat16
-    with _torch.conversions_replace_parameters():
+    with _torch_fakes.conversions_replace_parameters():
         weight = (layer := nn.Linear(2, 2)).weight
         assert layer.double().weight is weight  # real ones are converted in place
     assert nn.Module._apply is before
@@ -317,18 +319,18 @@ def storages() -> None:
 
 @interface("torch._C._get_fp32_precision_getter and the setters of torch.backends")
 def switches() -> None:
-    before = _torch.backend_switches()
+    before = _torch_switches.backend_switches()
     calls: list[int] = []
     try:
-        _torch.set_backend_switches(_torch.BackendSwitches.all_at("tf32", True))
+        _torch_switches.set_backend_switches(_torch_switches.BackendSwitches.all_at("tf32", True))
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         assert torch.backends.cudnn.allow_tf32
-        with _torch.on_backend_switch(lambda: calls.append(1)):
+        with _torch_switches.on_backend_switch(lambda: calls.append(1)):
             torch.backends.cuda.matmul.fp32_precision = "ieee"
         assert calls
     finally:
-        _torch.set_backend_switches(before)
-    assert _torch.backend_switches() == before
+        _torch_switches.set_backend_switches(before)
+    assert _torch_switches.backend_switches() == before
 
 
 @interface("_MultiProcessingDataLoaderIter._shutdown_workers")
@@ -381,7 +383,7 @@ def test_private_interface(name: str) -> None:
         CHECKS[name]()
     except Exception as error:
         pytest.fail(
-            f"mprun/_torch.py uses {name}, which changed in PyTorch {torch.__version__}: "
+            f"_torch*.py uses {name}, which changed in PyTorch {torch.__version__}: "
             f"{type(error).__name__}: {error}"
         )
 
@@ -428,8 +430,8 @@ def private_uses(source: str) -> Iterator[str]:
         yield from (f"line {node.lineno}: {n}" for n in names if is_private(n))  # type: ignore[attr-defined]
 
 
-def test_private_interfaces_are_used_in_one_module() -> None:
-    modules = [p for p in MPRUN.rglob("*.py") if p.name != "_torch.py"]
+def test_private_interfaces_are_used_in_few_modules() -> None:
+    modules = [p for p in MPRUN.rglob("*.py") if not p.name.startswith("_torch")]
     users = [str(p) for p in modules if [*private_uses(p.read_text(encoding="utf-8"))]]
     assert not users, "use a function of mprun/_torch.py"
 

@@ -38,8 +38,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import (
-    FakeTensorMode,
-    conversions_replace_parameters,
     in_backward,
     is_fake,
     is_traceable_wrapper_subclass,
@@ -47,6 +45,7 @@ from mprun._torch import (
     storage_key,
     without_compiled_code,
 )
+from mprun.numerics._torch_fakes import FakeTensorMode, conversions_replace_parameters
 from mprun.numerics.op_watcher import (
     OpFault,
     OpWatcher,

@@ -31,13 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun._torch import (
+from mprun._torch import DispatchMode, tree_leaves
+from mprun.precision._torch_switches import (
     BackendSwitches,
-    DispatchMode,
     backend_switches,
     on_backend_switch,
     set_backend_switches,
-    tree_leaves,
 )
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.formats import TF32, quantise

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import mprun
-from mprun._torch import backend_switches, set_backend_switches
 from mprun.numerics import switch_settings as module
 from mprun.numerics.switch_settings import (
     ATTENTION,
@@ -23,6 +22,7 @@ from mprun.numerics.switch_settings import (
     switch_findings,
     switch_settings,
 )
+from mprun.precision._torch_switches import backend_switches, set_backend_switches
 from tests.waiting import PATIENCE_S
 
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mprun
-from mprun._torch import backend_switches, set_backend_switches, tree_leaves
+from mprun._torch import tree_leaves
 from mprun.assemble import make_plan
 from mprun.config import compose
 from mprun.experiments.plan_answer import plan_answer, search_answer
 from mprun.experiments.proof import SelectedCasts
 from mprun.precision import op_lists
+from mprun.precision._torch_switches import backend_switches, set_backend_switches
 from mprun.records.training_answer import TrainingAnswer
 from mprun.report.snippets import snippets
 

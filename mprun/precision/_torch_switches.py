@@ -1,0 +1,160 @@
+"""The switches of `torch.backends` as PyTorch keeps them: the private interfaces of `switches.py`.
+
+The public ones do not do: that of oneDNN's level sets another one (PyTorch 2.14), and no hook is
+called when code sets a switch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_FP32_SWITCHES = {
+    "cuda.matmul": ("cuda", "matmul"),
+    "cudnn.conv": ("cuda", "conv"),
+    "cudnn.rnn": ("cuda", "rnn"),
+    "mkldnn.matmul": ("mkldnn", "matmul"),
+    "mkldnn.conv": ("mkldnn", "conv"),
+    "mkldnn.rnn": ("mkldnn", "rnn"),
+}
+"""Names in `torch.backends` -> backend and op of the setters."""
+_FP32_LEVELS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+"""The settings of ops that have none of their own."""
+_REDUCTION_SWITCHES = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+_SETTERS = {
+    name: getattr(torch._C, name)
+    for name in (
+        "_set_fp32_precision_setter",
+        "_set_float32_matmul_precision",
+        "_set_cublas_allow_tf32",
+        "_set_cudnn_allow_tf32",
+        "_set_cublas_allow_bf16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_accumulation",
+    )
+}
+"""The functions of `torch._C` that `torch.backends` calls to set a switch."""
+
+
+@dataclass(frozen=True)
+class BackendSwitches:
+    """The switches of `torch.backends` that decide how matmuls and convolutions compute."""
+
+    levels: tuple[str, ...]
+    """Of `_FP32_LEVELS`."""
+    fp32: dict[str, str]
+    """By name in `torch.backends`: ieee, tf32, bf16 or none (the setting of the level above)."""
+    reductions: dict[str, Any]
+    """Of `torch.backends.cuda.matmul`: whether 16-bit matmuls may add up in less than float32."""
+    matmul: str
+    """The older interface: `torch.get_float32_matmul_precision()`."""
+    cudnn: bool
+    """The older interface: `torch.backends.cudnn.allow_tf32`."""
+
+    @classmethod
+    def all_at(cls, fp32: str, reduced: bool) -> BackendSwitches:
+        """Every float32 op at one precision, ieee or tf32."""
+        return cls(
+            ("none",) * len(_FP32_LEVELS),
+            dict.fromkeys(_FP32_SWITCHES, fp32),
+            dict.fromkeys(_REDUCTION_SWITCHES, reduced),
+            "high" if fp32 == "tf32" else "highest",
+            fp32 == "tf32",
+        )
+
+    def changes(self, wanted: BackendSwitches) -> list[str]:
+        """What differs from the wanted ones, as `cuda.matmul.fp32_precision to 'tf32'`.
+
+        A `none` is left out: it asks for nothing.
+        """
+        fp32 = [
+            f"torch.backends.{name}.fp32_precision to {value!r}"
+            for name, value in self.fp32.items()
+            if value not in (wanted.fp32[name], "none")
+        ]
+        return fp32 + [
+            f"torch.backends.cuda.matmul.{name} to {value}"
+            for name, value in self.reductions.items()
+            if value != wanted.reductions[name]
+        ]
+
+
+def backend_switches() -> BackendSwitches:
+    """The current switches.
+
+    An op without a setting of its own reads as its level, so levels are read first and taken away.
+    The older interface raises an error where it disagrees with the newer one; it is read with the
+    newer one at ieee, where only an older one that allows TF32 can disagree.
+    """
+    get, put = torch._C._get_fp32_precision_getter, _SETTERS["_set_fp32_precision_setter"]
+    levels = []
+    for key in _FP32_LEVELS:
+        levels.append(get(*key))
+        put(*key, "none")
+    fp32 = {name: get(*key) for name, key in _FP32_SWITCHES.items()}
+    matmul = torch.backends.cuda.matmul
+    reductions = {name: getattr(matmul, name) for name in _REDUCTION_SWITCHES}
+    try:
+        for key in _FP32_SWITCHES.values():
+            put(*key, "ieee")
+        precision = torch._C._get_float32_matmul_precision()
+        try:
+            cudnn = torch._C._get_cudnn_allow_tf32()
+        except RuntimeError:
+            cudnn = True
+    finally:
+        for key, value in zip(_FP32_LEVELS, levels, strict=True):
+            put(*key, value)
+        for name, value in fp32.items():
+            put(*_FP32_SWITCHES[name], value)
+    return BackendSwitches(tuple(levels), fp32, reductions, precision, cudnn)
+
+
+def set_backend_switches(switches: BackendSwitches) -> None:
+    """Set the switches: the older interface first, which sets the newer one too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older interface is deprecated
+        _SETTERS["_set_float32_matmul_precision"](switches.matmul)
+        _SETTERS["_set_cudnn_allow_tf32"](switches.cudnn)
+    for key, level in zip(_FP32_LEVELS, switches.levels, strict=True):
+        _SETTERS["_set_fp32_precision_setter"](*key, level)
+    for name, value in switches.fp32.items():
+        _SETTERS["_set_fp32_precision_setter"](*_FP32_SWITCHES[name], value)
+    for name, value in switches.reductions.items():
+        setter = _SETTERS[f"_set_cublas_{name}"]
+        setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+@contextmanager
+def on_backend_switch(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, `call` runs after code has set a switch through `torch.backends` or `torch`.
+
+    An attribute of `torch.backends.cudnn` itself (`allow_tf32 = ...`) is set past it.
+    """
+
+    def followed(setter: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(setter)
+        def set_and_call(*args: Any) -> None:
+            setter(*args)
+            call()
+
+        return set_and_call
+
+    before = {name: getattr(torch._C, name) for name in _SETTERS}
+    try:
+        for name, setter in _SETTERS.items():
+            setattr(torch._C, name, followed(setter))
+        yield
+    finally:
+        for name, setter in before.items():
+            setattr(torch._C, name, setter)
