@@ -51,7 +51,6 @@ from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import Ranks
 from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Precision
 from mprun.precision.caster import caster_of
-from mprun.precision.combine import ALONE, Combine
 from mprun.precision.convert import dtype_of
 from mprun.precision.execution import arithmetic_for
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
@@ -59,6 +58,7 @@ from mprun.precision.loss_scale import loss_scale_of_kind
 from mprun.precision.op_lists import CastLog, Watcher
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.precision.switches import tf32_is_on
+from mprun.precision.update import ALONE, Combine
 from mprun.records.run_record import PrecisionRow, Summary
 from mprun.train.callbacks import Messages
 from mprun.train.checkpoint import seed_process

@@ -27,8 +27,8 @@ from mprun.nested import to_dtype
 from mprun.numerics.passes import NotMeasurableError
 from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
-from mprun.precision.forward_backward import forward_backward
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
 from mprun.records.run_record import Summary

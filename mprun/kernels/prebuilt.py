@@ -64,14 +64,10 @@ def levels() -> list[int]:
     return [n for n in (512, 256, 0) if n <= best and hasattr(made, f"mprun_update_{n}")]
 
 
-def updates(defines: Defines, level: int | None = None) -> tuple[Callable[..., None], ...]:
-    """The function `update` of update.c with these macros, alone; `library` must be one.
-
-    Args:
-        level: one of `levels`; the first one unless given.
-    """
+def updates(defines: Defines) -> tuple[Callable[..., None], ...]:
+    """The function `update` of update.c with these macros, alone; `library` must be one."""
     pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    function = _function("update", level)
+    function = _function("update")
     function.argtypes = [*[pointer] * 9, size, word, pointer, pointer, ctypes.c_int]
     storage = _storage(defines)
 
@@ -81,10 +77,10 @@ def updates(defines: Defines, level: int | None = None) -> tuple[Callable[..., N
     return (called,)
 
 
-def roundings(defines: Defines, level: int | None = None) -> tuple[Callable[..., None], ...]:
+def roundings(defines: Defines) -> tuple[Callable[..., None], ...]:
     """The functions `round_stochastic`, `..._twice` and `round_nearest_twice` of round.c."""
     pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    function = _function("round", level)
+    function = _function("round")
     function.argtypes = [*[pointer] * 3, size, word, pointer, *[ctypes.c_int] * 3]
     how = FORMATS.index(defines["TO"]), int("SATURATE" in defines)
 
@@ -104,8 +100,8 @@ def roundings(defines: Defines, level: int | None = None) -> tuple[Callable[...,
     return stochastic, stochastic_twice, nearest_twice
 
 
-def _function(name: str, level: int | None) -> Any:
-    function: Any = getattr(library(), f"mprun_{name}_{levels()[0] if level is None else level}")
+def _function(name: str) -> Any:
+    function: Any = getattr(library(), f"mprun_{name}_{levels()[0]}")
     function.restype = None
     return function
 

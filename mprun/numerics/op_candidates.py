@@ -37,7 +37,7 @@ from mprun.numerics.op_trace import CallStack
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.numerics.passes import CastPlan, Forward, NotMeasurableError, is_out_of_memory, ready
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
-from mprun.precision.forward_backward import call
+from mprun.precision.apply import call
 from mprun.precision.op_lists import Entry, Watcher
 from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
 

@@ -32,8 +32,8 @@ from mprun.precision import (
     Precision,
     StaticLossScale,
 )
+from mprun.precision.apply import call, forward_backward
 from mprun.precision.caster import LayerRegions
-from mprun.precision.forward_backward import call, forward_backward
 from mprun.precision.gemms import LinearGemms, computing_with
 from mprun.precision.layers import computing_in
 from mprun.precision.policy import policy

@@ -43,10 +43,9 @@ from mprun.optim.state import (
     scale_name,
     second_name,
 )
-from mprun.precision.combine import ALONE, Combine
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
-from mprun.precision.update import ScaledOptimizer, device_of_gradients
+from mprun.precision.update import ALONE, Combine, ScaledOptimizer, device_of_gradients
 from mprun.records.policy_columns import COMPENSATED, ROUNDINGS
 
 SITES = 3
@@ -115,7 +114,85 @@ class _Update(NamedTuple):
         return self.engine == "eager" or not is_fake(self.p)
 
 
-class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
+class GradScaledOptimizer(EagerOptimizer, ScaledOptimizer):
+    """An optimizer whose step takes the gradients of a scaled loss, as PyTorch's fused ones do."""
+
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
+
+    @abstractmethod
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of the step, without empty ones."""
+
+    @abstractmethod
+    def _step(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """One step on gradients times `scale`, unless `skip` is 1."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, as `torch.amp.GradScaler` calls it.
+
+        Gradients are divided by `self.grad_scale`, a scalar tensor, if it is set. If
+        `self.found_inf` is set and not 0, the step is skipped.
+
+        Args:
+            closure: computes the loss anew.
+
+        Returns:
+            The result of `closure`.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+            TypeError: a dtype or a kind of tensor that is not taken.
+            ValueError: gradient or state differ from the parameter in shape, or engine c was named
+                and the parameter is not on the CPU.
+            NoCompilerError: engine c was named and cannot be compiled.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return loss
+
+    @torch.no_grad()
+    def scaled_step(
+        self,
+        scale: Tensor | None,
+        max_norm: float | None = None,
+        overflow: Tensor | None = None,
+        combine: Combine = ALONE,
+    ) -> Tensor | None:
+        """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
+
+        Args:
+            scale: what the loss was multiplied by, a float32 scalar on the device; None for 1, and
+                for steps that are always taken.
+            max_norm: clip the unscaled gradients' global L2 norm to this.
+            overflow: 1 skips the step, 0 takes it. None: the gradients are checked here, unless
+                `scale` is None.
+            combine: what processes with shards agree on norm and overflows by.
+
+        Returns:
+            1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
+            None where `scale` and `overflow` are None.
+        """
+        is_checked = overflow is None and scale is not None
+        gradients = self._gradients() if is_checked or max_norm is not None else []
+        if is_checked:
+            assert scale is not None
+            overflow = not_finite(gradients, scale.device, combine)
+        self.grad_scale, self.found_inf = scale, overflow
+        if max_norm is not None:
+            device = device_of_gradients(self)
+            self.grad_scale = clipping_scale(gradients, scale, max_norm, device, combine)
+        try:
+            self.step()
+        finally:
+            del self.grad_scale, self.found_inf
+        return overflow
+
+
+class LowPrecisionOptimizer(GradScaledOptimizer):
     """The base of all optimizers; a subclass gives its formula, its moments and its constants.
 
     Args:
@@ -132,8 +209,6 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
     second: ClassVar[str | None] = None
     """The name of the second moment; None without one."""
     engine: str | None = None
-
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
 
     def __init__(
         self,
@@ -201,72 +276,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
 
     zero_grad = zero_grad
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, as `torch.amp.GradScaler` calls it.
-
-        Gradients are divided by `self.grad_scale`, a scalar tensor, if it is set. If
-        `self.found_inf` is set and not 0, the step is skipped.
-
-        Args:
-            closure: computes the loss anew.
-
-        Returns:
-            The result of `closure`.
-
-        Raises:
-            TypeError: a dtype or a kind of tensor that is not taken.
-            ValueError: gradient or state differ from the parameter in shape, or engine c was named
-                and the parameter is not on the CPU.
-            NoCompilerError: engine c was named and cannot be compiled.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._step(None if scale is None else scale.reciprocal().float(), skip)
-        return loss
-
-    @torch.no_grad()
-    def scaled_step(
-        self,
-        scale: Tensor | None,
-        max_norm: float | None = None,
-        overflow: Tensor | None = None,
-        combine: Combine = ALONE,
-    ) -> Tensor | None:
-        """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
-
-        Args:
-            scale: what the loss was multiplied by, a float32 scalar on the device; None for 1, and
-                for steps that are always taken.
-            max_norm: clip the unscaled gradients' global L2 norm to this.
-            overflow: 1 skips the step, 0 takes it. None: the gradients are checked here, unless
-                `scale` is None.
-            combine: what processes with shards agree on norm and overflows by.
-
-        Returns:
-            1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
-            None where `scale` and `overflow` are None.
-        """
-        is_checked = overflow is None and scale is not None
-        gradients = self._gradients() if is_checked or max_norm is not None else []
-        if is_checked:
-            assert scale is not None
-            overflow = not_finite(gradients, scale.device, combine)
-        self.grad_scale, self.found_inf = scale, overflow
-        if max_norm is not None:
-            device = device_of_gradients(self)
-            self.grad_scale = clipping_scale(gradients, scale, max_norm, device, combine)
-        try:
-            self.step()
-        finally:
-            del self.grad_scale, self.found_inf
-        return overflow
-
     def _gradients(self) -> list[Tensor]:
-        """The gradients of the step, checked; without empty ones."""
         gradients = []
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.grad is not None:
@@ -274,7 +284,8 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                 gradients.append(p.grad)
         return [g for g in gradients if g.numel()]
 
-    def _step(self, factor: Tensor | None, skip: Tensor | None) -> None:
+    def _step(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        factor = None if scale is None else scale.reciprocal().float()
         self._hypers = {}  # the parameters of a group that have taken as many steps share them
         updates = self._updates()
         on_host = [update for update in updates if update.on_host]

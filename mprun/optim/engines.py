@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ from mprun.precision.rounding import (
 ENGINES = ("c", "inductor", "eager")
 
 
-@dataclass
-class Operands:
+class Operands(NamedTuple):
     """The tensors of one parameter's step, each in one piece, updated in place."""
 
     param: Tensor
@@ -53,12 +51,10 @@ class Operands:
 
     def part(self, start: int, stop: int) -> Operands:
         """The elements from `start`, where a block of codes begins, to `stop`."""
-        parts = (self.param, self.grad, self.first, self.second, self.remainder)
         blocks = slice(start // formulas.PER_SCALE, formulas.scales_for(stop))
-        scales = (self.first_scales, self.second_scales)
         return Operands(
-            *(None if x is None else x.view(-1)[start:stop] for x in parts),  # type: ignore[arg-type]
-            *(None if x is None else x[blocks] for x in scales),
+            *(None if x is None else x.view(-1)[start:stop] for x in self[:5]),  # type: ignore[arg-type]
+            *(None if x is None else x[blocks] for x in self[5:]),
         )
 
 
@@ -118,11 +114,9 @@ def _in_c(
     first: int,
 ) -> None:
     count = operands.param.numel()
-    o = operands
-    tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
     tables = formulas.tables() if storage.coded else None
     _library(storage)(
-        *[None if x is None else x.data_ptr() for x in (*tensors, tables)],
+        *[None if x is None else x.data_ptr() for x in (*operands, tables)],
         count,
         first,
         hyper.data_ptr(),
@@ -287,11 +281,9 @@ def _by_inductor(
     skip: Tensor | None,
     first: int,
 ) -> None:
-    o = operands
     words = _key_words(keys, hyper, first)
     maps = formulas.maps(hyper) if storage.coded else None
-    tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
-    _compiled(storage, first > 0)(*tensors, hyper, words, skip, maps)
+    _compiled(storage, first > 0)(hyper, words, skip, maps, *operands)
 
 
 @cache
@@ -302,21 +294,16 @@ def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
     """
 
     def update(
-        param: Tensor,
-        grad: Tensor,
-        first: Tensor | None,
-        second: Tensor | None,
-        remainder: Tensor | None,
-        first_scales: Tensor | None,
-        second_scales: Tensor | None,
         hyper: Tensor,
         key_words: Tensor,
         skip: Tensor | None,
         maps: Tensor | None,
+        param: Tensor,
+        *others: Tensor | None,
     ) -> None:
         index = _indices(param, 0)
         index = index + key_words[-1] if is_shard else index
-        operands = Operands(param, grad, first, second, remainder, first_scales, second_scales)
+        operands = Operands(param, *others)  # type: ignore[arg-type]
         _update(storage, operands, hyper, key_words, index, skip, maps)
 
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")

@@ -14,7 +14,7 @@ in the masters is never lost, so both train like float32 parameters that the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import EagerOptimizer, is_fake, own_parameters
-from mprun.optim.state import check_operands, clipping_scale, not_finite
-from mprun.precision.combine import ALONE, Combine
+from mprun._torch import is_fake, own_parameters
+from mprun.optim.base import GradScaledOptimizer
+from mprun.optim.state import check_operands
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, START, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
-from mprun.precision.update import MasteredOptimizer, device_of_gradients
+from mprun.precision.update import MasteredOptimizer
 from mprun.records.policy_columns import ROUNDINGS
 
 MASTER = "master"
@@ -72,7 +72,7 @@ def float32_masters(model: nn.Module) -> Iterator[Masters]:
             own[name] = p
 
 
-class MasterWeights(EagerOptimizer, MasteredOptimizer):
+class MasterWeights(GradScaledOptimizer, MasteredOptimizer):
     """An optimizer whose 16-bit parameters have float32 masters.
 
     `param_groups` and `state` have the 16-bit parameters; options are those of `inner`, which gets
@@ -90,8 +90,6 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
     Raises:
         ValueError: an option that is none of those.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
 
     def __init__(
         self,
@@ -162,48 +160,17 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
             if master or held in self.inner.state:
                 self.state[p] = {**master, **self.inner.state.get(held, {})}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, as `torch.amp.GradScaler` calls it: see `LowPrecisionOptimizer.step`.
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p, _ in self._pairs() if p.grad is not None and p.grad.numel()]
 
-        Raises:
-            RuntimeError: a sparse gradient of a 16-bit parameter.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, scale: Tensor | None, skip: Tensor | None) -> None:
         for group in self.param_groups:
             group["attempts"] += 1
-        skip: Tensor | None = getattr(self, "found_inf", None)
         if skip is None or is_fake(skip) or not skip.item():
             with self.masters_with_gradients():
                 self.inner.step()
                 self._pull()
             self._round()
-        return loss
-
-    @torch.no_grad()
-    def scaled_step(
-        self,
-        scale: Tensor | None,
-        max_norm: float | None = None,
-        overflow: Tensor | None = None,
-        combine: Combine = ALONE,
-    ) -> Tensor | None:
-        """Unscale, check, clip and step in float32: see `LowPrecisionOptimizer.scaled_step`."""
-        gradients = [p.grad for p, _ in self._pairs() if p.grad is not None and p.grad.numel()]
-        if overflow is None and scale is not None:
-            overflow = not_finite(gradients, scale.device, combine)
-        self.grad_scale, self.found_inf = scale, overflow
-        if max_norm is not None:
-            device = device_of_gradients(self)
-            self.grad_scale = clipping_scale(gradients, scale, max_norm, device, combine)
-        try:
-            self.step()
-        finally:
-            del self.grad_scale, self.found_inf
-        return overflow
 
     @contextmanager
     def masters_with_gradients(self) -> Iterator[Masters]:

@@ -23,8 +23,8 @@ from mprun import devices
 from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
 from mprun.precision import rounding
-from mprun.precision.combine import Combine
 from mprun.precision.rounding import round_nearest
+from mprun.precision.update import Combine
 
 
 def second_name(second: str | None, storage: Storage) -> str:

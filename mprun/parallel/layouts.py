@@ -20,8 +20,8 @@ from mprun.data import Batch
 from mprun.data.batches import NOTHING_COUNTS, Whole
 from mprun.errors import RunFailedError
 from mprun.parallel.ranks import Ranks
-from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import Policy
+from mprun.precision.update import ALONE, Combine
 
 
 class Outline(NamedTuple):

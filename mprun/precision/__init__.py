@@ -12,7 +12,6 @@ from mprun.precision.arithmetic import (
     WrappedArithmetic,
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
-from mprun.precision.combine import Combine
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.loss_scale import (
@@ -26,7 +25,7 @@ from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import EmulatedTf32, backend_flags, has_tf32, round_to_tf32
-from mprun.precision.update import Clip
+from mprun.precision.update import Clip, Combine
 
 __all__ = [
     "Arithmetic",

@@ -12,7 +12,8 @@ does not use those values, evaluation does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,19 @@ class ForwardWrapper:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
+
+
+@contextmanager
+def forwards_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """At the end these modules have the forward again that they have now."""
+    before = {module: vars(module).get("forward") for module in modules}
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
 
 class Float32Statistics(ForwardWrapper):

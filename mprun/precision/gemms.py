@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mprun.precision.convert import ForwardWrapper
+from mprun.precision.convert import ForwardWrapper, forwards_restored
 from mprun.precision.formats import (
     FP8_ROWWISE,
     FP8_TENSORWISE,
@@ -445,16 +445,9 @@ def computing_with(model: nn.Module, gemms: Mapping[str, LinearGemms], seed: int
     """Inside, the products of these linear layers have these formats; the same bits each time."""
     bits = StepBits(seed)
     bits.begin_step(1)
-    layers = [model.get_submodule(name) for name in gemms]
-    before = [vars(layer).get("forward") for layer in layers]
-    convert_gemms(model, gemms, bits)
-    try:
+    with forwards_restored(map(model.get_submodule, gemms)):
+        convert_gemms(model, gemms, bits)
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            vars(layer).pop("forward", None)
-            if forward is not None:
-                layer.forward = forward
 
 
 def formats_of(module: nn.Module) -> list[BlockFormat]:

@@ -42,7 +42,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from mprun.errors import hint
 from mprun.nested import map_tensors
 from mprun.precision.caster import LayerRegions, RegionFactory
-from mprun.precision.convert import ForwardWrapper, dtype_of
+from mprun.precision.convert import ForwardWrapper, dtype_of, forwards_restored
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
 from mprun.records.mode_names import OWN_ALIASES, layer_value, product_formats
@@ -246,16 +246,10 @@ def computing_in(
         layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
     modules = {model.get_submodule(name): dtype for name, dtype in named.items()}
-    before = {module: vars(module).get("forward") for module in modules}
-    for module, dtype in modules.items():
-        module.forward = InDtype(module, layer_region(dtype), dtype)
-    try:
+    with forwards_restored(modules):
+        for module, dtype in modules.items():
+            module.forward = InDtype(module, layer_region(dtype), dtype)
         yield
-    finally:
-        for module, forward in before.items():
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
 
 
 def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:

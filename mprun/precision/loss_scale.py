@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun import devices
-from mprun.precision.combine import ALONE, Combine
-from mprun.precision.update import Clip, Unscaled, step_scaled, step_unscaled
+from mprun.precision.update import ALONE, Clip, Combine, Unscaled, step_scaled, step_unscaled
 
 DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16

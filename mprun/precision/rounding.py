@@ -70,10 +70,7 @@ FORMATS = {torch.float16: FP16, torch.bfloat16: BF16}
 RANDOM_BITS = {dtype: MANTISSA_BITS - to.mantissa_bits for dtype, to in FORMATS.items()}
 """How many bits decide a stochastic rounding; they are the upper ones of the 32 given."""
 
-_SIGN = -(2**31)
 _SMALLEST_NORMAL = 2.0**-14
-_QUANTUM_EXPONENT = 0x38800000
-"""The bit pattern of 2^-14."""
 
 
 def round_nearest(x: Tensor, dtype: torch.dtype, overflow: str = "infinity") -> Tensor:
@@ -97,11 +94,6 @@ def round_stochastic(
     """
     rounded = quantise(x, FORMATS[dtype], overflow="none", bits=bits)
     return _saturated(rounded.to(dtype), x, overflow)
-
-
-def _signed_quantum(x: Tensor) -> Tensor:
-    """2^-14 with the sign of `x`."""
-    return ((x.view(torch.int32) & _SIGN) | _QUANTUM_EXPONENT).view(torch.float32)
 
 
 def _saturated(rounded: Tensor, x: Tensor, overflow: str) -> Tensor:
@@ -135,7 +127,7 @@ def kahan_rest(x: Tensor, rounded: Tensor) -> Tensor:
     if rounded.dtype == torch.bfloat16:
         remainder = x.view(torch.int32) - wide.view(torch.int32)
         return torch.where(torch.isfinite(x), remainder, 0).to(torch.int16)
-    shift = _signed_quantum(x)
+    shift = torch.full_like(x, _SMALLEST_NORMAL).copysign(x)
     small = wide.abs() < _SMALLEST_NORMAL
     remainder = torch.where(small, x + shift, x).view(torch.int32)
     remainder = remainder - torch.where(small, wide + shift, wide).view(torch.int32)

@@ -25,7 +25,7 @@ from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
 from mprun.parallel.layouts import Layout
 from mprun.precision import Precision
-from mprun.precision.forward_backward import forward_backward
+from mprun.precision.apply import forward_backward
 from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine

@@ -44,8 +44,8 @@ from mprun.numerics.divergence.boundaries import (
 )
 from mprun.numerics.divergence.pieces import Difference, DifferenceRow, excess, forced, true_outputs
 from mprun.numerics.passes import ready
+from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
-from mprun.precision.forward_backward import call
 from mprun.results.diff_result import CapturedCall, CaptureRecord, OpError, SideError
 
 SEED = 0
