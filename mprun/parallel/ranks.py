@@ -44,10 +44,6 @@ class Ranks:
         """Whether this process keeps the record."""
         return self.rank == 0
 
-    def total(self, value: float) -> float:
-        """The sum of a number over processes."""
-        return value
-
     def totals(self, values: list[float]) -> list[float]:
         """The sums of numbers over processes, in float64."""
         return values
@@ -98,9 +94,6 @@ class GroupRanks(Ranks):
             raise lost(error) or error from error
         finally:
             self.waited_s += time.perf_counter() - began
-
-    def total(self, value: float) -> float:
-        return self.totals([value])[0]
 
     def totals(self, values: list[float]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64)

@@ -193,44 +193,24 @@ def _check(model: nn.Module) -> None:
             )
 
 
-class _Collective:
-    """What FSDP2 asks of a collective: the tensor that receives the result."""
+class TimedCollective:
+    """What FSDP2 asks of a collective, by PyTorch's own, whose name is given."""
 
-    def __init__(self, ranks: GroupRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: GroupRanks, name: str) -> None:
+        self._ranks, self._name = ranks, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor that receives the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class TimedAllGather(_Collective):
-    """The parts of all processes, one after the other."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         with self._ranks.communicating():
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-
-class TimedReduceScatter(_Collective):
-    """This process's part of the sum over processes."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        with self._ranks.communicating():
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return getattr(dist, self._name)(output_tensor, input_tensor, **options)
 
 
 def time_collectives(module: FSDPModule, ranks: GroupRanks) -> None:
     """Count the collectives of `module`, which is on a CPU, as communication."""
-    gather: Any = TimedAllGather(ranks)
-    scatter: Any = TimedReduceScatter(ranks)
+    gather: Any = TimedCollective(ranks, "all_gather_into_tensor")
+    scatter: Any = TimedCollective(ranks, "reduce_scatter_tensor")
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)

@@ -248,14 +248,7 @@ class ShardLayout(GroupLayout):
                 f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
                 "computes element by element, such as AdamW, or parallel=ddp"
             )
-        return DTensor.from_local(
-            entry,
-            self._mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        return _as_part(entry, whole)
 
     def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or entry.shape != whole.shape:
@@ -368,7 +361,8 @@ def write(
         Done when all processes have written; its error is that of any of them (OSError), or that
         another process is gone (PeerLostError).
     """
-    local = {name: _contiguous(value) for name, value in shards.items()}
+    # safetensors takes no tensor that is not contiguous
+    local = {name: _as_part(x.to_local().contiguous(), x) for name, x in shards.items()}
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_pieces(shards), save_distributed=True
     )
@@ -457,19 +451,10 @@ def _check(name: str, wanted: Tensor, saved: Any) -> None:
         )
 
 
-def _contiguous(value: DTensor) -> DTensor:
-    """safetensors takes no other."""
-    local = value.to_local()
-    if local.is_contiguous():
-        return value
-    return DTensor.from_local(
-        local.contiguous(),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+def _as_part(local: Tensor, whole: DTensor) -> DTensor:
+    """This process's tensor as its part of one that is cut as `whole` is."""
+    mesh, cut, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+    return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=stride)
 
 
 def _pieces(shards: Mapping[str, DTensor]) -> dict[str, int]:

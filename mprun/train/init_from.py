@@ -184,21 +184,21 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
             f"values, which is not loaded; {LEGAL}"
         ) from None
     if not isinstance(content, Mapping) or "format_version" not in content:
-        state = _state(nested(content), path)
+        state = _state(nested(content), f"train.init_from={path}", f"; {LEGAL}")
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
     weights = checkpoint.weights(saved, file) if isinstance(trainer, dict) else None
-    state = _state(weights, path)
+    state = _state(weights, f"train.init_from={path}", f"; {LEGAL}")
     row = effective if isinstance(effective, dict) else {}
     trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
     return state, _dtypes(state) | trained_in, saved.get("recipe")
 
 
-def _state(content: Any, path: Path) -> dict[str, Tensor]:
+def _state(content: Any, source: object, legal: str = "") -> dict[str, Tensor]:
     known = isinstance(content, Mapping) and len(content) > 0
     if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in content.items()):
-        raise UsageError(f"train.init_from={path} contains no weights by name; {LEGAL}")
+        raise UsageError(f"{source} contains no weights by name{legal}")
     return {key: tensor.detach() for key, tensor in content.items()}
 
 
@@ -262,11 +262,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
             f"{run} has no checkpoint ({checkpoint.path_in(run)} is missing); a run writes one at "
             "its end, or earlier with train.checkpoint_every_steps"
         )
-    state = checkpoint.weights(saved, checkpoint.path_in(run))
-    known = isinstance(state, Mapping) and len(state) > 0
-    if not known or not all(isinstance(x, Tensor) for x in state.values()):
-        raise UsageError(f"{checkpoint.path_in(run)} contains no weights by name")
-    return {str(name): tensor.detach() for name, tensor in state.items()}
+    return _state(checkpoint.weights(saved, checkpoint.path_in(run)), checkpoint.path_in(run))
 
 
 def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]) -> None:

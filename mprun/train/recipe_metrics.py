@@ -252,7 +252,7 @@ class MetricPass:
         whole = MetricPass(self._given, self._device)
         for state in self._ranks.gather(self._sent_state()):
             if state:
-                whole._merge(state["metrics"])
+                whole._merge(state)
         return whole
 
     def _sent_state(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class MetricPass:
                     f"metric {name!r} has no state that can be sent to another process; legal: "
                     "numbers and tensors as its attributes, or state_dict and load_state_dict"
                 ) from None
-        return {"metrics": {"updates": self._updates, "states": states}}
+        return {"updates": self._updates, "states": states}
 
     def _merge(self, saved: Mapping[str, Any]) -> None:
         """Add the batches of a state."""

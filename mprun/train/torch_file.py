@@ -18,7 +18,7 @@ import json
 import pickletools
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,33 +114,26 @@ KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, LowPrecisionOp
 """Optimizers whose moments all have the shape of the parameter."""
 
 
-def differences(fresh: Any, saved: Any, name: str) -> Iterator[str]:
-    """Each place where a saved state has another form, with both forms.
+def check_form(fresh: Any, saved: Any, name: str) -> None:
+    """Check that a saved state has the form of the state of the assembled run.
 
     Args:
         fresh: the state of the assembled run.
         saved: the state to load.
         name: of the state, the beginning of each place's name.
+
+    Raises:
+        ValueError: it has another form; with the first such place, and both forms there.
     """
     if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         for key in fresh:
             if key in saved:
-                yield from differences(fresh[key], saved[key], f"{name}.{key}")
+                check_form(fresh[key], saved[key], f"{name}.{key}")
     elif isinstance(fresh, list | tuple) and isinstance(saved, list | tuple):
         for place, (one, other) in enumerate(zip(fresh, saved, strict=False)):
-            yield from differences(one, other, f"{name}[{place}]")
+            check_form(one, other, f"{name}[{place}]")
     elif not _fits(fresh, saved):
-        yield f"{name} is {form(saved)}, not {form(fresh)}"
-
-
-def check_form(fresh: Any, saved: Any, name: str) -> None:
-    """Check that a saved state has the form of the state of the assembled run.
-
-    Raises:
-        ValueError: it has another one, with the first place.
-    """
-    for difference in differences(fresh, saved, name):
-        raise ValueError(difference)
+        raise ValueError(f"{name} is {form(saved)}, not {form(fresh)}")
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:

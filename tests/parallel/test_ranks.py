@@ -18,7 +18,7 @@ def everything() -> dict[str, Any]:
     tensors = [torch.full((2,), rank + 1.0), torch.tensor(2**40 + rank)]
     ranks.sum_tensors(tensors)
     return {
-        "total": ranks.total(0.1 + rank),
+        "totals": ranks.totals([0.1 + rank]),
         "agree": ranks.agree(rank == 1, False, True),
         "gather": ranks.gather({"rank": rank}),
         "share": ranks.share(f"of {rank}"),
@@ -31,8 +31,8 @@ def everything() -> dict[str, Any]:
 def test_processes_agree(groups: Groups) -> None:
     results = groups.call(everything, processes=3)
     for found in results:
-        assert found["total"] == pytest.approx(3.3, rel=1e-15)
-        assert found["total"] == results[0]["total"]
+        assert found["totals"] == pytest.approx([3.3], rel=1e-15)
+        assert found["totals"] == results[0]["totals"]
         assert found["agree"] == (True, False, True)
         assert found["gather"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert found["share"] == "of 0"
@@ -45,7 +45,7 @@ def test_processes_agree(groups: Groups) -> None:
 def test_one_process_agrees_with_itself() -> None:
     one = Ranks()
     assert one.is_first
-    assert one.total(2.5) == 2.5
+    assert one.totals([2.5]) == [2.5]
     assert one.agree(True, False) == (True, False)
     assert one.gather(3) == [3]
     assert one.share("x") == "x"

@@ -248,9 +248,9 @@ def exchanges() -> tuple[float, int]:
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             plain = getattr(dist, name)
 
-            def counted(*given: Any, plain: Any = plain) -> Any:
+            def counted(*given: Any, plain: Any = plain, **options: Any) -> Any:
                 called.append(plain)
-                return plain(*given)
+                return plain(*given, **options)
 
             patched.setattr(dist, name, counted)
         model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
