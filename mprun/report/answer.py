@@ -19,7 +19,7 @@ from mprun.compare.equal_quality import (
     judge_equal_quality,
 )
 from mprun.compare.measures import SAME, judge_ratio
-from mprun.console.formatting import counted
+from mprun.console.formatting import counted, joined
 from mprun.report.cells import (
     deciding,
     difference_span,
@@ -79,8 +79,7 @@ def headline(comparison: Comparison) -> list[str]:
 
 def _sentence(variant: Variant, *clauses: str) -> str:
     """`label does one thing, does another and does a third.`"""
-    *first, last = filter(None, clauses)
-    return f"{plain(variant.label)} {', '.join(first)}{' and ' if first else ''}{last}."
+    return f"{plain(variant.label)} {joined([*filter(None, clauses)])}."
 
 
 def variant_sentences(comparison: Comparison) -> list[VariantSentence]:

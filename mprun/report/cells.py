@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mprun.compare.comparison import Comparison, Estimate, Interval, StepPercentiles, Variant
 from mprun.compare.measures import SAME
 from mprun.compare.statistics import CONFIDENCE
-from mprun.console.formatting import counted, distinct_form, level_text
+from mprun.console.formatting import UNITS, counted, distinct_form, level_text
 from mprun.errors import printable
 
 NONE = "-"
@@ -179,14 +179,9 @@ def span(interval: Interval | None, form: str, scale: float = 1.0) -> str:
 # ---- units ---------------------------------------------------------------------------------------
 
 
-def _is_share(comparison: Comparison) -> bool:
-    """Whether the metric is shown as a percentage and its differences as points."""
-    return not comparison.is_relative
-
-
 def metric_scale(comparison: Comparison) -> float:
     """A metric is shown as this multiple of the recorded number."""
-    return 100.0 if _is_share(comparison) else 1.0
+    return 1.0 if comparison.is_relative else 100.0
 
 
 DIFFERENCE_SCALE = 100.0
@@ -195,7 +190,7 @@ DIFFERENCE_SCALE = 100.0
 
 def _metric_form(comparison: Comparison) -> str:
     """Losses have as many decimals as make four digits of the largest."""
-    if _is_share(comparison):
+    if not comparison.is_relative:
         return "{:.2f}"
     sizes = [abs(v.metric.value) for v in comparison.variants if v.metric]
     largest = max(filter(math.isfinite, sizes), default=0.0)
@@ -215,18 +210,18 @@ def metric_name(comparison: Comparison) -> str:
 
 def metric_unit(comparison: Comparison) -> str:
     """`%` of a fraction, such as an accuracy; a loss has none."""
-    return "%" if _is_share(comparison) else ""
+    return "" if comparison.is_relative else "%"
 
 
 def difference_unit(comparison: Comparison) -> str:
     """The unit of differences, which is also the column's name."""
-    return "points" if _is_share(comparison) else "difference %"
+    return "difference %" if comparison.is_relative else "points"
 
 
 def difference_text(comparison: Comparison, value: float, signed: bool = True) -> str:
     """A difference with its unit: `-0.05 points`, `+2.00 %`; without a sign, a margin."""
     number = DIFFERENCE_FORM.format(value * DIFFERENCE_SCALE)
-    unit = "points" if _is_share(comparison) else "%"
+    unit = "%" if comparison.is_relative else "points"
     return f"{number if signed else number.lstrip('+')} {unit}"
 
 
@@ -239,14 +234,11 @@ def difference_span(comparison: Comparison, interval: Interval) -> str:
     return span(interval, form, DIFFERENCE_SCALE)
 
 
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-
-
 def memory_unit(comparison: Comparison) -> tuple[str, int]:
     """The unit of all memory of the table: the largest in which every peak is at least 1."""
     peaks = [p for v in comparison.variants if (p := peak(v))]
     least = min(peaks, default=2**20)
-    return next((unit for unit in UNITS if least >= unit[1]), UNITS[-1])
+    return next((unit for unit in UNITS.items() if least >= unit[1]), ("B", 1))
 
 
 def memory(comparison: Comparison, value: int | None) -> str:

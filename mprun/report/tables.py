@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.console.formatting import counted, substitution_label
+from mprun.console.formatting import counted, listed, substitution_label
 from mprun.records.run_folder import GUARD_LAYERS
 from mprun.records.run_record import (
     GuardedGemm,
@@ -248,12 +248,11 @@ def guard_lines(summary: Summary, folder: Path) -> list[str]:
         return ["guard: no product passed a threshold"]
     layers = _by_module(guard)
     named = [f"{name} ({', '.join(map(_product, rows))})" for name, rows in layers.items()]
-    more = f", and {len(named) - MAX_NAMED} more layers" if len(named) > MAX_NAMED else ""
     file = shlex.quote(f"precision.layers_file={folder / GUARD_LAYERS}")
     found = f"{counted(len(guard.gemms), 'product')} of {counted(len(layers), 'layer')}"
     what = f"promoted {found}" if guard.action == "promote" else f"{found} passed a threshold"
     return [
-        f"guard: {what}: {', '.join(named[:MAX_NAMED])}{more}",
+        f"guard: {what}: {listed(named, MAX_NAMED)}",
         f"{file}, in place of precision.layers, keeps them in bfloat16",
     ]
 

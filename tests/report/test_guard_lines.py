@@ -57,7 +57,7 @@ def test_the_line_names_layers_and_products() -> None:
 def test_the_line_is_bounded() -> None:
     line = guard_lines(summary("promote", *((f"f{n}", "forward") for n in range(8))), FOLDER)[0]
     assert line.startswith("guard: promoted 8 products of 8 layers: f0 (")
-    assert line.endswith("f4 (forward in 5 steps), and 3 more layers")
+    assert line.endswith("f4 (forward in 5 steps) and 3 more")
 
 
 def test_the_file_has_the_formats_that_a_layer_had() -> None:
