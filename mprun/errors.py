@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -63,6 +64,15 @@ class StoppedError(EndError):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
+
+
+@contextmanager
+def as_usage_error(before: str = "") -> Iterator[None]:
+    """Inside, a `ValueError` becomes a `UsageError` with its text, after `before`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"{before}{error}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from mprun.config import Config
 from mprun.config.schema import OpListsConfig
-from mprun.errors import UsageError
+from mprun.errors import UsageError, as_usage_error
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy
 from mprun.precision.convert import convert
@@ -29,13 +29,11 @@ from mprun.records.reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
 
 
+@as_usage_error()
 def build_policy(config: Config) -> Policy:
     """The policy a configuration's precision section describes."""
     row = {k: v for k, v in vars(config.precision).items() if not k.startswith("layers")}
-    try:
-        return Policy(**row)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return Policy(**row)
 
 
 def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, str]:
@@ -50,13 +48,11 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
         return {}
     with fake_tensors():
         model = model_of(recipe)
-        try:
+        with as_usage_error():
             layers = resolve(model, asked)
             check_rounding(layers, policy)
             stored = {n: layer.stored for n, layer in layer_precisions(layers, policy).items()}
             convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=stored)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
     return layers
 
 
@@ -76,10 +72,8 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
         return None
     section = config.op_lists
     lower, fp32, promote = (names for names, _ in _without_displaced(section, device, resumed))
-    try:
+    with as_usage_error("op_lists: "):
         lists = op_lists(lower, fp32, promote, section.unlisted == "first_input")
-    except ValueError as error:
-        raise UsageError(f"op_lists: {error}") from None
     if section.strict and lists.unknown:
         first, rest = lists.unknown[:5], len(lists.unknown) - 5
         more = f"; {rest} more" if rest > 0 else ""
@@ -163,10 +157,8 @@ def _layers_file(path: Path) -> dict[str, str]:
             f"precision.layers_file={path}: it is not a mapping; legal is a line for each module, "
             "'name: dtype'"
         )
-    try:
+    with as_usage_error(f"precision.layers_file={path}: "):
         return layer_values(content)
-    except ValueError as error:
-        raise UsageError(f"precision.layers_file={path}: {error}") from None
 
 
 def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> Policy:
@@ -176,10 +168,8 @@ def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> P
         UsageError: the mode cannot have them; or no layer of the recipe's model can have the mode's
             or its own, so that it would train like bf16_mixed.
     """
-    try:
+    with as_usage_error():
         policy = with_layer_formats(policy, layers.values())
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if policy.gemms == "none":
         return policy
     try:
@@ -187,8 +177,6 @@ def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> P
             model = model_of(recipe)
     except Exception:  # it is the user's, and may need values: the run finds out
         return policy
-    try:
+    with as_usage_error(f"precision={policy.name}: "):
         model_gemms(model, layers, policy.gemms)
-    except ValueError as error:
-        raise UsageError(f"precision={policy.name}: {error}") from None
     return policy

@@ -23,6 +23,7 @@ of Python's own ones looks at each file between the moment it is found and the m
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import linecache
@@ -56,39 +57,19 @@ class UntrustedCodeError(UsageError):
 
 
 @contextmanager
-def announced(target: str, untrusted: Path | None) -> Iterator[None]:
-    """Inside, importing a recipe names its files before they run.
+def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[None]:
+    """Inside, importing the user's code names its files before they run.
 
     Args:
-        target: the import path of the recipe's class.
+        what: the override that leads to the code, for example `recipe=my.py`.
         untrusted: a folder whose code is not run, or None.
+        target: the import path of the class that is imported; empty for a file, which is named
+            alone.
 
     Raises:
         UntrustedCodeError: a file lies in that folder.
     """
-    finder = _AnnouncingFinder(target, untrusted)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-@contextmanager
-def announced_file(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Iterator[None]:
-    """The same for a recipe that is a file, and the modules that it imports.
-
-    Args:
-        path: the file.
-        untrusted: a folder whose code is not run, or None.
-        prefix: of the file's name in messages.
-
-    Raises:
-        UntrustedCodeError: the file or such a module lies in that folder.
-    """
-    finder = _AnnouncingFinder(str(path), untrusted, "recipe")
-    finder.look(path)
-    note(f"{prefix}{path} runs the code of this file")
+    finder = _AnnouncingFinder(what, untrusted, target)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -99,8 +80,8 @@ def announced_file(path: Path, untrusted: Path | None, prefix: str = "recipe=") 
 class _AnnouncingFinder(MetaPathFinder):
     """Finds what the other finders find, and looks at it."""
 
-    def __init__(self, target: str, untrusted: Path | None, key: str = "recipe.target") -> None:
-        self._target, self._untrusted, self._key = target, untrusted, key
+    def __init__(self, what: str, untrusted: Path | None, target: str) -> None:
+        self._what, self._untrusted, self._target = what, untrusted, target
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -109,24 +90,46 @@ class _AnnouncingFinder(MetaPathFinder):
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.has_location and spec.origin is not None:
-            file = Path(spec.origin)
-            self.look(file)
-            self._announce(name, file)
+            refuse_untrusted(self._what, Path(spec.origin), self._untrusted)
+            if self._target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
+                note(f"{self._what} runs the code of {spec.origin}")
         return spec
 
-    def look(self, file: Path) -> None:
-        """Raise `UntrustedCodeError` for a file whose code is not run."""
-        if self._untrusted is not None and lies_in(file, self._untrusted):
-            raise UntrustedCodeError(
-                f"{self._key}={self._target} would run {file}, which is a part of "
-                f"{self._untrusted} itself and may be anyone's code; read it, then add "
-                "run.trust=true"
-            )
 
-    def _announce(self, name: str, file: Path) -> None:
-        is_of_target = self._target.startswith(f"{name}.")
-        if is_of_target and name.partition(".")[0] != "mprun":
-            note(f"recipe.target={self._target} runs the code of {file}")
+def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
+    """Raise `UntrustedCodeError` for a file in a folder whose code is not run."""
+    if untrusted is not None and lies_in(file, untrusted):
+        raise UntrustedCodeError(
+            f"{what} would run {file}, which is a part of {untrusted} itself and may be anyone's "
+            "code; read it, then add run.trust=true"
+        )
+
+
+def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
+    """What an import path names, the value of a field; None if its module has no such name.
+
+    The current folder is searched too.
+
+    Args:
+        key: the field.
+        target: the import path.
+        untrusted: a folder whose code is not run, or None.
+        legal: what the field can be, for the error.
+
+    Raises:
+        UsageError: its module cannot be imported.
+    """
+    module, _, name = target.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    what = f"{key}={target}"
+    try:
+        with announced(what, untrusted, target):
+            return getattr(importlib.import_module(module), name, None)
+    except UntrustedCodeError:
+        raise
+    except Exception as error:  # the module is the user's: anything can be wrong with it
+        raise UsageError(f"{what} cannot be loaded ({described(error)}); {legal}") from None
 
 
 def lies_in(path: Path, folder: Path) -> bool:
@@ -238,7 +241,9 @@ def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Mo
     linecache.checkcache(str(path))
     sys.modules[module.__name__] = module
     try:
-        with announced_file(path, untrusted, prefix):
+        refuse_untrusted(f"{prefix}{path}", path, untrusted)
+        note(f"{prefix}{path} runs the code of this file")
+        with announced(f"{prefix}{path}", untrusted):
             exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
     except MprunError:
         del sys.modules[module.__name__]

@@ -11,7 +11,6 @@ The learning-rate schedule of a run: the configuration's, or the recipe's own.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import sys
@@ -34,7 +33,7 @@ from torch.optim.lr_scheduler import (
 
 from mprun import optim
 from mprun._torch import eager_optimizer
-from mprun.assemble.file_recipe import UntrustedCodeError, announced
+from mprun.assemble.file_recipe import imported
 from mprun.config import Config
 from mprun.config.schema import OptimizerConfig, TrainConfig
 from mprun.config.validate import stored_moments
@@ -62,31 +61,19 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
     Raises:
         UsageError: there is none, or it is no optimizer that can be used.
     """
-    module_name, _, class_name = target.rpartition(".")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        with announced(target, untrusted):
-            module = importlib.import_module(module_name)
-    except UntrustedCodeError:
-        raise
-    except Exception as error:  # the module may be the user's: anything can be wrong with it
+    legal = "legal is the import path of a class, such as torch.optim.Adagrad"
+    kind = imported("train.optimizer.target", target, untrusted, legal)
+    if not _is_optimizer(kind):
+        module, _, name = target.rpartition(".")
+        known = [n for n, x in vars(sys.modules[module]).items() if _is_optimizer(x)]
+        near = nearest(name, known)
+        meant = f"; did you mean {module}.{near}?" if near else ""
+        other = f": {', '.join(known)}" if known else ""
         raise UsageError(
-            f"train.optimizer.target={target} cannot be loaded ({type(error).__name__}: "
-            f"{first_line(error)}); legal is the import path of a class, such as "
-            "torch.optim.Adagrad"
-        ) from None
-    kind = getattr(module, class_name, None)
-    if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
-        known = [n for n, x in vars(module).items() if _is_optimizer(x)]
-        near = nearest(class_name, known)
-        meant = f"; did you mean {module_name}.{near}?" if near else ""
-        legal = f": {', '.join(known)}" if known else ""
-        raise UsageError(
-            f"train.optimizer.target={target} is no torch.optim.Optimizer{meant or legal}"
+            f"train.optimizer.target={target} is no torch.optim.Optimizer{meant or other}"
         )
     refuse_closures(kind, f"train.optimizer.target={target}")
-    return kind
+    return kind  # type: ignore[no-any-return]
 
 
 def _is_optimizer(x: Any) -> bool:

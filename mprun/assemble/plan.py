@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,11 +50,11 @@ from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import has_amx
 from mprun.doctor.speed_choices import SpeedChoice, choose
-from mprun.errors import UsageError
+from mprun.errors import UsageError, as_usage_error
 from mprun.nested import to_dtype
 from mprun.optim import engines
-from mprun.precision import Policy, backend_flags, execution
-from mprun.precision.execution import choose_fp32_fallback
+from mprun.precision import Policy, backend_flags
+from mprun.precision.execution import choose_execution, choose_fp32_fallback
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.op_lists import OpLists, Unknown
 from mprun.precision.policy import torch_dtype
@@ -67,35 +67,14 @@ from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
 
 
+@as_usage_error()
 def choose_device(wanted: str) -> torch.device:
     """The device; `auto` is the accelerator if there is one.
 
     Raises:
         UsageError: this machine has no such device.
     """
-    try:
-        return devices.find(wanted)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def choose_execution(
-    wanted: str,
-    policy: Policy,
-    device: torch.device,
-    speed: str = "auto",
-    layers: Collection[str] = (),
-    guard: str = "off",
-) -> execution.ExecutionChoice:
-    """`precision.execution.choose_execution`, for a configuration.
-
-    Raises:
-        UsageError: the execution asked for is impossible.
-    """
-    try:
-        return execution.choose_execution(wanted, policy, device, speed, layers, guard)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return devices.find(wanted)
 
 
 @dataclass(frozen=True)
@@ -211,7 +190,8 @@ def make_plan(
     policy = with_formats(policy, recipe, layers)
     wanted = earlier.get("execution", config.execution)
     guard = guard_action(config, policy)
-    chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
+    with as_usage_error():
+        chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
     execution = chosen.name
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from mprun.assemble.file_recipe import (
     RecipeSource,
-    UntrustedCodeError,
-    announced,
     class_in,
     file_source,
+    imported,
 )
 from mprun.config import Config
 from mprun.config.reference import describe_type
@@ -32,7 +30,7 @@ from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY
 from mprun.records.run_record import read_summary
 from mprun.train.recipe_metrics import check_metric
-from mprun.train.user_code import described, explained
+from mprun.train.user_code import explained
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
@@ -153,23 +151,14 @@ def _check_metric(recipe: Recipe) -> None:
 
 
 def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
-    """The class at an import path; the current folder is searched too."""
-    module_name, _, class_name = target.rpartition(".")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        with announced(target, untrusted):
-            kind = getattr(importlib.import_module(module_name), class_name)
-    except UntrustedCodeError:
-        raise
-    except Exception as error:  # the module is the user's: anything can be wrong with it
-        raise UsageError(
-            f"recipe.target={target} cannot be loaded ({described(error)}); write module.Class of "
-            "a recipe that can be imported from here"
-        ) from None
+    """The class at an import path."""
+    legal = "write module.Class of a recipe that can be imported from here"
+    kind = imported("recipe.target", target, untrusted, legal)
     if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
         return kind
-    raise UsageError(f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe")
+    raise UsageError(
+        f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe; {legal}"
+    )
 
 
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:

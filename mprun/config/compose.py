@@ -41,7 +41,7 @@ from mprun.config.reference import GROUPS, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
-from mprun.errors import UsageError, hint, nearest
+from mprun.errors import UsageError, as_usage_error, hint, nearest
 from mprun.parallel.launch import launch_of
 from mprun.records.mode_names import ALIASES, layer_values, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
@@ -143,10 +143,8 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     except OmegaConfBaseException as error:
         raise UsageError(_explain(error, parsed)) from None
     given = tuple(o.key_or_group for o in parsed)
-    try:
+    with as_usage_error("precision.layers."):
         config.precision.layers = layer_values(config.precision.layers)
-    except ValueError as error:
-        raise UsageError(f"precision.layers.{error}") from None
     resolved["precision"]["layers"] = dict(config.precision.layers)
     check(config)
     if new:
@@ -189,10 +187,8 @@ def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
         path = getattr(config.op_lists, f"{kind}_file")
         if path is None:
             continue
-        try:
+        with as_usage_error(f"op_lists.{kind}_file: "):
             names = [entry.text for entry in read_list(Path(path), kind)]
-        except ValueError as error:
-            raise UsageError(f"op_lists.{kind}_file: {error}") from None
         for key, value in ((kind, names), (f"cuda_{kind}", None)):
             setattr(config.op_lists, key, value)
             resolved["op_lists"][key] = value

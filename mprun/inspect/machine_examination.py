@@ -15,7 +15,7 @@ import torch
 
 from mprun import __version__
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.plan import choose_device, choose_execution
+from mprun.assemble.plan import choose_device
 from mprun.config import Config, compose
 from mprun.config.validate import loss_scale_kind
 from mprun.config.variants import modes
@@ -25,9 +25,9 @@ from mprun.doctor.machine import examine_machine, git_commit, threads_to_measure
 from mprun.doctor.machine import versions as record_versions
 from mprun.doctor.machine_findings import conclusions, findings
 from mprun.doctor.measure import measure_rates
-from mprun.errors import MprunError
+from mprun.errors import MprunError, as_usage_error
 from mprun.precision import Policy
-from mprun.precision.execution import arithmetic_for, choose_fp32_fallback
+from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.policy import NAMED
 from mprun.precision.rates import in_threads
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination, Format, Measured, Mode, OpName
@@ -65,7 +65,8 @@ def _rows(
     fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
-        chosen = choose_execution(config.execution, policy, device, config.speed.name)
+        with as_usage_error():
+            chosen = choose_execution(config.execution, policy, device, config.speed.name)
         execution = chosen.name
         alike = (policy.compute_dtype, execution)
         if alike not in fp32_fallback:

@@ -7,11 +7,9 @@ import torch
 
 from mprun.assemble import make_plan
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.plan import choose_execution
 from mprun.config import compose
-from mprun.errors import UsageError
 from mprun.precision import Policy, execution, rates
-from mprun.precision.execution import EMULATED_FROM
+from mprun.precision.execution import EMULATED_FROM, choose_execution
 from mprun.run import run
 from mprun.train.signals import StopSignals
 
@@ -110,7 +108,7 @@ def test_what_must_be_emulated_says_why_and_cannot_be_native() -> None:
     chosen = choose_execution("auto", policy("half_sr_full"), CPU)
     assert (chosen.name, chosen.slowdown) == ("emulated", None)
     assert "rounding_scope=all" in str(chosen.why_emulated)
-    with pytest.raises(UsageError, match=r"execution=native: .*legal: auto, emulated"):
+    with pytest.raises(ValueError, match=r"execution=native: .*legal: auto, emulated"):
         choose_execution("native", policy("half_sr_full"), CPU)
 
 
