@@ -257,6 +257,17 @@ CLASSES: dict[str, type[Optimizer]] = {
 }
 
 
+def named_options(config: OptimizerConfig) -> dict[str, Any]:
+    """What an optimizer by name is told, without lr."""
+    options: dict[str, Any] = {"weight_decay": config.weight_decay}
+    if config.name == "adamw":
+        return options | {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    options["momentum"] = config.momentum
+    if config.name == "rmsprop":
+        options |= {"alpha": config.alpha, "eps": config.eps}
+    return options
+
+
 def stores_low_precision(
     policy: Policy, layers: Mapping[str, str], config: OptimizerConfig
 ) -> bool:
@@ -471,13 +482,7 @@ def _named(
     seed: int,
 ) -> Optimizer:
     kind = CLASSES[config.name]
-    options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
-    if config.name == "adamw":
-        options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    else:
-        options["momentum"] = config.momentum
-    if config.name == "rmsprop":
-        options |= {"alpha": config.alpha, "eps": config.eps}
+    options = {"lr": lr, **named_options(config)}
     if speed.optimizer_impl not in engines.ENGINES:
         options |= speed.optimizer_options()
         if config.name == "rmsprop":

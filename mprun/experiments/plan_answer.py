@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mprun.assemble import Plan, make_plan, recipe_of
-from mprun.assemble.optimizer import optimizer_class, takes
+from mprun.assemble.optimizer import CLASSES, named_options, optimizer_class, takes
 from mprun.config import compose
 from mprun.config.recipe_file import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
@@ -23,11 +24,6 @@ from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnsw
 from mprun.train.init_from import write_pretrained
 from mprun.train.user_code import model_of
 
-PATHS = {
-    "sgd": "torch.optim.SGD",
-    "rmsprop": "torch.optim.RMSprop",
-    "adamw": "torch.optim.AdamW",
-}
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
 """The scale where the configuration names no value."""
 
@@ -107,27 +103,16 @@ def _scale(config: Config, layers: Mapping[str, str]) -> ScaleAnswer:
 
 
 def _path(config: OptimizerConfig) -> str:
-    return config.target or PATHS[config.name]
+    return config.target or f"torch.optim.{CLASSES[config.name].__name__}"
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
-    """The arguments without lr; those of a named class that differ from its own default."""
+    """The arguments without lr; of a named class without those that are 0 by its own default."""
     if config.target is not None:
         decays = takes(optimizer_class(config.target), "weight_decay") and config.weight_decay
         return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
-    options: dict[str, Any] = {}
-    if config.name == "adamw":
-        options["weight_decay"] = config.weight_decay  # PyTorch's default is 0.01
-        options["betas"] = (config.beta1, config.beta2)
-    elif config.weight_decay:
-        options["weight_decay"] = config.weight_decay
-    if config.name != "adamw" and config.momentum:
-        options["momentum"] = config.momentum
-    if config.name == "rmsprop":
-        options["alpha"] = config.alpha
-    if config.name != "sgd":
-        options["eps"] = config.eps
-    return options
+    default = inspect.signature(CLASSES[config.name]).parameters
+    return {k: v for k, v in named_options(config).items() if v or default[k].default}
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
