@@ -274,54 +274,17 @@ def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFix
     assert "needs an accelerator that counts its memory" in capsys.readouterr().err
 
 
-OWN = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from mprun.data import DataRequest, Splits, TensorSet
-from mprun.recipe import Classification
-
-
-@dataclass(frozen=True)
-class Own(Classification):
-    ignores: ClassVar[frozenset[str]] = frozenset({"data.validation_fraction", "data.source"})
-
-    def model(self) -> nn.Module:
-        return nn.Linear(4, 3)
-
-    def data(self, request: DataRequest) -> Splits:
-        inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
-        made = TensorSet(inputs, inputs[:, :3].argmax(1))
-        return Splits("own", "generated", made, made.first(32), made.first(32))
-
-    def loss(self, output, batch):
-        return F.cross_entropy(output, batch[1])
-"""
-OWN_YAML = """
-# @package _global_
-recipe: {name: own, target: own_of_studies.Own, model: {}}
-train: {epochs: 1, batch_size: 16, eval_batch_size: 32, lr: 0.1, optimizer: {name: sgd}}
-"""
-
-
+@pytest.mark.usefixtures("own_recipe")
 def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("my confs/recipe").mkdir(parents=True)
-    Path("my confs/recipe/own.yaml").write_text(OWN_YAML, encoding="utf-8")
-    Path("own_of_studies.py").write_text(OWN, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    words = ["--config-dir", "my confs", "recipe=own", "seeds=2", "precision=fp32,bf16_mixed"]
+    words = ["--config-dir", "my configs", "recipe=points", "seeds=2", "precision=fp32,bf16_mixed"]
     assert main(["advise", *words, "run.dir='o 1'"]) == 0
     output = capsys.readouterr().out
-    assert "differences of validation accuracy" in output
+    assert "differences of validation loss" in output
     assert "use it: mprun --config-dir 'o 1' preset=advised" in output
     assert main(["--config-dir", "o 1", "preset=advised", "run.dir=taken"]) == 0
-    assert read_summary(Path("taken")).recipe == "own"
+    assert read_summary(Path("taken")).recipe == "points"
 
 
 def test_a_study_is_resumed_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:

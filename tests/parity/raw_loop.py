@@ -7,7 +7,7 @@ are drawn after `torch.manual_seed`, and the order of samples comes from a gener
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class RawLoop:
     """Batch to output, computed under autocast."""
     loss: Callable[[Any, Any], Any]
     """Of a float32 output and its batch."""
-    words: list[str]
+    words: Sequence[str] = ()
     """The overrides of a run of mprun's that does the same."""
     clip_norm: float | None = None
     schedule: Callable[[int], float] | None = None
@@ -81,9 +81,11 @@ def assert_same(
         assert torch.equal(value, ours[key]), f"{key} differs"
 
 
-def drawn(samples: int, size: int, steps: int, shuffle: bool = True) -> Iterator[Tensor]:
+def drawn(
+    samples: int, size: int, steps: int, shuffle: bool = True, seed: int = 0
+) -> Iterator[Tensor]:
     """The indices of the samples of each step, epoch after epoch."""
-    order, done = torch.Generator().manual_seed(0), 0
+    order, done = torch.Generator().manual_seed(seed), 0
     while True:
         rows = torch.randperm(samples, generator=order) if shuffle else torch.arange(samples)
         for index in rows.split(size):

@@ -75,7 +75,7 @@ def raw_loop(
 
     batches = epochs(module, data, model)
     optimizer = make(model.parameters())
-    return RawLoop(model, optimizer, batches, lambda batch: forward(model, batch), loss, [])
+    return RawLoop(model, optimizer, batches, lambda batch: forward(model, batch), loss)
 
 
 CASES = {
