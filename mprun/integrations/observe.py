@@ -123,8 +123,8 @@ class Observation(StepListener):
         self._clock, self._watch = clock_for(self._device), Stopwatch()
         self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
         # before it: what the capture does at a call is not part of the step's time
-        listeners = [self] if self._capture is None else [self._capture, self]
-        self._hooks = StepHooks(model, optimizers, listeners)
+        first = [] if self._capture is None else [self._capture]
+        self._hooks = StepHooks(model, optimizers, [*first, self._probes, self])
         row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
@@ -214,7 +214,6 @@ class Observation(StepListener):
         assert self._current is not None
         self._current.calls += 1
         self._current.samples += samples_of(inputs)
-        self._probes.on_micro_batch(self._current.step)
 
     def on_evaluation(self) -> None:
         if self._current is None and self._ended_at is not None:
@@ -233,7 +232,6 @@ class Observation(StepListener):
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current
         assert step is not None
-        self._probes.on_update_begin(step.step, optimizer)
         if self._on_nonfinite == "off" or self.nonfinite is not None:
             return
         if self._check_loss(step):
@@ -262,9 +260,6 @@ class Observation(StepListener):
         else:  # read later, so that nothing waits for it
             self._unread += [(step.step, x, LOSS) for x in step.finite if isinstance(x, Tensor)]
         return False
-
-    def on_update_end(self, optimizer: Optimizer) -> None:
-        self._probes.on_update_end(optimizer)
 
     def on_step_end(self, skipped: bool) -> None:
         self._clock.stop()

@@ -36,7 +36,7 @@ from mprun.errors import first_line
 from mprun.numerics.audit import Audit, audit
 from mprun.numerics.cast_counts import CastCounts
 from mprun.numerics.memory_recorder import MemoryRecorder
-from mprun.numerics.step_events import entries
+from mprun.numerics.step_events import StepListener, entries
 from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Precision
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy
@@ -198,7 +198,7 @@ AUDITED_STEP = 2
 RECORDED_STEPS = (3, 4)
 
 
-class StepProbes:
+class StepProbes(StepListener):
     """Looks at single steps.
 
     Args:
@@ -209,6 +209,7 @@ class StepProbes:
     def __init__(self, model: nn.Module, optimizers: list[Optimizer], memory: bool) -> None:
         self._model, self._optimizers = model, optimizers
         self._stack = ExitStack()
+        self._step = 0
         self._recorder: MemoryRecorder | None = None
         self.autocast = AutocastReader(model)
         self.audit: Audit | None = None
@@ -226,6 +227,7 @@ class StepProbes:
 
     def before(self, step: int) -> None:
         """The step number `step` is the next one: called before anything of it runs."""
+        self._step = step
         if step == 1:
             self._stack.enter_context(self.autocast.attached())
         if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
@@ -236,22 +238,19 @@ class StepProbes:
             # hooks of the optimizer cannot be added here, while it calls them
             self._stack.enter_context(self._recorder.recording())
 
-    def on_micro_batch(self, step: int) -> None:
-        """The model is called in this step."""
-        if step == 1:
+    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+        if self._step == 1:
             self.autocast.note()
 
-    def on_update_begin(self, step: int, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete."""
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._recorder is not None:
             self._recorder.tracker.begin_update()
-            self._recorder.on_update_begin(optimizer, (), {})
-        if step == AUDITED_STEP:
+            self._recorder.on_update_begin(optimizer, args, kwargs)
+        if self._step == AUDITED_STEP:
             self._gradient_bytes += _bytes(gradients(optimizer))
             self._audit(optimizer)
 
     def on_update_end(self, optimizer: Optimizer) -> None:
-        """An update is done."""
         if self._recorder is not None:
             self._recorder.tracker.end_update()
             self._recorder.on_update_end(optimizer)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 
 lightning: Any = pytest.importorskip("lightning.pytorch", reason="mprun[lightning]")
@@ -150,17 +149,6 @@ def test_losses_are_those_of_the_steps(tmp_path: Path) -> None:
     means = torch.stack(seen).detach().view(-1, 2).mean(1)
     got = torch.tensor([line["loss"] for line in lines])
     assert torch.allclose(got, means, rtol=1e-6)  # two roundings of float32
-
-
-def test_compare_reads_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for precision in ("32-true", "bf16-mixed"):
-        for seed in (0, 1):
-            watch = MprunCallback(tmp_path / "runs" / f"{precision}_{seed}", seed=seed)
-            trained(Net, watch, tmp_path, precision=precision)
-    assert main(["compare", str(tmp_path / "runs")]) == 0
-    text = capsys.readouterr().out
-    assert "bf16_mixed" in text
-    assert "fp32" in text
 
 
 def test_the_audit_names_what_16_bits_freeze(
