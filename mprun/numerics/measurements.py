@@ -45,11 +45,10 @@ from mprun.numerics.loss_scale_advice import (
     recommend,
 )
 from mprun.numerics.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_shares, ratio_db
-from mprun.numerics.updates import LostUpdates, power
+from mprun.numerics.updates import LostUpdates, RoundingErrors, power
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
 from mprun.results.numerics_result import (
-    Float32Gradients,
     Float32Loss,
     FormatResult,
     HeldValues,
@@ -62,7 +61,7 @@ from mprun.results.numerics_result import (
     RangeShares,
     ScaleVerdict,
 )
-from mprun.results.search_result import Deviation, Reference
+from mprun.results.search_result import Deviation
 
 EITHER, FP32 = "either", "needs fp32"
 RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"
@@ -274,12 +273,8 @@ class Measurements:
     """The same in bfloat16."""
     tried: Mapping[float, GradientErrors]
     """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
-    undetermined: tuple[str, ...]
-    """Parameters whose gradients are rounding errors in float32 already; they decide nothing."""
-    zero: tuple[str, ...]
-    """Parameters whose gradients are exactly zero in float32; they decide nothing either."""
-    reference: Reference
-    """How rounding errors were recognised."""
+    rounding: RoundingErrors
+    """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
     unjudged_rows: frozenset[tuple[str, str]]
     """Kind and name of rows of gradients by activations that are rounding errors."""
     scale_kind: str
@@ -288,8 +283,6 @@ class Measurements:
     needed_db: float = NEEDED_DB
     float32: Float32Loss | None = None
     """A step in which float32 itself was not good enough."""
-    float32_gradients: Float32Gradients | None = None
-    """Those of all steps, where float32 itself was not good enough."""
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:
@@ -314,7 +307,7 @@ class Measurements:
 
     def _is_noise(self, row: LayerStatistics) -> bool:
         if row.kind == "weight_gradients":
-            return row.name in self.undetermined
+            return row.name in self.rounding.undetermined
         return (row.kind, row.name) in self.unjudged_rows
 
     @cached_property
@@ -399,11 +392,11 @@ class Measurements:
                 for p in self.fp16.errors.ratios
             },
             rows_of_another_verdict=[name for name, verdict in others if verdict != word],
-            undetermined=sorted(self.undetermined),
-            zero_gradients=sorted(self.zero),
-            reference=self.reference,
+            undetermined=sorted(self.rounding.undetermined),
+            zero_gradients=sorted(self.rounding.zero),
+            reference=self.rounding.reference,
             float32=self.float32,
-            float32_gradients=self.float32_gradients,
+            float32_gradients=self.rounding.of_float32,
         )
 
     def _in_fp16(self) -> str:

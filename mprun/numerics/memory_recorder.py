@@ -295,7 +295,7 @@ class MemoryRecorder(OpWatcher, StepListener):
             self._finalizers.append(weakref.finalize(storage, self._forget, key))
         else:  # it was resized
             known.died = now
-        new = LiveStorage(nbytes, category, owner, now, tuple(tensor.shape), str(tensor.dtype))
+        new = LiveStorage(nbytes, category, owner, now, tuple(tensor.shape), tensor.dtype)
         self._alive[key] = new
         self._storages.append(new)
         return (new,)

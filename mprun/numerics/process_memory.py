@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 import torch
 
+from mprun.precision.policy import dtype_name
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.results.memory_result import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
 
@@ -56,7 +57,7 @@ class LiveStorage:
     """The first point at which it is alive."""
     shape: tuple[int, ...]
     """The shape of the first tensor on it."""
-    dtype: str
+    dtype: torch.dtype
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
     cast_of: LiveStorage | None = None
@@ -165,9 +166,7 @@ class StepMemory:
     def largest(self, count: int = 10) -> list[StorageMemory]:
         """The largest storages at the peak."""
         return [
-            StorageMemory(
-                h.nbytes, h.category, h.owner, list(h.shape), h.dtype.removeprefix("torch.")
-            )
+            StorageMemory(h.nbytes, h.category, h.owner, list(h.shape), dtype_name(h.dtype))
             for h in self.peak_holds[:count]
         ]
 
@@ -236,7 +235,7 @@ class ReplicatedModel:
         limit, filled, nbytes, at = FIRST_BUCKET_BYTES, 0, 0, 0
         for h, at in sorted(zip(gradients, copied_at, strict=True), key=itemgetter(1)):
             filled += h.nbytes
-            if _itemsize(h.dtype) != self.reduce_itemsize:
+            if h.dtype.itemsize != self.reduce_itemsize:
                 nbytes += _numel(h) * self.reduce_itemsize
             if filled >= limit:
                 yield _flat(nbytes, at, end + 1, ROOT)
@@ -356,7 +355,7 @@ class ShardedModel:
         return _numel(h) // _rows(h) * self._rows(h) * self.world_size
 
     def _compute_itemsize(self, h: LiveStorage) -> int:
-        own = _itemsize(h.dtype)
+        own = h.dtype.itemsize
         return min(own, self.gathered_itemsizes.get(h.owner, own))
 
 
@@ -412,7 +411,7 @@ def _unit(owner: str, blocks: Iterable[str]) -> str:
 
 
 def _flat(nbytes: int, born: int, died: int, owner: str) -> LiveStorage:
-    return LiveStorage(nbytes, "temporary", owner, born, (nbytes,), "torch.uint8", died)
+    return LiveStorage(nbytes, "temporary", owner, born, (nbytes,), torch.uint8, died)
 
 
 def _rows(h: LiveStorage) -> int:
@@ -420,10 +419,4 @@ def _rows(h: LiveStorage) -> int:
 
 
 def _numel(h: LiveStorage) -> int:
-    return h.nbytes // _itemsize(h.dtype)
-
-
-@cache
-def _itemsize(dtype: str) -> int:
-    itemsize: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
-    return itemsize
+    return h.nbytes // h.dtype.itemsize

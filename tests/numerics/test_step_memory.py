@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def storages(draw: st.DrawFn) -> LiveStorage:
     died = draw(st.none() | st.integers(born, OPS + 2))
     category, owner = draw(st.sampled_from(MEMORY_CATEGORIES)), draw(st.sampled_from(OWNERS))
     nbytes = draw(st.integers(0, 1000))
-    return LiveStorage(nbytes, category, owner, born, (nbytes,), "torch.uint8", died)
+    return LiveStorage(nbytes, category, owner, born, (nbytes,), torch.uint8, died)
 
 
 @given(held=st.lists(storages(), max_size=20), ops=st.integers(1, OPS))
@@ -61,9 +62,9 @@ def test_what_is_held_at_the_peak_comes_largest_first(held: list[LiveStorage]) -
 
 def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> None:
     held = [
-        LiveStorage(3, "activations", "(loss)", 0, (3,), "torch.uint8"),
-        LiveStorage(2, "parameters", "a.b", 0, (2,), "torch.uint8"),
-        LiveStorage(1, "parameters", "", 0, (1,), "torch.uint8"),
+        LiveStorage(3, "activations", "(loss)", 0, (3,), torch.uint8),
+        LiveStorage(2, "parameters", "a.b", 0, (2,), torch.uint8),
+        LiveStorage(1, "parameters", "", 0, (1,), torch.uint8),
     ]
     found = StepMemory.of(held, [MemoryPoint("op", "forward", "a.b")], KINDS)
     assert list(found.modules) == ["", "a.b", "(loss)"]
@@ -71,8 +72,8 @@ def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> No
 
 def test_as_recorded() -> None:
     held = [
-        LiveStorage(4, "parameters", "a", 0, (2, 1), "torch.bfloat16"),
-        LiveStorage(8, "activations", "(inputs)", 1, (2,), "torch.float32", 2),
+        LiveStorage(4, "parameters", "a", 0, (2, 1), torch.bfloat16),
+        LiveStorage(8, "activations", "(inputs)", 1, (2,), torch.float32, 2),
     ]
     points = [
         MemoryPoint("mm", "forward", "a"),
