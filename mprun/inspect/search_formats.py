@@ -21,8 +21,14 @@ from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.experiments.planned_run import PlannedRun
 from mprun.experiments.proof import weights_after
 from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.effective_bits import BFLOAT16_BITS, EffectiveBits, GemmName, gemm_sizes
-from mprun.numerics.format_search import SLACK_DB, GemmCandidates
+from mprun.numerics.format_search import (
+    BFLOAT16_BITS,
+    SLACK_DB,
+    EffectiveBits,
+    GemmCandidates,
+    GemmName,
+    gemm_sizes,
+)
 from mprun.numerics.passes import FLOAT32, Batch, NotMeasurableError, Passes
 from mprun.numerics.set_search import CandidateSearch, KeptHigh
 from mprun.numerics.tolerance import Tolerance

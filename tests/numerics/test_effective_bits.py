@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mprun.numerics.effective_bits import (
+from mprun.numerics.format_search import (
     EffectiveBits,
     GemmName,
     GemmSize,

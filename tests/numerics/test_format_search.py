@@ -17,8 +17,14 @@ import mprun
 from mprun.cli.main import main
 from mprun.inspect.search_formats import layers_of
 from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.effective_bits import EffectiveBits, GemmName, gemm_sizes
-from mprun.numerics.format_search import SLACK_DB, GemmCandidates, with_high
+from mprun.numerics.format_search import (
+    SLACK_DB,
+    EffectiveBits,
+    GemmCandidates,
+    GemmName,
+    gemm_sizes,
+    with_high,
+)
 from mprun.numerics.passes import FLOAT32, Passes
 from mprun.numerics.set_search import CandidateSearch
 from mprun.numerics.tolerance import DEFAULT, Tolerance
