@@ -17,11 +17,11 @@ from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
 from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
-    from mprun.data.image_files import FileState
+    from mprun.data.sources import FileState
 
 ACTIONS = ("fetch", "verify")
 NAMES = ("MNIST", "FashionMNIST")
-"""The sets with published files; the keys of `image_files.SHA256`, known without torch."""
+"""The sets with published files; the keys of `sources.SHA256`, known without torch."""
 
 OK_WORDS = {"ok": "ok", "missing": "fetched", "damaged": "repaired"}
 """The word for a good file, by its state before."""
@@ -37,7 +37,7 @@ def data_command(args: Sequence[str]) -> int:
     action, names, root = parse(parse_arguments("data", args).overrides)
 
     def check_or_fetch(stop: StopSignals) -> int:
-        from mprun.data.image_files import find_root
+        from mprun.data.sources import find_root
 
         (fetch if action == "fetch" else verify)(names, find_root(root))
         return EXIT_OK
@@ -91,7 +91,7 @@ def verify(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: one is missing or damaged.
     """
-    from mprun.data.image_files import check
+    from mprun.data.sources import check
 
     files = {name: check(name, root) for name in names}
     for name in names:
@@ -105,8 +105,7 @@ def fetch(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: a set cannot be downloaded; its files are as they were.
     """
-    from mprun.data.image_files import check
-    from mprun.data.sources import DownloadError, download
+    from mprun.data.sources import DownloadError, check, download
 
     files, failures = {}, []
     for name in names:
@@ -139,7 +138,7 @@ def _print_files(
 
 def _conclude(files: Mapping[str, Sequence[FileState]], root: Path) -> None:
     """The last line: all files are ok, or the command that repairs the others."""
-    from mprun.data.image_files import fetch_command
+    from mprun.data.sources import fetch_command
 
     states = [f.state for of_set in files.values() for f in of_set]
     if bad := len(states) - states.count("ok"):

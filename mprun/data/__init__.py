@@ -1,9 +1,9 @@
 """Data sets as tensors: where they come from, and how batches are made of them.
 
-`image_files.py` checks the published files; `sources.py` locates, downloads and reads them;
-`generated.py` draws a set as a substitute; `text.py` cuts a text into windows; `image_folder.py`
-reads folders of images; `batches.py` has decoded samples in memory and batches
-them there; `loader_sets.py` and `loader_batches.py` read samples one by one, by PyTorch's loader.
+`sources.py` checks, downloads and reads the published files, or draws a set in their place;
+`text.py` cuts a text into windows; `image_folder.py` reads folders of images; `batches.py` has
+decoded samples in memory and batches them there; `loader_sets.py` and `loader_batches.py` read
+samples one by one, by PyTorch's loader.
 """
 
 from mprun.data.batches import (

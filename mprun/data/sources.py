@@ -1,15 +1,16 @@
 """MNIST and FashionMNIST: from disk, else downloaded, else (if asked for) generated.
 
 Files are read from one folder: `data.root`, else the environment's MPRUN_DATA, else mprun's cache.
+A set is four files there, in the layout of torchvision (MNIST/raw/train-images-idx3-ubyte, ...).
 Each file's SHA-256 is compared with the published one before it is used. Otherwise a truncated
-download, which trains to a worse accuracy, could be mistaken for an effect of the precision.
+download, which trains to a worse accuracy, could be mistaken for an effect of the precision. The
+size only distinguishes an interrupted download (truncated) from changed bytes (corrupt).
 
-A set of ten glyph classes drawn from a seed, for machines without data or network.
-
-Each class is a glyph of a few strokes. A sample is its class's glyph under a random rotation,
-scale, shear, shift and stroke width, with the strokes' ends wobbling, dimmed and with noise: enough
-variation that a model has to learn, little enough that the recipes reach over 90 %. The shape is
-MNIST's: 60,000 + 10,000 images of 28x28 bytes.
+The generated set has ten classes, each a glyph of a few strokes; it is drawn from a seed. A sample
+is its class's glyph under a random rotation, scale, shear, shift and stroke width, with the
+strokes' ends wobbling, dimmed and with noise: enough variation that a model has to learn, little
+enough that the recipes reach over 90 %. The shape is MNIST's: 60,000 + 10,000 images of 28x28
+bytes.
 
 How one is drawn: the brightness of a pixel is a soft step of its distance to the nearest stroke.
 For the segment from a to b and a pixel p, with t = clamp((p - a).(b - a) / |b - a|^2, 0, 1), the
@@ -24,17 +25,20 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
+import os
 import re
+import shlex
 import shutil
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -42,16 +46,6 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from mprun.data.batches import TensorSet
-from mprun.data.image_files import (
-    SHA256,
-    SIZE_BYTES,
-    check,
-    fetch_command,
-    find_root,
-    is_complete,
-    raw_folder,
-    sha256,
-)
 from mprun.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
@@ -143,6 +137,115 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     length = (dx.square() + dy.square()).clamp_min(1e-6)
     t = (((x - ax) * dx + (y - ay) * dy) / length).clamp(0, 1)
     return torch.hypot(x - ax - t * dx, y - ay - t * dy)
+
+
+SHA256 = {
+    "MNIST": {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+    "FashionMNIST": {
+        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    },
+}
+
+SIZE_BYTES = {
+    "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
+    "train-labels-idx1-ubyte": 8 + 60_000,
+    "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
+    "t10k-labels-idx1-ubyte": 8 + 10_000,
+}
+"""Of either set's files: a header (4 bytes of type, 4 per dimension), then a byte per value."""
+
+MAX_TIMES = 16
+"""A file that is larger than the published one by this factor is not read."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """The state of one file of a set."""
+
+    path: Path
+    """Where it belongs."""
+    state: Literal["ok", "missing", "damaged"]
+    """ok is what has the published SHA-256."""
+    detail: str = ""
+    """Actual and expected content in one line; empty for a good file."""
+
+
+def find_root(root: str | None) -> Path:
+    """The folder of the data sets: `root`, else MPRUN_DATA, else mprun's cache folder.
+
+    Raises:
+        UsageError: it starts with `~` and there is no such home folder.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = root or os.environ.get("MPRUN_DATA") or f"{cache}/mprun"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"the data folder {folder}: there is no such home folder; set data.root or MPRUN_DATA"
+        ) from None
+
+
+def raw_folder(name: str, root: Path) -> Path:
+    """The folder of a set's files."""
+    return root / name / "raw"
+
+
+def is_complete(name: str, root: Path) -> bool:
+    """Whether all four files of the set exist; `check` tests whether they are good."""
+    return all((raw_folder(name, root) / file).is_file() for file in SHA256[name])
+
+
+def check(name: str, root: Path) -> list[FileState]:
+    """The state of each of the set's files, in the order of the table."""
+    return [
+        _check_file(raw_folder(name, root) / file, SIZE_BYTES[file], expected)
+        for file, expected in SHA256[name].items()
+    ]
+
+
+def _check_file(path: Path, size: int, expected: str) -> FileState:
+    published = f"expected {size} bytes with SHA-256 {expected}"
+    try:
+        with open_regular(path, MAX_TIMES * size) as file:
+            actual_size = os.fstat(file.fileno()).st_size
+            actual = _sha256(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return FileState(path, "missing", published)
+    except OSError as error:
+        return FileState(path, "damaged", f"cannot be read ({error.strerror}), {published}")
+    if actual == expected:
+        return FileState(path, "ok")
+    kind = "truncated" if actual_size < size else "too long" if actual_size > size else "corrupt"
+    return FileState(
+        path, "damaged", f"{kind}: {actual_size} bytes with SHA-256 {actual}, {published}"
+    )
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a regular file's content in hexadecimal, read a megabyte at a time."""
+    with open_regular(path) as file:
+        return _sha256(file)
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def fetch_command(names: Iterable[str], root: Path) -> str:
+    """The command that repairs these sets, quoted for a shell."""
+    return shlex.join(["mprun", "data", "fetch", *names, f"data.root={root}"])
 
 
 MIRRORS = {

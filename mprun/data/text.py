@@ -27,8 +27,15 @@ import torch
 from torch import Tensor
 
 from mprun.data.batches import TensorSet
-from mprun.data.image_files import find_root, sha256
-from mprun.data.sources import DataRequest, DownloadError, Splits, fetching, reason
+from mprun.data.sources import (
+    DataRequest,
+    DownloadError,
+    Splits,
+    fetching,
+    find_root,
+    reason,
+    sha256,
+)
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
-from mprun.data import image_files as files
 from mprun.data import sources
+from mprun.data import sources as files
 
 TRAIN, TEST = 20, 10
 

@@ -13,8 +13,8 @@ import pytest
 
 from mprun.cli.data_command import NAMES
 from mprun.cli.main import main
-from mprun.data import image_files as files
 from mprun.data import sources
+from mprun.data import sources as files
 from tests.data.conftest import Server
 from tests.waiting import PATIENCE_S
 

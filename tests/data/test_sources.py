@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 
 from mprun.data import DataRequest, TensorSet, image_splits, sources
-from mprun.data import image_files as files
+from mprun.data import sources as files
 from mprun.errors import UsageError
 from tests.data.conftest import TEST, TRAIN, Server, images, labels
 

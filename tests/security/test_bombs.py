@@ -18,7 +18,7 @@ from torch import nn
 
 from mprun.assemble import load_recipe
 from mprun.config import compose
-from mprun.data import image_files, sources
+from mprun.data import sources
 from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.report import exports
@@ -135,7 +135,7 @@ def test_a_data_file_is_unpacked_no_further_than_the_published_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "train-labels-idx1-ubyte"
-    monkeypatch.setitem(image_files.SIZE_BYTES, name, 1_000)
+    monkeypatch.setitem(sources.SIZE_BYTES, name, 1_000)
     Path(f"{name}.gz").write_bytes(gzip.compress(bytes(2**22)))
     Path("to").mkdir()
     with pytest.raises(sources.DownloadError, match="does not hold the published file"):
@@ -144,7 +144,7 @@ def test_a_data_file_is_unpacked_no_further_than_the_published_one(
 
 
 def test_every_server_is_asked_over_tls() -> None:
-    assert set(sources.MIRRORS) == set(image_files.SHA256)
+    assert set(sources.MIRRORS) == set(sources.SHA256)
     for servers in sources.MIRRORS.values():
         assert servers
         assert all(server.startswith("https://") for server in servers)

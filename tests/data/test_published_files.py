@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.data import image_files as files
+from mprun.data import sources as files
 from mprun.errors import UsageError
 
 IMAGES = "train-images-idx3-ubyte"
