@@ -71,7 +71,9 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
-            scores = {k: v for k, v in trainer.callback_metrics.items() if _is_score(k)}
+            scores = {
+                k: v for k, v in trainer.callback_metrics.items() if split_of(k)[0] == "validation"
+            }
             self.log_values(scores)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -91,7 +93,3 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
         name = next((name for name in LOGGED_LOSSES if name in logged), None)
         if name is not None:
             self.log_values({"loss": logged[name]})
-
-
-def _is_score(name: str) -> bool:
-    return split_of(name)[0] == "validation"

@@ -52,7 +52,6 @@ from mprun.integrations.step_probes import (
     all_finite,
     device_of,
     gradients,
-    gradients_by_name,
     mode_name,
     observed_row,
 )
@@ -373,10 +372,11 @@ class Observation(StepListener):
             step: its number.
             names: of what; none: a sum of gradients, which may have overflowed.
         """
-        names = names or tuple(names_of(gradients_by_name(self._model)))
+        weights = dict(self._model.named_parameters())
+        held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
+        names = names or tuple(names_of(held))
         if not names:
             return
-        weights = {**dict(self._model.named_parameters())}
         names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MAX_NAMES]
         file = None
         if self._capture is not None:

@@ -76,11 +76,6 @@ def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> Iterator[str]:
             yield name
 
 
-def gradients_by_name(model: nn.Module) -> dict[str, Tensor | None]:
-    """`gradient of fc1.weight` and so on."""
-    return {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
-
-
 def _values(x: Tensor) -> Tensor:
     """The stored values of a sparse tensor."""
     x = x.detach() if x.requires_grad else x

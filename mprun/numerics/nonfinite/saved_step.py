@@ -37,10 +37,6 @@ AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
-class UnsavableModelError(TypeError):
-    """A model whose tensors cannot be saved."""
-
-
 @dataclass
 class AutocastState:
     """The state of autocast for a kind of device."""

@@ -54,7 +54,6 @@ from mprun.numerics.nonfinite.saved_step import (
     RandomSnapshot,
     SavedCall,
     SavedStep,
-    UnsavableModelError,
     bare,
     random_snapshot,
 )
@@ -146,7 +145,7 @@ class StepCapture(StepListener):
 
         Raises:
             ValueError: the model was not called in this step, and the loop gave no batch.
-            UnsavableModelError: a parameter is no ordinary tensor, such as one that FSDP divided.
+            TypeError: a parameter is no ordinary tensor, such as one that FSDP divided.
             OSError: the file cannot be written.
         """
         if not self._calls and not self._noted:
@@ -322,7 +321,7 @@ def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
 
 def _checked(name: str, x: Tensor) -> Tensor:
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
-        raise UnsavableModelError(
+        raise TypeError(
             f"{name} is a {type(x).__name__}, which cannot be saved: legal are ordinary tensors"
         )
     return bare(x)

@@ -275,9 +275,6 @@ def test_of_optimizers_that_take_turns_each_turn_is_a_step(
 ) -> None:
     """The discriminator runs twice in its turn and once in the generator's."""
     model = Pair(call)
-    with fp_exceptions(model, model.optimizers()) as found:
-        adversarial(model, model.optimizers(), 0)
-    assert found.findings == []
     optimizers = model.optimizers()
     with fp_exceptions(model, optimizers) as found:
         adversarial(model, optimizers, 2, d_turns)
