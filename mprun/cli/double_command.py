@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 from mprun.cli.study_commands import (
     for_choice,
     launcher_of,
-    print_out,
     report_study,
     request_of,
     run_study,
     study_of,
     study_status,
 )
-from mprun.console import JobProgress, stderr_console
-from mprun.errors import EXIT_OK
 from mprun.experiments.budget import Budget
+from mprun.results import measuring, show
 
 if TYPE_CHECKING:
     from mprun.config.study_request import StudyRequest
@@ -48,16 +46,9 @@ def double_command(args: Sequence[str]) -> int:
 
 
 def _largest_batch(request: StudyRequest) -> int:
-    from mprun.experiments.double import PROOF_STEPS, search_batch
+    from mprun.experiments.double import largest_batch
 
     margin = request.settings.double.headroom
-    with JobProgress(stderr_console()) as progress:
-        batch, lines = search_batch(request.overrides, request.config_dir, margin, progress.begin)
-    for line in lines:
-        print_out(line)
-    end = " (all of the training set)" if batch.is_limited_by_data else ""
-    print_out(
-        f"largest batch: {batch.size}{end}; recommended: train.batch_size={batch.recommended}, "
-        f"checked by {PROOF_STEPS} steps"
-    )
-    return EXIT_OK
+    with measuring() as report:
+        result = largest_batch(request.overrides, request.config_dir, margin, report)
+    return show(result)

@@ -38,6 +38,7 @@ from mprun.errors import UsageError
 from mprun.experiments.advise import ratio_figure
 from mprun.experiments.study import Study, held_out, new_study
 from mprun.experiments.trials import run_steps
+from mprun.results import Result
 
 Answer = Literal["double it", "don't", "inconclusive"]
 
@@ -267,13 +268,13 @@ def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> Tra
     return TrainableBatch(size, batch, size == most)
 
 
-def search_batch(
+def largest_batch(
     overrides: Sequence[str],
     config_dir: Path | None,
     margin: float,
     report: ReportPart = report_nothing,
-) -> tuple[TrainableBatch, list[str]]:
-    """The largest batch of a configuration on CUDA, and a line for each batch tried.
+) -> Result:
+    """The largest batch of a configuration on CUDA, with a line for each batch tried.
 
     Args:
         overrides: of the configuration.
@@ -310,7 +311,13 @@ def search_batch(
             "memory counts the memory of a batch without running it"
         )
     most = first.splits.train.samples or sys.maxsize
-    return largest_that_trains(fits, first.batch.micro, most, margin), lines
+    batch = largest_that_trains(fits, first.batch.micro, most, margin)
+    end = " (all of the training set)" if batch.is_limited_by_data else ""
+    answer = (
+        f"largest batch: {batch.size}{end}; recommended: train.batch_size={batch.recommended}, "
+        f"checked by {PROOF_STEPS} steps"
+    )
+    return Result(batch, [*lines, answer])
 
 
 def _trains(candidate: Plan, steps: int) -> bool:

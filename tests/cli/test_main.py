@@ -32,12 +32,6 @@ LINEAR = ["recipe=linear", "train.max_steps=2"]
 RECIPES = ", ".join(options("recipe"))
 
 
-def mprun(*words: str) -> subprocess.CompletedProcess[str]:
-    """The real command, in the current folder."""
-    command = [sys.executable, "-m", "mprun", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def assert_refused(status: int, out: str, err: str) -> None:
     """Status 2, one printable line that starts with `mprun: `, and nothing left behind."""
     assert status == 2, err
@@ -233,21 +227,11 @@ def test_a_mistake_is_answered_in_one_line(
     assert [f for f in fragments if f not in message] == [], message
 
 
-@pytest.mark.representative(1)
-@pytest.mark.parametrize(
-    ("words", "fragment"),
-    [
-        (["recipe=mnits"], "did you mean 'mnist'?"),
-        (["train", "recipe=linear", "train.lr=-1"], "legal is above 0"),
-        (["seed=[1"], "cannot be read"),
-        (["recipe.model.unitz=3"], "did you mean 'units'?"),
-        (["--foo"], "no option '--foo'"),
-    ],
-)
-def test_the_real_command_answers_the_same(words: list[str], fragment: str) -> None:
-    done = mprun(*words)
+def test_the_real_command_answers_the_same() -> None:
+    command = [sys.executable, "-m", "mprun", "train", "recipe=linear", "train.lr=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert_refused(done.returncode, done.stdout, done.stderr)
-    assert fragment in done.stderr
+    assert "legal is above 0" in done.stderr
 
 
 def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,11 +457,13 @@ for words in sys.argv[1:]:
 
 
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
+    Path("own.py").write_text("import torch\nraise SystemExit\n", encoding="utf-8")
     good = ["--completion zsh", "--help", "--version", "recipe=mnist --show-config"]
+    good += ["recipe=own.py --help", "new-recipe mine"]
     command = [sys.executable, "-c", WITHOUT_TORCH, *good, "recipe=mnits", "train.lr=-1", "--foo"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ends = [line for line in done.stdout.splitlines() if line.startswith("=====")]
-    assert ends == ["===== 0 False"] * 4 + ["===== 2 False"] * 3
+    assert ends == ["===== 0 False"] * 6 + ["===== 2 False"] * 3
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

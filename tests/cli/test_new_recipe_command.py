@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from mprun.cli.completion import completion_script
-from mprun.cli.main import COMMANDS, main
+from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.cli.processes import Forking
 
@@ -91,22 +88,3 @@ def test_names_that_cannot_be_used(
     assert err.count("\n") == 1
     assert fragment in err
     assert not list(Path.cwd().iterdir())
-
-
-def test_help_and_completion_list_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "new-recipe" in capsys.readouterr().out
-    assert main(["new-recipe", "--help"]) == 0
-    assert "mprun new-recipe my_model" in capsys.readouterr().out
-    for shell in ("bash", "zsh", "fish"):
-        script = completion_script(shell, {c.name: c.settings for c in COMMANDS})
-        assert "new-recipe" in script
-
-
-def test_it_imports_no_torch() -> None:
-    code = (
-        "import sys; from mprun.cli.main import main; main(['new-recipe', 'mine']); "
-        "print('torch' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stdout.endswith("False\n"), ended.stderr
