@@ -1,4 +1,4 @@
-"""Comparisons by any metric: its direction, its margin, records of earlier versions."""
+"""Comparisons by any metric: its direction and its margin."""
 
 from __future__ import annotations
 
