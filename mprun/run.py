@@ -26,7 +26,7 @@ from mprun.parallel.coordinator import Coordinator, coordinator_here
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import PeerLostError
 from mprun.records.files import dated_folder
-from mprun.records.run_folder import RunFolder
+from mprun.records.run_folder import RECIPE, RunFolder
 from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.callbacks import Callback, Messages
 from mprun.train.checkpoint import (
@@ -106,9 +106,9 @@ def run(
             explain_faults(summary, folder),
             plan.backend_flags(),
         ):
-            folder.config(OmegaConf.to_yaml(resolved))
+            folder.write("config.yaml", OmegaConf.to_yaml(resolved))
             if plan.recipe_source is not None:
-                folder.recipe(plan.recipe_source.content)
+                folder.write(RECIPE, plan.recipe_source.content)
             folder.summary(summary)
             try:
                 with _accounted(summary, watch):

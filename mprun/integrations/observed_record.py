@@ -363,7 +363,8 @@ class ObservedRecord(Recorder):
 
     def config(self, content: dict[str, Any]) -> None:
         """Write config.yaml."""
-        self._try(lambda: self._folder.config(yaml.safe_dump(content, sort_keys=False)))
+        text = yaml.safe_dump(content, sort_keys=False)
+        self._try(lambda: self._folder.write("config.yaml", text))
 
     def summary(self) -> None:
         """Write summary.json."""

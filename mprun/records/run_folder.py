@@ -119,13 +119,15 @@ class RunFolder:
             _cut(self.path, keep)
         return file.open("a", encoding="utf-8")
 
-    def config(self, yaml_text: str) -> None:
-        """Write config.yaml."""
-        write_atomic(self.path / "config.yaml", yaml_text.encode())
-
-    def recipe(self, content: bytes) -> None:
-        """Write recipe.py: the file that the run's recipe is from."""
-        write_atomic(self.path / RECIPE, content)
+    def write(self, name: str, content: str | bytes | None) -> Path:
+        """Replace a file of the record, or remove it (None); its path."""
+        path = self.path / name
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            data = content.encode(errors="replace") if isinstance(content, str) else content
+            write_atomic(path, data)
+        return path
 
     def lines(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to metrics.jsonl; they are on disk when this returns."""
@@ -148,24 +150,6 @@ class RunFolder:
         """Replace summary.json by one that was there before."""
         leave_if_forked()
         write_json(self.path / "summary.json", asdict(summary))
-
-    def fp_exceptions(self, content: dict[str, Any]) -> None:
-        """Replace fp_exceptions.json."""
-        write_json(self.path / "fp_exceptions.json", content)
-
-    def guard_layers(self, text: str | None) -> None:
-        """Replace guard_layers.yaml; None: there is none."""
-        path = self.path / GUARD_LAYERS
-        if text is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_atomic(path, text.encode())
-
-    def traceback(self, text: str) -> Path:
-        """Replace traceback.txt; its path."""
-        path = self.path / "traceback.txt"
-        write_atomic(path, text.encode(errors="replace"))
-        return path
 
     def close(self) -> None:
         """Close metrics.jsonl and unlock the folder."""

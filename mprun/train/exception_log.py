@@ -13,8 +13,9 @@ from typing import Any
 from mprun.numerics.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
 from mprun.parallel.ranks import Ranks
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard
+from mprun.records.files import write_json
 from mprun.records.mode_names import guard_layers
-from mprun.records.run_folder import RunFolder
+from mprun.records.run_folder import GUARD_LAYERS, RunFolder
 from mprun.records.run_record import FpExceptionsRow, Status, Summary
 from mprun.train.callbacks import Callback, StepLine
 
@@ -65,7 +66,7 @@ class ExceptionLog(Callback):
         if self._row is not None:
             vars(self._row).update(self._report.counts, dropped_steps=self._report.dropped_steps)
             file = {"schema_version": SCHEMA_VERSION, **self._report.state_dict()}
-            self._folder.fp_exceptions(file)
+            write_json(self._folder.path / "fp_exceptions.json", file)
 
 
 def event_row(exception: FpException) -> dict[str, object]:
@@ -143,7 +144,7 @@ class GuardLog(Callback):
         """Update the summary and the file."""
         if self._summary.guard is not None:
             self._summary.guard.gemms = self._guard.rows
-            self._folder.guard_layers(guard_layers(self._summary))
+            self._folder.write(GUARD_LAYERS, guard_layers(self._summary))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for `load_state_dict`."""

@@ -208,7 +208,7 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
 def _write_traceback(error: BaseException, folder: RunFolder) -> str:
     """Write the traceback of an exception; returns a text with its path."""
     try:
-        path = folder.traceback(traceback_text(error))
+        path = folder.write("traceback.txt", traceback_text(error))
     except OSError:
         return "(its traceback could not be written)"
     return f"(the traceback is in {path})"

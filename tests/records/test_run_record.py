@@ -109,7 +109,7 @@ def folder(tmp_path: Path) -> Any:
 
 
 def test_a_folder_holds_the_four_parts(folder: RunFolder) -> None:
-    folder.config("seed: 1\n")
+    folder.write("config.yaml", "seed: 1\n")
     folder.summary(example())
     names = {p.name for p in folder.path.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints"}

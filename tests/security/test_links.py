@@ -103,7 +103,7 @@ def test_a_traceback_replaces_a_link(outside: Path) -> None:
     folder = RunFolder(Path("run"))
     Path("run/traceback.txt").symlink_to((outside / "file").absolute())
     before = state_of(outside)
-    path = folder.traceback("Traceback: ...")
+    path = folder.write("traceback.txt", "Traceback: ...")
     folder.close()
     assert state_of(outside) == before
     assert path.read_text(encoding="utf-8") == "Traceback: ..."
