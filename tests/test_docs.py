@@ -20,7 +20,7 @@ from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import leaves
 from mprun.config.settings import fields, take
-from mprun.config.variants import with_every_mode
+from mprun.config.study_request import with_every_mode
 from mprun.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent

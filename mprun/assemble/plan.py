@@ -278,7 +278,7 @@ def choose_speed(
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
     if earlier:
         names = (earlier["memory_format"], earlier["optimizer_impl"])
-        speed = SpeedChoice(*names, earlier.get("compile", False))
+        speed = SpeedChoice(*names, earlier["compile"])
     else:
         speed = replace(speed, compile=config.speed.compile is True)
     if other is not None:

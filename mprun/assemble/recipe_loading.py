@@ -126,7 +126,7 @@ def load_recipe(
         raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
     assert isinstance(recipe, Recipe)
     with explained(f"the metrics of {type(recipe).__name__} cannot be made"):
-        _check_metric(recipe)
+        check_metric(recipe)
     return recipe
 
 
@@ -137,17 +137,6 @@ def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
     if known:
         return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
     return "it has none; the annotated fields of a class are its parameters: units: int = 64"
-
-
-def _check_metric(recipe: Recipe) -> None:
-    """Raise `UsageError` for a metric that no run measures and no comparison reads."""
-    former = getattr(recipe, "metric", None)
-    if isinstance(former, str):  # its name in versions before 0.2
-        raise UsageError(
-            f'{type(recipe).__name__}.metric = {former!r}: it is METRIC = ("loss", "min") or '
-            '("accuracy", "max") now'
-        )
-    check_metric(recipe)
 
 
 def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:

@@ -25,7 +25,6 @@ from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.files import refuse_links
 from mprun.records.reader import NotYamlError, read_yaml
-from mprun.records.run_config import SPEEDS
 from mprun.records.run_folder import ENTRIES, has_begun
 
 MAY_CHANGE = (
@@ -85,8 +84,6 @@ def _saved(folder: Path) -> DictConfig:
         _, content = read_yaml(path)
         if not isinstance(content, dict):
             raise _invalid(folder, "it is not a mapping")
-        if isinstance(content.get("speed"), str):  # of an earlier version
-            content["speed"] = SPEEDS.get(content["speed"], content["speed"])
         config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
         config.run.trust = False
     except OSError as error:

@@ -133,10 +133,7 @@ def check(config: Config) -> None:
         field.check(get(config, key))
     _check_length(config)
     _check_optimizer(config)
-    module, _, name = config.recipe.target.rpartition(".")
-    if config.recipe.file is None and not all(
-        part.isidentifier() for part in (*module.split("."), name)
-    ):
+    if config.recipe.file is None and not _is_import_path(config.recipe.target):
         raise UsageError(
             f"recipe.target={config.recipe.target}: legal is the import path of a class, "
             "module.Class"
@@ -213,8 +210,7 @@ def _check_optimizer(config: Config) -> None:
     target = train.optimizer.target
     if target is None:
         return
-    module, _, name = target.rpartition(".")
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
+    if not _is_import_path(target):
         raise UsageError(
             f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
             "such as torch.optim.Adagrad"
@@ -226,6 +222,11 @@ def _check_optimizer(config: Config) -> None:
         )
     if "lr" in train.optimizer.args:
         raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
+
+
+def _is_import_path(text: str) -> bool:
+    """Whether a text is `module.Class`."""
+    return "." in text and all(part.isidentifier() for part in text.split("."))
 
 
 def _check_coded_moments(config: Config) -> None:

@@ -24,8 +24,7 @@ from mprun.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.compare.measures import OVERLAPPED, is_timed_pair, overlapping
 from mprun.config import compose
-from mprun.config.study_request import StudyRequest
-from mprun.config.variants import BASELINE, variants
+from mprun.config.study_request import BASELINE, StudyRequest, variants
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.experiments.study import Study, StudyResult, held_out, new_study

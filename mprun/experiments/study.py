@@ -21,8 +21,7 @@ from mprun.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.assemble.file_recipe import lies_in
 from mprun.assemble.plan import data_request
 from mprun.config import Composed, Config, compose
-from mprun.config.study_request import StudyRequest
-from mprun.config.variants import variants
+from mprun.config.study_request import StudyRequest, variants
 from mprun.console import note
 from mprun.errors import RunFailedError, StoppedError, UsageError, printable
 from mprun.experiments.budget import BudgetSignals, TrialBudget

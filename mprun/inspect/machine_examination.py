@@ -17,8 +17,8 @@ from mprun import __version__
 from mprun.assemble.dtype_choices import build_policy
 from mprun.assemble.plan import choose_device
 from mprun.config import Config, compose
+from mprun.config.study_request import modes
 from mprun.config.validate import loss_scale_kind
-from mprun.config.variants import modes
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import examine_machine, git_commit, threads_to_measure

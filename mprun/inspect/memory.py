@@ -15,7 +15,7 @@ from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.settings import MemorySettings, parse_size
-from mprun.config.variants import with_every_mode
+from mprun.config.study_request import with_every_mode
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.machine import versions
 from mprun.errors import MprunError, RunFailedError, UsageError

@@ -233,5 +233,3 @@ def test_compile_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     resumed: dict[str, Any] = {**planned("speed.compile=true").choices}
     words = ["recipe=fashion_mnist", *SMALL]
     assert make_plan(compose(words).config, (), resumed).speed.compile
-    del resumed["compile"]  # of an earlier version
-    assert not make_plan(compose(words).config, (), resumed).speed.compile

@@ -13,8 +13,8 @@ from mprun.compare.verdicts import compare
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
+from mprun.config.study_request import modes, variants
 from mprun.config.validate import without_inert
-from mprun.config.variants import modes, variants
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.policy import policy

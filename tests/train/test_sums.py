@@ -124,7 +124,6 @@ def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch
             'METRIC = ("f1", "max")',
             "Tokens.METRIC = ('f1', 'max'): nothing measures 'f1'; legal: accuracy, loss, ",
         ),
-        ('metric = "loss"', 'Tokens.metric = \'loss\': it is METRIC = ("loss", "min")'),
     ],
 )
 def test_a_metric_nothing_measures_is_refused_before_a_run(
