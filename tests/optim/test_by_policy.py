@@ -120,15 +120,3 @@ def test_mistakes_are_one_line() -> None:
         for_policy("fp32", torch.optim.AdamW, model.parameters())
     with pytest.raises(ValueError, match="no precision mode is named 'bf61'"):
         for_policy("bf61", torch.optim.AdamW, model.parameters())
-
-
-def test_two_optimizers_of_one_seed_draw_the_bits_of_their_parameters() -> None:
-    """By the names that `prepare` gave, also for named parameters of a second model."""
-    precision = Precision("bf16_sr", device="cpu")
-    first, second = (precision.prepare(nn.Linear(64, 64)) for _ in range(2))
-    for model in (first, second):
-        optimizer = for_policy("bf16_sr", torch.optim.SGD, model.named_parameters(), lr=1e-3)
-        with torch.no_grad():
-            model.weight.fill_(1.0)  # type: ignore[operator,union-attr]
-        step(optimizer, model)
-    assert not first.weight.equal(second.weight)  # type: ignore[operator,arg-type]

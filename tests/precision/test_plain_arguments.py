@@ -13,7 +13,7 @@ from torch import nn
 from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.assemble.parts import build_loss_scale
 from mprun.config import compose
-from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale, op_lists
+from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import NAMED, policy
 from mprun.records.mode_names import FORMAT_MODES
@@ -120,18 +120,6 @@ def test_shipped_op_lists_are_those_of_a_run(name: str) -> None:
     assert ours.policy.casting == ours.columns["casting"] == "op_lists"
 
 
-def test_own_op_lists_decide_what_is_cast() -> None:
-    ours = precision("bf16_mixed", op_lists=op_lists(lower=["mul"], fp32=["linear"]))
-    seen = []
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        seen.extend([x * x, nn.functional.linear(x, x)])
-        return x
-
-    ours.forward(model, torch.ones(2, 2))
-    assert [x.dtype for x in seen] == [torch.bfloat16, torch.float32]
-
-
 def test_inputs_of_16_bit_parameters_are_cast_and_differentiable() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     ids = torch.arange(3)
@@ -147,15 +135,6 @@ def test_inputs_of_16_bit_parameters_are_cast_and_differentiable() -> None:
         assert seen == [expected, torch.int64]
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-
-
-@each("mode", ["fp32", "tf32", "bf16_sr"])
-def test_switches_are_those_of_the_mode_inside_only(mode: str) -> None:
-    before = torch.backends.cudnn.conv.fp32_precision
-    with precision(mode).switches():
-        assert torch.backends.cudnn.conv.fp32_precision == "ieee"  # a CPU has no TF32
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert torch.backends.cudnn.conv.fp32_precision == before
 
 
 @each(

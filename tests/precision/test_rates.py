@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from mprun.precision.rates import (
     convolution_backward,
     in_threads,
     matmul,
-    speedups,
     timer,
     warm,
 )
@@ -135,23 +133,6 @@ def test_calls_take_turns_and_the_order_turns_round(clock: Clock) -> None:
     log.clear()
     assert alternate(timers, 3) == [[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]
     assert log == ["a", "b", "b", "a", "a", "b"]
-
-
-def test_a_slow_spell_of_the_machine_leaves_ratios_alone(clock: Clock) -> None:
-    """Half of the rounds are ten times slower; within a round both are."""
-    calls: list[float] = []
-
-    def takes(seconds: float) -> Callable[[], None]:
-        def call() -> None:
-            slow = 10 if len(calls) >= 4 + 8 else 1  # after both warm-ups and four rounds
-            calls.append(seconds)
-            clock.now += slow * seconds
-
-        return call
-
-    base, other = alternate([warm(takes(2.0), CPU), warm(takes(0.5), CPU)], 8)
-    assert speedups(base, other) == [4.0] * 8
-    assert statistics.median(base) > 2.0
 
 
 @each("tf32", [False, True])

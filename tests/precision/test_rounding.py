@@ -368,22 +368,14 @@ NEIGHBOURHOODS = {
 
 
 @SIXTEEN
-def test_nearest_is_torchs_cast_and_exact_around_every_number(dtype: torch.dtype) -> None:
-    x = NEIGHBOURHOODS[dtype]()
-    found = round_nearest(x, dtype)
-    assert torch.equal(bits_of(found), bits_of(x.to(dtype)))
-    exact = exact_nearest(x, dtype)
-    assert torch.equal(found.double(), exact)
-    assert torch.equal(found.signbit(), x.signbit())
-
-
-@SIXTEEN
-def test_nearest_is_torchs_cast_and_exact_on_random_patterns(dtype: torch.dtype) -> None:
-    x = random_patterns(1_000_000, seed=5)
+def test_nearest_is_torchs_cast_and_exact(dtype: torch.dtype) -> None:
+    """Around every number of the dtype, and on random patterns."""
+    x = torch.cat([NEIGHBOURHOODS[dtype](), random_patterns(1_000_000, seed=5)])
     found = round_nearest(x, dtype)
     assert torch.equal(bits_of(found), bits_of(x.to(dtype)))
     finite = x.isfinite()
     assert torch.equal(found[finite].double(), exact_nearest(x[finite], dtype))
+    assert torch.equal(found.signbit()[finite], x.signbit()[finite])
 
 
 # ---- split and merge ----

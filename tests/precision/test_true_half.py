@@ -154,16 +154,6 @@ def test_the_output_can_be_left_in_16_bits(mode: str) -> None:
     assert all(g is not None and g.dtype == dtype for g in step.gradients.values())
 
 
-@pytest.mark.representative("half_sr", "half_sr_full")
-@pytest.mark.parametrize("mode", TRUE_HALF)
-def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
-    parts = build_parts(planned(*MNIST, f"precision={mode}"))
-    batch = next(iter(parts.test))
-    with torch.no_grad():
-        found = [parts.precision.forward(parts.model, batch.parts[0].inputs[0]) for _ in range(2)]
-    assert torch.equal(found[0], found[1])
-
-
 @each("moment", ["momentum", "variance"])
 def test_the_dtype_of_a_moment_that_is_not_kept_changes_no_optimizer(moment: str) -> None:
     words = [*LINEAR, "train.optimizer.name=sgd", "device=cpu"]
@@ -208,15 +198,6 @@ def test_targets_keep_their_dtype() -> None:
     assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).parts[0].content[
         1
     ].dtype == (torch.int64)
-
-
-@pytest.mark.representative("fp16_true", "half_sr_full")
-@pytest.mark.parametrize("mode", TRUE_HALF)
-def test_stored_floating_samples_take_half_the_memory(mode: str) -> None:
-    samples, width, targets = 64, 12, 6
-    for name, size in (("fp32", 4), (mode, 2)):
-        parts = build_parts(planned(*LINEAR, f"precision={name}"))
-        assert parts.train.data.nbytes == samples * (width * size + targets * 4)
 
 
 # ---- layers in a dtype of their own ------------------------------------------------------------

@@ -930,23 +930,6 @@ def test_einsum_follows_bmm(equation: str, count: int) -> None:
     assert same(listed, by_hand)
 
 
-def test_calls_of_aten_ops_follow_the_lists() -> None:
-    x, w = tensor(4, 4).half(), tensor(4, 4, seed=1)
-    with caster().region():
-        assert same(aten.mm(x, w), torch.mm(x.to(BF16), w.to(BF16)))
-        assert aten._softmax(x, 0, False).dtype == FP32
-        assert aten._log_softmax(x, 0, False).dtype == FP32
-        assert aten.div(x, w).dtype == aten.sub(x, w).dtype == FP32
-        assert (
-            aten.convolution(x[None], w[:, :, None], None, [1], [0], [1], False, [0], 1).dtype
-            == BF16
-        )
-        assert aten.t(x).dtype == aten.relu(x).dtype == BF16
-        assert aten.xlogy(x, w).dtype == FP16
-        assert aten.add_(x, w) is x
-        assert x.dtype == FP16
-
-
 def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
     x, w = tensor(4, 4), tensor(4, 4, seed=1)
     with caster().region():
