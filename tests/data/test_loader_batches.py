@@ -99,13 +99,6 @@ def test_an_epoch_continues_from_its_saved_state(kind: str, done: int) -> None:
     assert torch.equal(restored.state(), order.state())
 
 
-def test_other_seeds_and_epochs_have_other_orders() -> None:
-    batches, order = batches_of(NUMBERS, seed=1)
-    epochs = [numbers(batches.epoch(order.draw())) for _ in range(2)]
-    other, of_other = batches_of(NUMBERS, seed=2)
-    assert len({str(x) for x in [*epochs, numbers(other.epoch(of_other.draw()))]}) == 3
-
-
 def test_two_users_of_a_loader_do_not_disturb_each_other() -> None:
     loader = sampled("shuffle", None)
     (alone, order), expected = batches_of(loader, seed=3), []

@@ -169,17 +169,6 @@ def test_an_evaluation_may_have_no_loss_if_a_metric_judges(
     assert "validation perplexity" in capsys.readouterr().out
 
 
-def test_without_a_metric_to_judge_by_it_fails_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = own_recipe(monkeypatch, '("loss", "min")', NO_LOSS)
-    assert main([*words, "run.dir=run"]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "loss returned None in evaluation, and METRIC names 'loss'; name one of metrics()" in line
-    )
-
-
 def test_a_resumed_run_is_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
     words = own_recipe(monkeypatch)
     assert main([*words, "run.dir=whole"]) == 0

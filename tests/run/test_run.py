@@ -16,7 +16,6 @@ from mprun.cli.main import main
 from mprun.config.reference import options
 from mprun.errors import RunFailedError
 from mprun.records.run_record import Metric, Summary, read_lines, read_summary
-from tests.run.clock import Clock
 from tests.run.processes import Forking
 from tests.schema import conforms
 from tests.summaries import check_partials
@@ -133,13 +132,6 @@ def test_an_epoch_that_a_limit_cuts_off_says_so(capsys: pytest.CaptureFixture[st
     assert [e.train.samples for e in read_summary(Path("run")).history] == [None, 64]
 
 
-def test_the_default_folder_is_named_by_date_and_time_and_never_shared() -> None:
-    for _ in range(2):
-        assert main(["recipe=linear", "train.max_steps=1"]) == 0
-    runs = sorted(Path("outputs").glob("*/*/summary.json"))
-    assert len(runs) == 2
-
-
 def test_the_configuration_is_kept_resolved() -> None:
     run("seed=7", "train.lr=0.5")
     from omegaconf import OmegaConf
@@ -153,71 +145,6 @@ def test_log_every_thins_the_lines_and_not_the_statistics() -> None:
     steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert steps == [3, 6]
     assert summary.step_time_ms.n == 3  # six steps less three of warm-up
-
-
-def test_a_time_limit_bounds_the_run(clock: Clock) -> None:
-    words = ["train.max_time_s=5", "train.max_steps=null", "train.epochs=null"]
-    summary = run(*words)
-    assert summary.status == "completed"
-    assert summary.steps > 0
-    assert 2.5 < summary.wall_time_s < 10
-
-
-def test_the_scheduler_reaches_zero_at_the_planned_end() -> None:
-    run("train.scheduler=linear")
-    rates = [x["lr"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert rates == pytest.approx([1e-3 * (1 - k / 6) for k in range(6)])
-
-
-def test_a_loss_gone_nan_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK[:1], "train.lr=1e30", "run.dir=run"]) == 1
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith("mprun: the loss became")
-    summary = read_summary(Path("run"))
-    conforms(summary, Summary)
-    assert summary.status == "failed"
-    lines = read_lines(Path("run"))
-    assert lines[-1]["loss"] in ("nan", "inf")
-
-
-CRASHING = """
-from dataclasses import dataclass
-import torch
-from mprun.data import Splits, TensorSet
-from mprun.recipe import Recipe
-
-@dataclass(frozen=True)
-class Crashing(Recipe):
-    def model(self):
-        return torch.nn.Linear(2, 1)
-    def data(self, request):
-        part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 1))
-        return Splits("zeros", "generated", part, part.first(0), part.first(0))
-    def loss(self, output, batch):
-        raise ZeroDivisionError("planted")
-"""
-
-
-def test_a_crash_in_a_recipe_keeps_its_traceback_in_the_record(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("crashing.py").write_text(CRASHING, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    words = ["recipe.target=crashing.Crashing", "recipe.name=crashing", "recipe.model.units=1"]
-    assert main([*words, "run.dir=run"]) == 2  # the class takes no parameter named units
-    recipe = Path("conf/recipe/crashing.yaml")
-    recipe.parent.mkdir(parents=True)
-    recipe.write_text(
-        "# @package _global_\n# Crashes\nrecipe: {name: crashing, target: crashing.Crashing}\n"
-        "train: {epochs: 1, batch_size: 4, eval_batch_size: 4, lr: 0.1, optimizer: {name: sgd}}\n",
-        encoding="utf-8",
-    )
-    assert main(["--config-dir=conf", "recipe=crashing", "run.dir=run"]) == 1
-    error = capsys.readouterr().err
-    assert "ZeroDivisionError: planted" in error
-    assert "Traceback" not in error
-    assert "planted" in Path("run/traceback.txt").read_text(encoding="utf-8")
-    assert read_summary(Path("run")).status == "failed"
 
 
 def test_a_mode_slower_than_float32_warns_before_it_starts(

@@ -127,28 +127,21 @@ def summary_scalars(summary: Summary) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 
-TALKERS = ("mlflow", "alembic", "wandb", "trackio", "httpx")
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside, nothing is printed, logged below an error, or warned about."""
-    loggers = [logging.getLogger(name) for name in TALKERS]
-    levels = [logger.level for logger in loggers]
-    nowhere = io.StringIO()
+    before, nowhere = logging.root.manager.disable, io.StringIO()
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            logging.disable(before)
 
 
 @contextlib.contextmanager
