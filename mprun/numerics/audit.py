@@ -147,16 +147,16 @@ def _loaded(model: nn.Module, unsafe: Parameters, trained: Parameters) -> Iterat
     for name in fewest_modules(model, unsafe, trained):
         held = [p for p in parts[name].parameters() if p in unsafe]
         kinds = " and ".join(sorted({dtype_name(p.dtype) for p in held}))
-        text = f"{sum(p.numel() for p in held):,} trainable numbers in {kinds}, updated by rounding"
-        text = f"{text} to nearest"
+        count = sum(p.numel() for p in held)
+        text = f"{count:,} trainable numbers in {kinds}, updated by rounding to nearest"
+        fix = KEEP
         stored = _config_dtype(model)
         if stored in {dtype_name(p.dtype) for p in held}:
             text += (
                 f"; config.dtype is {stored}, and from_pretrained loads what a checkpoint stores"
             )
-            yield AuditFinding("loaded_in_16_bits", name, text, LOAD)
-        else:
-            yield AuditFinding("loaded_in_16_bits", name, text, KEEP)
+            fix = LOAD
+        yield AuditFinding("loaded_in_16_bits", name, text, fix)
 
 
 def _config_dtype(model: nn.Module) -> str | None:
@@ -177,17 +177,15 @@ def _layers(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
             continue
         dtype = dtype_name(held[0].dtype)
         if "norm" in type(module).__name__.lower():
+            kind = "norm_in_16_bits"
             text = f"its weights start at 1, of which {dtype} loses small updates"
-            yield AuditFinding("norm_in_16_bits", name, text, f"keep it in float32: {_to(name)}")
         elif isinstance(module, nn.Embedding):
+            kind = "embedding_in_16_bits"
             text = f"rare rows get few updates, and {dtype} loses the small ones"
-            yield AuditFinding(
-                "embedding_in_16_bits", name, text, f"keep it in float32: {_to(name)}"
-            )
-
-
-def _to(name: str) -> str:
-    return f"model.get_submodule({name!r}).float(), under torch.autocast"
+        else:
+            continue
+        fix = f"keep it in float32: model.get_submodule({name!r}).float(), under torch.autocast"
+        yield AuditFinding(kind, name, text, fix)
 
 
 def _state(

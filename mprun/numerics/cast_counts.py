@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +102,6 @@ class CastCounts(DispatchMode):
     @contextmanager
     def next_call(self, entries: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, the next call of each of these modules is counted, and no later one."""
-        handles: list[Any] = []
         watched: set[nn.Module] = set()
         calls: list[nn.Module] = []
 
@@ -119,14 +118,14 @@ class CastCounts(DispatchMode):
                 calls.pop()
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-        for module in entries:
-            handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(module.register_forward_hook(end, always_call=True))
-        try:
+        with ExitStack() as stack:
+            for module in entries:
+                for handle in (
+                    module.register_forward_pre_hook(begin, prepend=True),
+                    module.register_forward_hook(end, always_call=True),
+                ):
+                    stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @property
     def dtypes(self) -> set[torch.dtype]:
