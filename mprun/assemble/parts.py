@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from mprun.data import (
     TensorOrder,
     TensorSet,
 )
-from mprun.data.batches import place
+from mprun.data.batches import MicroBatch, place
 from mprun.data.loader_sets import Reading, seed_all
 from mprun.data.split import WHOLE, BatchSplit
 from mprun.nested import all_tensors, map_tensors
@@ -230,6 +231,14 @@ def build_parts(
         readback=readback_for(device),
         layout=layout,
     )
+
+
+def first_samples(plan: Plan, at_most: int) -> MicroBatch:
+    """The first samples of the training data, in the stored order: a batch, or `at_most`."""
+    size = min(plan.config.train.batch_size or at_most, at_most)
+    batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
+    with closing(iter(batches)) as stream:
+        return next(stream).parts[0]
 
 
 def build_batches(

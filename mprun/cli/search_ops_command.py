@@ -20,13 +20,11 @@ from mprun.cli.arguments import parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, RunFailedError
 from mprun.experiments.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
-from mprun.results import Result, measuring, show, show_part
+from mprun.results import measuring, show, show_part
 from mprun.train.signals import SignalReceivedError, interruptible
 
 if TYPE_CHECKING:
     from mprun.config.settings import Settings
-
-FILE = "search_ops.json"
 
 
 def search_ops_command(args: Sequence[str]) -> int:
@@ -64,15 +62,15 @@ def _search(
                 found = planned.measure(LimitedParts(stop, report))
             except EndedEarlyError:
                 raise _nothing_measured(stop) from None
-        for part in found.parts():
+        measured = found.measured()
+        for part in measured.parts:
             show_part(part)
         # before the proof, which takes long: a crash loses nothing that was measured
-        write_files(folder, {FILE: Result(found.content).json, **found.files()})
+        write_files(folder, measured.files)
         if settings.search_ops.steps:
             with measuring() as report:
                 found.prove(LimitedParts(stop, report))
-        content = Result(found.content).json
-        show(Result(found, list(found.conclusion()), {FILE: content, **found.files()}), folder)
+        show(found.proved(), folder)
         use = found.overrides(overrides, folder)
         if use is not None:
             own = [] if config_dir is None else ["--config-dir", str(config_dir)]

@@ -14,7 +14,7 @@ Load. Threads that wait for each other are as fast as the slowest. Two threads o
 them used by another process, reached a fiftieth of their rate. So rates are measured with as many
 threads as have a core to themselves; the ratios between formats stay the same.
 
-The environment of a run: hardware, versions, the code's commit.
+A run records hardware, versions and the code's commit from here, too.
 """
 
 from __future__ import annotations

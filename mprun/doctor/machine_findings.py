@@ -1,9 +1,7 @@
-"""Warnings and notes about a machine, derived from its measurements.
+"""What follows from the examination of a machine: warnings and notes, and the use of each mode.
 
 Warnings are about causes that make 16 bits slower than float32 or disturb measurements; everything
-else is a note. The input is plain data, so tests can use invented machines.
-
-From measured rates to the use of each mode.
+else is a note.
 
 An op is faster than in float32 if the median speed-up is at least `LIMIT` and its 95 % interval
 lies above 1. It is slower if the median is at most 1 / `LIMIT` and the interval lies below 1. It is

@@ -11,10 +11,8 @@ convolutions, and for bfloat16 unless the CPU has AMX, where it lost a tenth to 
 was slower than eager on the CPU. On CUDA (one H100) fused AdamW takes 2 to 6 % off a step, and 22 %
 where a loss scale decides about it, since the host then need not wait; channels-last won nothing.
 
-The choices that a trial of `speed=auto` found, kept for later runs on this machine.
-
-A small JSON file for each machine, model and shape in the user's cache folder. A file that is
-damaged, or that another program wrote, counts as none.
+What a trial found is kept for later runs, in a small JSON file for each machine, model and shape in
+the user's cache folder. A damaged file counts as none.
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ def read_choice(key: str) -> KeptChoice | None:
 
 @contextlib.contextmanager
 def choice_lock(key: str) -> Iterator[None]:
-    """Inside, no other process makes this trial; where nothing can be choice_lock, one may."""
+    """Inside, no other process makes this trial; where nothing can be locked, one may."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             stack.enter_context(FileLock(_path(key).with_suffix(".lock"), timeout=LOCK_TIMEOUT_S))

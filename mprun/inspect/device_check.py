@@ -1,11 +1,7 @@
 """The check of a device: its kernels against float64 on the CPU, once for each PyTorch.
 
-A run on an accelerator reads what an earlier check found, and makes one where there is none.
-
-What checks of a device's kernels found, kept for later runs with the same PyTorch.
-
-A small JSON file for each device in the user's cache folder. A file that is damaged, or that
-another program wrote, counts as none.
+A run on an accelerator reads what an earlier check found, from a small JSON file in the user's
+cache folder, and makes one where there is none, or a damaged one.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun import __version__, kernels
-from mprun.assemble.parts import build_batches, build_model, build_precision
+from mprun.assemble.parts import build_model, build_precision, first_samples
 from mprun.assemble.plan import choose_device
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor import machine
@@ -151,10 +147,7 @@ def _recipe_steps(planned: PlannedRun) -> Iterator[tuple[str, nn.Module, StepOf]
     """The recipe's model and loss on its first samples, as autocast computes them."""
     plan = planned.plan
     model, _ = build_model(plan, build_precision(plan))
-    size = min(plan.config.train.batch_size or MAX_SAMPLES, MAX_SAMPLES)
-    batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
-    with contextlib.closing(iter(batches)) as stream:
-        (part, *_) = next(stream).parts
+    part = first_samples(plan, MAX_SAMPLES)
     loss = LossTerms(plan.recipe)
 
     def step_in(dtype: torch.dtype) -> Callable[[], object]:

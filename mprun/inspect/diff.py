@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
-from mprun.assemble.parts import build_batches, build_model, build_precision
+from mprun.assemble.parts import build_model, build_precision, first_samples
 from mprun.config import compose
 from mprun.config.recipe_file import quoted
 from mprun.console.fitted_table import FittedTable
@@ -164,10 +163,7 @@ def weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
 
 def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
     """The first samples of the training data, in the stored order, and the step on them."""
-    size = min(plan.config.train.batch_size or MAX_SAMPLES, MAX_SAMPLES)
-    batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
-    with closing(iter(batches)) as stream:
-        (part, *_) = next(stream).parts
+    part = first_samples(plan, MAX_SAMPLES)
     loss = LossTerms(plan.recipe)
 
     def loss_of(output: object) -> Tensor:

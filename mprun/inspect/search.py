@@ -13,7 +13,7 @@ linear layers must stay in bfloat16.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ from mprun.precision import backend_flags
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.report.snippets import snippets
+from mprun.results import Result
 from mprun.results.search_result import (
     CastResult,
     Float32Time,
@@ -76,6 +77,7 @@ from mprun.results.search_tables import (
 )
 from mprun.train.loss_terms import LossTerms
 
+FILE = "search_ops.json"
 SCHEMA_VERSION, FORMATS_SCHEMA_VERSION = 1, 2
 HELD_OUT = "data.validation_fraction"
 """Set to `SHARE` for a recipe without validation data."""
@@ -426,27 +428,25 @@ class FoundOps:
             unsettled = [*self.search.unsettled, f"{text} were made"]
             self.search = replace(self.search, ended_by=parts.ended_by, unsettled=unsettled)
 
-    def parts(self) -> Iterator[FittedTable | str]:
+    def measured(self) -> Result:
         """The answer and its tables."""
-        return op_search_parts(self.search)
+        return self._result(op_search_parts(self.search))
 
-    def conclusion(self) -> Iterator[str]:
+    def proved(self) -> Result:
         """What the proof showed, and what was left open."""
-        return op_search_conclusion(self.search, self.proof)
+        return self._result(op_search_conclusion(self.search, self.proof))
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """The content of search_ops.json."""
-        proof = None if self.proof is None else asdict(self.proof)
-        described = self.planned.described()
-        return {
+    def _result(self, parts: Iterable[FittedTable | str]) -> Result:
+        content = {
             "schema_version": SCHEMA_VERSION,
-            **described,
-            "proof": proof,
+            **self.planned.described(),
+            "proof": None if self.proof is None else asdict(self.proof),
             **asdict(self.search),
         }
+        files = {FILE: Result(content).json, **self._lists()}
+        return Result(content, list(parts), files)
 
-    def files(self) -> dict[str, str | bytes]:
+    def _lists(self) -> dict[str, str | bytes]:
         """The op lists, and the answer as code for other training loops."""
         config = self.planned.low.plan.config
         about = f"recipe {config.recipe.name}, precision {config.precision.name}"
@@ -491,23 +491,19 @@ class FoundFormats:
         proof = self.planned.prove(low, SelectedCasts(None, search.layers, 1.0), parts)
         self.search = replace(search, proof=proof, ended_by=search.ended_by or parts.ended_by)
 
-    def parts(self) -> Iterator[FittedTable | str]:
-        """The answer and its tables."""
-        return search_parts(self.search)
+    def measured(self) -> Result:
+        """The answer and its tables, and the layers' dtypes."""
+        return self._result(search_parts(self.search))
 
-    def conclusion(self) -> Iterator[str]:
+    def proved(self) -> Result:
         """What the proof showed, and what was left open."""
-        return conclusion(self.search)
+        return self._result(conclusion(self.search))
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """The content of search_ops.json."""
+    def _result(self, parts: Iterable[FittedTable | str]) -> Result:
         described = self.planned.described()
-        return {"schema_version": FORMATS_SCHEMA_VERSION, **described, **asdict(self.search)}
-
-    def files(self) -> dict[str, str | bytes]:
-        """The layers' dtypes."""
-        return {LAYERS: layers_text(self.search)} if self.search.high else {}
+        content = {"schema_version": FORMATS_SCHEMA_VERSION, **described, **asdict(self.search)}
+        layers = {LAYERS: layers_text(self.search)} if self.search.high else {}
+        return Result(content, list(parts), {FILE: Result(content).json, **layers})
 
     def overrides(self, given: Sequence[str], folder: Path) -> list[str] | None:
         """Those of a run that uses the result; None without one."""

@@ -18,7 +18,6 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +34,7 @@ from mprun.config.settings import DoctorSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
-from mprun.doctor.measure import WORKING_SETS, measure_bandwidths, measure_formats
+from mprun.doctor.measure import WORKING_SETS, measure_bandwidths, measure_formats, spread
 from mprun.doctor.roofline import (
     MachineRates,
     format_name,
@@ -274,8 +273,7 @@ def _notes(roof: Roofline) -> Iterator[str]:
 def _statistics(times: Sequence[StepTime]) -> StepTimes:
     if not times:
         return StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
-    p10, middle, p90 = (float(x) for x in np.percentile([t.ms for t in times], [10, 50, 90]))
-    return StepTimes(median=middle, p10=p10, p90=p90, n=len(times), warmup=WARMUP)
+    return StepTimes(**vars(spread([t.ms for t in times])), warmup=WARMUP)
 
 
 def recipe_scaling(
