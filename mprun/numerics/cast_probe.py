@@ -34,7 +34,7 @@ from torch import Tensor
 from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Pass, Passes
 from mprun.numerics.tolerance import gradient_error, loss_shares, sums_db
 from mprun.numerics.updates import RoundingErrors, weights_moved
-from mprun.results.search_result import Deviation, Reference
+from mprun.results.search_result import Deviation
 
 LOSS_SCALES = {torch.float16: (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)}
 """Loss scales that are tried, the largest first; other dtypes need none."""
@@ -65,16 +65,12 @@ class CastProbe:
         self._variance = _variances(self._gradients)
         """The variance of each gradient over batches, times their number: `_signal` is a sum."""
         self._loss_deviation = stdev(self._losses) if self._count > 1 else 0.0
-        errors = RoundingErrors()
+        self.rounding = RoundingErrors()
+        """Which gradients are rounding errors, or zero, in float32 already: they are not judged."""
         for n in range(self._count):
-            self._compare(errors, n)
-        self.reference: Reference = errors.reference
-        """The gradients that float32's were compared with, to recognise rounding errors."""
-        self.unjudged = errors.undetermined
-        """Parameters whose gradients are rounding errors in float32 already."""
-        self.zero = errors.zero
-        """Parameters whose gradients are exactly zero in float32."""
-        self._judged = [name not in (*self.unjudged, *self.zero) for name in passes.names]
+            self._compare(n)
+        unjudged = (*self.rounding.undetermined, *self.rounding.zero)
+        self._judged = [name not in unjudged for name in passes.names]
 
     def measure(self, plan: CastPlan) -> Deviation:
         """The distance of loss and gradients from float32's when ops are cast by this plan."""
@@ -139,7 +135,7 @@ class CastProbe:
                 times.append(self.passes.time_s(plan, self._scales[0]))
         return median(b[1:]) / median(a[1:])  # the first of each is warm-up
 
-    def _compare(self, errors: RoundingErrors, n: int) -> None:
+    def _compare(self, n: int) -> None:
         """Compare the float32 gradients of batch number `n` with float64's."""
 
         def in_float64() -> tuple[float, dict[str, Tensor]]:
@@ -151,7 +147,8 @@ class CastProbe:
             with weights_moved(self.passes.parameters, most, seed):
                 return self._named(_finite(self.passes.run(FLOAT32, n), n))
 
-        errors.compare(self._named(self._gradients[n]), self._losses[n], in_float64, moved)
+        float32 = self._named(self._gradients[n])
+        self.rounding.compare(float32, self._losses[n], in_float64, moved)
 
     def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.passes.names, gradients, strict=True))

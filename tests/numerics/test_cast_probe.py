@@ -147,7 +147,7 @@ def test_a_bias_before_a_normalisation_is_not_judged() -> None:
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 3))
     data = [(x.unsqueeze(1), y) for x, y in batches()]
     measured = probe(model, data)
-    assert measured.unjudged == ("0.bias",)
+    assert measured.rounding.undetermined == ("0.bias",)
     assert measured.measure(FP16).worst_db > 40  # 11 bits are 66 dB; with the bias it would be 0
 
 
@@ -181,10 +181,10 @@ def test_a_model_that_has_no_float64_is_looked_at_with_moved_weights(
     model: type[nn.Module], reason: str
 ) -> None:
     measured = probe(model())
-    assert measured.reference.name == MOVED
-    assert measured.reference.reason.startswith(reason)
-    assert measured.unjudged == ("first.bias",)
-    assert measured.zero == ()
+    assert measured.rounding.reference.name == MOVED
+    assert measured.rounding.reference.reason.startswith(reason)
+    assert measured.rounding.undetermined == ("first.bias",)
+    assert measured.rounding.zero == ()
 
 
 def test_a_gradient_that_overflows_counts_though_it_means_nothing() -> None:
@@ -232,7 +232,7 @@ def test_nothing_is_forgiven_where_one_batch_says_nothing_of_others() -> None:
 
 
 def test_where_every_gradient_counts_all_are_judged() -> None:
-    assert probe(mlp()).unjudged == ()
+    assert probe(mlp()).rounding.undetermined == ()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
