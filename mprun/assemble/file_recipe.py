@@ -1,4 +1,6 @@
-"""A recipe in a Python file: its functions, or a class in it, as a class of recipes.
+"""Running the user's code: a recipe in a Python file, and classes at import paths.
+
+A file's functions, or a class in it, become a class of recipes:
 
     def model(): return nn.Linear(4, 1)
     def data(): return {"train": (x, y)}
@@ -9,12 +11,11 @@ The file is read once per process: the code that runs is the one whose SHA-256 i
 the file may be edited during a long study. Its folder is searched for modules that it imports, as
 if it were run by `python my.py`; modules of other folders win.
 
-Where a recipe's code lies. Importing a module runs it, so the user learns of it beforehand.
-
-A run is resumed with its own configuration, which names the recipe's class. In a folder from
-someone else that name can lead to a module in the same folder, which would run as soon as the run
-is resumed. Such a module is refused unless the user trusts the folder. A module anywhere else is
-the user's own choice; outside of mprun its file is named before it runs.
+Importing a module runs it, so the user learns of it beforehand: outside of mprun its file is named
+before it runs. A run is resumed with its own configuration, which names the recipe's class. In a
+folder from someone else that name can lead to a module in the same folder, which would run as soon
+as the run is resumed. Such a module is refused unless the user trusts the folder. A module anywhere
+else is the user's own choice.
 
 Which file a name leads to is decided while it is imported, package by package. So a finder in front
 of Python's own ones looks at each file between the moment it is found and the moment it runs.
@@ -28,7 +29,6 @@ import importlib.util
 import inspect
 import linecache
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,13 +38,12 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
-
-import torch
+from typing import Any
 
 from mprun.config.recipe_file import read_source
 from mprun.console import note
 from mprun.data import DataRequest, Splits
+from mprun.data.loader_sets import seeded
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
@@ -348,21 +347,13 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
             )
     methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
     methods["data"] = _data_method(functions["data"], path.stem)
-    methods["METRIC"] = getattr(module, "METRIC", _default_metric(functions))
-    methods |= {"ignores": _OfFunctions.ignores, "draws_data": _OfFunctions.draws_data}
+    if hasattr(module, "METRIC"):
+        methods["METRIC"] = module.METRIC
+    # The data know nothing of the run.
+    methods |= {"ignores": frozenset({"data.source", "data.root", "data.fallback"})}
+    methods |= {"draws_data": False}
     methods |= {"__module__": module.__name__, "__doc__": module.__doc__}
     return dataclass(frozen=True)(type(path.stem, (Recipe,), methods))
-
-
-class _OfFunctions:
-    """What all recipes of functions have in common: their data know nothing of the run."""
-
-    ignores: ClassVar[frozenset[str]] = frozenset({"data.source", "data.root", "data.fallback"})
-    draws_data: ClassVar[bool] = False
-
-
-def _default_metric(functions: dict[str, Any]) -> tuple[str, str]:
-    return ("accuracy", "max") if "correct" in functions else ("loss", "min")
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -375,28 +366,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _data_method(function: Callable[[], Any], name: str) -> Callable[[Recipe, DataRequest], Splits]:
     def data(self: Recipe, request: DataRequest) -> Splits:
-        with fixed_random_numbers():
+        with seeded(0):  # data are no part of a seed's chance
             return as_splits(function(), name, request)
 
     return data
-
-
-@contextmanager
-def fixed_random_numbers() -> Iterator[None]:
-    """Inside, random numbers are the same in every run: data are no part of a seed's chance.
-
-    Those of PyTorch, Python and, where it is imported, NumPy; they continue afterwards.
-    """
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    python, numpy_state = random.getstate(), numpy_random and numpy_random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        random.seed(0)
-        if numpy_random:
-            numpy_random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy_random:
-                numpy_random.set_state(numpy_state)
