@@ -408,22 +408,23 @@ def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str |
             accumulates two.
     """
     base, cap = config.train.batch_size, config.preset.max_batch_size
-    notice, factor = None, config.batch.factor
-    rule, world_size = config.batch.lr_rule, config.parallel.world_size
+    notice, factor, accumulate = None, config.batch.factor, config.train.accumulate
     if own is not None:
-        accumulate = config.train.accumulate * factor
-        effective = own * accumulate * world_size
-        return BatchRow(
-            micro=own, accumulate=accumulate, effective=effective, base=own, lr_rule=rule
-        ), None
-    if cap is not None and base > cap:
-        notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
-        base = cap
-    micro, accumulate = base * factor, config.train.accumulate
-    effective = micro * accumulate * world_size
-    return BatchRow(
-        micro=micro, accumulate=accumulate, effective=effective, base=base, lr_rule=rule
-    ), notice
+        base = micro = own
+        accumulate *= factor
+    else:
+        if cap is not None and base > cap:
+            notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
+            base = cap
+        micro = base * factor
+    row = BatchRow(
+        micro=micro,
+        accumulate=accumulate,
+        effective=micro * accumulate * config.parallel.world_size,
+        base=base,
+        lr_rule=config.batch.lr_rule,
+    )
+    return row, notice
 
 
 def with_effective(

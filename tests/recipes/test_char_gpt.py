@@ -65,20 +65,6 @@ def test_attention_is_its_formula() -> None:
     torch.testing.assert_close(layer(x), F.linear(mixed, layer.project.weight))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ({"layers": 0}, "layers=0: legal is 1 or more"),
-        ({"heads": 3}, "width=16: legal is a multiple of heads=3"),
-        ({"vocabulary": 257}, "vocabulary=257: legal is from 2 to 256"),
-        ({"vocabulary": 1}, "vocabulary=1: legal is from 2 to 256"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(wrong: dict[str, int], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        CharGpt(**{**SIZES, **wrong})  # type: ignore[arg-type]
-
-
 def test_seeds_share_the_data() -> None:
     recipe = CharGpt(**SIZES)  # type: ignore[arg-type]
     one, two = (recipe.data(DataRequest(source="generated", seed=s)).train for s in (1, 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mprun.data import DataRequest
@@ -48,10 +47,3 @@ def test_the_loss_is_the_mean_square_and_there_is_no_accuracy() -> None:
     assert RECIPE.correct(output, (None, target)) is None
     assert RECIPE.METRIC == ("loss", "min")
     assert torch.equal(RECIPE.prepare(output), output)
-
-
-@pytest.mark.parametrize("name", ["in_features", "out_features", "samples"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    sizes = {"in_features": 4, "out_features": 2, "samples": 3, name: 0}
-    with pytest.raises(ValueError, match=f"{name}=0: legal is 1 or more"):
-        Linear(**sizes)

@@ -33,15 +33,6 @@ def test_weights_are_glorot_uniform_and_biases_zero() -> None:
         assert not layer.bias.any()
 
 
-def test_a_seed_gives_the_weights() -> None:
-    drawn = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        drawn.append(torch.cat([p.flatten() for p in RECIPE.model().parameters()]))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
 def test_images_are_flattened_and_divided_by_255() -> None:
     images = torch.arange(256, dtype=torch.uint8).repeat(2 * 784 // 256 + 1)[: 2 * 784]
     stored = images.view(2, 1, 28, 28)
@@ -59,9 +50,3 @@ def test_the_loss_is_cross_entropy_and_the_largest_output_counts() -> None:
     assert torch.equal(RECIPE.loss(outputs, (None, targets)), F.cross_entropy(outputs, targets))
     assert RECIPE.correct(outputs, (None, targets)).item() == 2
     assert RECIPE.METRIC == ("accuracy", "max")
-
-
-@pytest.mark.parametrize("units", [0, -1])
-def test_a_width_out_of_range_is_refused(units: int) -> None:
-    with pytest.raises(ValueError, match=rf"units={units}: legal is 1 or more"):
-        Mnist(units=units)

@@ -43,13 +43,6 @@ def test_features_are_scaled_to_one() -> None:
     assert (scaled.min(), scaled.max()) == (0, 1)
 
 
-@pytest.mark.parametrize("name", ["units", "layers"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    sizes = {"units": 8, "layers": 1, name: 0}
-    with pytest.raises(ValueError, match=f"{name}=0: legal is 1 or more"):
-        Tabular(**sizes)
-
-
 def test_no_training_sample_is_refused() -> None:
     with pytest.raises(UsageError, match="leaves no training sample"):
         Tabular(8, 1).data(DataRequest(validation_fraction=0.9999))
