@@ -1,7 +1,7 @@
 """Every block of Python on every page runs.
 
-Those of docs/your_loop.md run as they are (`test_your_loop.py`). Those of other pages may be parts
-of a program: the names that they need are made here.
+Those of docs/your_loop.md run as the page says, one after the other. Those of other pages may be
+parts of a program: the names that they need are made here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 import mprun
 from mprun.data import TensorSet
+from mprun.records.run_record import read_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = [
@@ -72,3 +73,27 @@ def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 10
     text = "".join(str(block.values[0]) for block in BLOCKS)
     assert [many for many in FEWER if many not in text] == []
+
+
+YOUR_LOOP = ROOT / "docs" / "your_loop.md"
+
+
+@pytest.mark.usefixtures("native_is_fast")
+def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", YOUR_LOOP.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) > 8
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{YOUR_LOOP.name}, block {number}", "exec"), names)
+    summary = read_summary(tmp_path / "runs" / "fp32")
+    assert (summary.status, summary.steps, summary.precision) == ("completed", 40, "fp32")
+    loaded, state = names["again"][0].state_dict(), names["saved"][0]
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_the_modules_that_the_page_names_have_the_callback() -> None:
+    for name in ("transformers", "lightning"):
+        assert f"mprun.integrations.{name}" in YOUR_LOOP.read_text(encoding="utf-8")
+        module = pytest.importorskip(f"mprun.integrations.{name}")
+        assert module.MprunCallback
