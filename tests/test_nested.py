@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +24,26 @@ class Frozen:
     label: str | None
 
 
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As `transformers.utils.ModelOutput`: a dataclass whose fields are its items as well."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+
 X = torch.arange(6.0).view(3, 2)
 IDS = torch.arange(3)
 
@@ -34,7 +54,11 @@ NESTED: dict[str, Any] = {
     "named tuple": Pair(X, "a"),
     "dict": {"x": X, "names": ["a", "b", "c"]},
     "ordered dict": OrderedDict(out=X, aux=IDS),
+    "default dict": defaultdict(list, {"a": [X, IDS], "c": "text"}),
+    "user dict": UserDict(a=X, b=IDS, c="text"),
+    "return type": torch.return_types.max((X, IDS)),
     "dataclass": Frozen(X, None),
+    "model output": Output(logits=(X, IDS, "text")),
     "lists of dicts": ([X, X[:2]], [{"boxes": X, "labels": IDS}, {"boxes": X, "labels": IDS}]),
 }
 
@@ -44,6 +68,8 @@ def test_floating_leaves_change_and_nothing_else_does(name: str) -> None:
     value = NESTED[name]
     half = to_dtype(value, torch.float16)
     assert type(half) is type(value)
+    if isinstance(half, Output):
+        assert half["logits"] is half.logits
     before, after = list(leaves(value)), list(leaves(half))
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):

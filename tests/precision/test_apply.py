@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,71 +188,6 @@ def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
 
 
 # ---- outputs of any structure ----
-
-
-class Pair(NamedTuple):
-    logits: Any
-    note: str
-
-
-@dataclass(frozen=True)
-class Frozen:
-    logits: Any
-    hidden: tuple[Any, ...]
-
-
-@dataclass
-class Output(OrderedDict[str, Any]):
-    """As `transformers.utils.ModelOutput`: a dataclass whose fields are its items as well."""
-
-    loss: Any = None
-    logits: Any = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) is not None:
-                self[field.name] = getattr(self, field.name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def __reduce__(self) -> Any:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self))
-
-
-LOW, IDS = torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 2])
-STRUCTURES = {
-    "tuple": ((LOW, (IDS, "text")), lambda x: (x[0], x[1][0], x[1][1])),
-    "list": ([LOW, IDS, "text"], tuple),
-    "named tuple": (Pair((LOW, IDS), "text"), lambda x: (*x.logits, x.note)),
-    "dict": ({"a": LOW, "b": IDS, "c": "text"}, lambda x: tuple(x.values())),
-    "default dict": (
-        defaultdict(list, {"a": [LOW, IDS], "c": "text"}),
-        lambda x: (*x["a"], x["c"]),
-    ),
-    "user dict": (UserDict(a=LOW, b=IDS, c="text"), lambda x: tuple(x.values())),
-    "frozen dataclass": (Frozen(LOW, (IDS, "text")), lambda x: (x.logits, *x.hidden)),
-    "model output": (Output(logits=(LOW, IDS, "text")), lambda x: x.logits),
-    "return type": (
-        torch.return_types.max((LOW, IDS)),
-        lambda x: (x.values, x.indices, "text"),
-    ),
-}
-
-
-@each("name", STRUCTURES)
-def test_outputs_keep_their_type_and_floating_leaves_become_float32(name: str) -> None:
-    made, leaves = STRUCTURES[name]
-    output = precision("bf16_mixed").forward(lambda *_, **__: made, 1, key=2)  # type: ignore[arg-type]
-    assert type(output) is type(made)
-    floating, ids, text = leaves(output)
-    assert floating.dtype == torch.float32
-    assert ids is IDS
-    assert text == "text"
-    assert leaves(made)[0] is LOW  # the model's own output is as it was
-    if isinstance(output, Output):
-        assert output["logits"] is output.logits
 
 
 def test_what_holds_nothing_to_convert_is_handed_on_itself() -> None:

@@ -20,6 +20,7 @@ from mprun.precision.convert import accumulate_in
 from mprun.precision.emulate import partials_substitutions
 from mprun.precision.result_dtypes import EXACT
 from tests.each import each
+from tests.precision import normal
 
 aten = torch.ops.aten
 
@@ -32,10 +33,6 @@ def emulated(
     rounding: str = "nearest", overflow: str = "infinity", partials: str = "float32", seed: int = 0
 ) -> Emulated16:
     return Emulated16(rounding, overflow, partials, seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def short(dtype: torch.dtype) -> str:

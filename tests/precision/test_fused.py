@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mprun.precision.emulate import Emulated16
 from mprun.precision.fused import has_kernel
 from tests.each import each
+from tests.precision import normal
 
 LOW = (torch.bfloat16, torch.float16)
 NATIVE = 1.2
@@ -31,10 +32,6 @@ class Function(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def qkv(keys: int = HEADS) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mprun.precision import partials
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from tests.each import each
+from tests.precision import normal
 
 aten = torch.ops.aten
 
@@ -23,10 +24,6 @@ def same(x: Tensor) -> Tensor:
 
 def half(x: Tensor) -> Tensor:
     return x.half().float()
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def on_grid(*shape: int, seed: int) -> Tensor:

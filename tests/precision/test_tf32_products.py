@@ -21,6 +21,7 @@ from mprun.precision.products import CLOSED
 from mprun.precision.switches import _Tf32Mode
 from tests.each import each
 from tests.op_info import op_infos, samples, title
+from tests.precision import normal
 from tests.precision.test_arithmetic import exact_tf32
 
 # ---- no product escapes --------------------------------------------------------------------------
@@ -195,14 +196,10 @@ def test_a_product_is_the_exact_one_of_rounded_factors(op: Any) -> None:
     assert changes, "rounding changes nothing in these samples: they prove nothing"
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-A, B, C = draw(32, 48), draw(48, 40, seed=1), draw(32, 40, seed=2)
+A, B, C = normal(32, 48), normal(48, 40, seed=1), normal(32, 40, seed=2)
 AB = exact_tf32(A).double() @ exact_tf32(B).double()
 X, Y, W = (  # multiples of 2^-12: TF32 cannot hold them, and their sums are exact in float32
-    (draw(*shape, seed=i) * 2**12).round() / 2**12
+    (normal(*shape, seed=i) * 2**12).round() / 2**12
     for i, shape in enumerate([(40, 30), (40, 6), (3, 30, 6)])
 )
 WHOLE = W.round()
@@ -306,7 +303,7 @@ def lstm_by_hand(layer: nn.LSTM, x: Tensor) -> Tensor:
 
 def test_an_lstm_is_the_one_by_hand_forward_and_backward() -> None:
     torch.manual_seed(0)
-    layer, x = nn.LSTM(24, 16), draw(6, 5, 24)
+    layer, x = nn.LSTM(24, 16), normal(6, 5, 24)
     other = copy.deepcopy(layer)
     wide = copy.deepcopy(layer)
     with EmulatedTf32().region():
@@ -344,7 +341,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def test_a_module_in_evaluation_is_rounded_as_in_training(name: str) -> None:
     """Evaluation takes fast paths of one kernel, training is a chain of ops."""
     torch.manual_seed(0)
-    module, x = MODULES[name](), draw(4, 3, 8)
+    module, x = MODULES[name](), normal(4, 3, 8)
     first: Callable[[Any], Tensor] = lambda y: y[0] if isinstance(y, tuple) else y  # noqa: E731
     with EmulatedTf32().region():
         training = first(module(x)).detach()
@@ -360,7 +357,7 @@ def test_a_module_in_evaluation_is_rounded_as_in_training(name: str) -> None:
 
 def test_a_fused_kernel_called_by_name_is_rounded_inside() -> None:
     torch.manual_seed(0)
-    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), draw(4, 3, 8)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), normal(4, 3, 8)
     weights = attention.in_proj_weight, attention.in_proj_bias
     weights += attention.out_proj.weight, attention.out_proj.bias
     with torch.no_grad(), EmulatedTf32().region():
@@ -373,7 +370,7 @@ def test_a_fused_kernel_called_by_name_is_rounded_inside() -> None:
 
 
 def test_what_cannot_be_rounded_is_warned_of_once_and_listed() -> None:
-    q = draw(1, 2, 4, 8)
+    q = normal(1, 2, 4, 8)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     arithmetic = EmulatedTf32()
     with warnings.catch_warnings(record=True) as caught, arithmetic.region():
@@ -396,5 +393,5 @@ def test_the_switches_are_as_before() -> None:
 
     before = switches()
     with pytest.raises(RuntimeError, match="input"), EmulatedTf32().region():
-        nn.LSTM(3, 2)(draw(4, 1, 2))
+        nn.LSTM(3, 2)(normal(4, 1, 2))
     assert switches() == before

@@ -16,15 +16,12 @@ from mprun.precision.buffers import WideCopies, is_dense, is_whole
 from mprun.precision.random_bits import key
 from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
 from tests.each import each
+from tests.precision import normal
 
 LOW = [torch.float16, torch.bfloat16]
 COMPILED = pytest.mark.skipif(
     kernels.why_not() is not None, reason="copies come from a C loop, which nothing compiles here"
 )
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -62,15 +59,6 @@ def test_the_loop_rounds_like_the_others_and_widens_exactly(
     assert low is not None
     assert torch.equal(low.view(torch.int16), expected.view(torch.int16))
     assert torch.equal(inplace, low.float())
-
-
-@COMPILED
-@each("dtype", LOW, ids=str)
-def test_a_nan_stays_one(dtype: torch.dtype) -> None:
-    x = torch.tensor([math.nan, -math.nan, 1.0])
-    low = round_twice(x, dtype, None, "infinity", x)
-    assert low is not None
-    assert low.isnan().tolist() == x.isnan().tolist() == [True, True, False]
 
 
 # ---- when a copy is valid ----------------------------------------------------------------------

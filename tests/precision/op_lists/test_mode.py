@@ -25,6 +25,7 @@ from mprun.precision import (
 )
 from mprun.precision.caster import NoCaster, OpListCaster
 from tests.each import each
+from tests.precision import normal
 from tests.precision.op_lists import (
     BF16,
     FP16,
@@ -42,10 +43,6 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
 aten = torch.ops.aten
-
-
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def seeded(make: Callable[[], nn.Module]) -> Any:
@@ -92,7 +89,7 @@ def backward(
 
 @each("dtype", [BF16, FP16])
 def test_gradients_of_float32_weights_equal_those_of_casts_by_hand(dtype: torch.dtype) -> None:
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     out, ours = backward(model, x, caster(dtype=dtype))
 
     model.zero_grad()
@@ -108,7 +105,7 @@ def test_gradients_of_float32_weights_equal_those_of_casts_by_hand(dtype: torch.
 
 def test_gradients_go_through_every_rule_s_cast() -> None:
     """Lower, float32, promotion and first input, one after the other."""
-    weights = [nn.Parameter(tensor(4, 4, seed=i)) for i in range(3)]
+    weights = [nn.Parameter(normal(4, 4, seed=i)) for i in range(3)]
 
     def by_hand(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         low = torch.mm(a.to(BF16), b.to(BF16))
@@ -157,18 +154,18 @@ def test_a_weight_used_several_times_is_cast_once_in_a_region() -> None:
     model, by = Twice(), caster()
     for _ in range(2):
         with watched(by) as spy:
-            model(tensor(5, 6))
+            model(normal(5, 6))
         assert spy.casts_of(model.layer.weight) == [BF16]
         assert spy.casts_of(model.layer.bias) == [BF16]
     with Spy() as spy:  # each region casts anew: the weights may have changed between
         for _ in range(3):
             with by.region():
-                model(tensor(5, 6))
+                model(normal(5, 6))
     assert spy.casts_of(model.layer.weight) == [BF16] * 3
 
 
 def test_tied_weights_get_the_gradient_of_one_shared_cast() -> None:
-    model, x = seeded(Twice), tensor(5, 6)
+    model, x = seeded(Twice), normal(5, 6)
     out, ours = backward(model, x, caster())
     model.zero_grad()
     weight, bias = model.layer.weight.to(BF16), model.layer.bias.to(BF16)
@@ -181,7 +178,7 @@ def test_tied_weights_get_the_gradient_of_one_shared_cast() -> None:
 
 def test_over_micro_batches_weights_are_cast_once_a_step() -> None:
     model, by = two_layers(), caster(keep=True)
-    micro = [tensor(5, 6, seed=i) for i in range(3)]
+    micro = [normal(5, 6, seed=i) for i in range(3)]
     for _ in range(2):
         model.zero_grad()
         with Spy() as spy:
@@ -203,7 +200,7 @@ def test_over_micro_batches_weights_are_cast_once_a_step() -> None:
 
 
 def test_a_step_after_the_optimizer_s_uses_the_new_weights_though_casts_are_kept() -> None:
-    model, by, x = two_layers(), caster(keep=True), tensor(5, 6)
+    model, by, x = two_layers(), caster(keep=True), normal(5, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     outputs = []
     for end in (by.end_step, lambda: None):  # even where nobody says that the step ended
@@ -219,7 +216,7 @@ def test_a_step_after_the_optimizer_s_uses_the_new_weights_though_casts_are_kept
 
 
 def test_a_weight_changed_inside_a_region_is_cast_again() -> None:
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     with caster().region():
         before = model(x)
         with torch.no_grad():
@@ -234,7 +231,7 @@ def test_a_weight_changed_inside_a_region_is_cast_again() -> None:
 
 def test_another_weight_in_the_place_of_one_that_is_gone_is_cast_itself() -> None:
     """Python gives the id of a collected tensor to a later one."""
-    x = tensor(5, 6)
+    x = normal(5, 6)
     with caster().region():
         for i in range(20):
             weight = nn.Parameter(torch.full((3, 6), float(i)))
@@ -249,9 +246,9 @@ def test_copies_are_let_go_when_the_region_ends_and_kept_ones_with_the_step() ->
     import weakref
 
     for keep in (False, True):
-        by, weight = caster(keep=keep), nn.Parameter(tensor(6, 6))
+        by, weight = caster(keep=keep), nn.Parameter(normal(6, 6))
         with by.region():
-            F.linear(tensor(5, 6), weight)
+            F.linear(normal(5, 6), weight)
         if keep:
             by.end_step()
         gone = weakref.ref(weight)
@@ -263,7 +260,7 @@ def test_copies_are_let_go_when_the_region_ends_and_kept_ones_with_the_step() ->
 @each("keep", [False, True])
 @each("where", ["before", "inside", "after"])
 def test_a_forward_pass_without_graph_costs_no_gradient(keep: bool, where: str) -> None:
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     _, expected = backward(model, x, caster())
     model.zero_grad()
     by = caster(keep=keep)
@@ -286,7 +283,7 @@ def test_a_forward_pass_without_graph_costs_no_gradient(keep: bool, where: str) 
 
 
 def test_a_forward_pass_in_inference_mode_costs_no_gradient() -> None:
-    model, x, by = two_layers(), tensor(5, 6), caster(keep=True)
+    model, x, by = two_layers(), normal(5, 6), caster(keep=True)
     _, expected = backward(model, x, caster())
     with by.region(), torch.inference_mode():
         assert model(x).dtype == BF16
@@ -294,7 +291,7 @@ def test_a_forward_pass_in_inference_mode_costs_no_gradient() -> None:
 
 
 def test_frozen_weights_are_cast_and_get_no_gradient() -> None:
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     model[0].requires_grad_(False)
     with caster().region():
         out = model(x)
@@ -308,7 +305,7 @@ def test_frozen_weights_are_cast_and_get_no_gradient() -> None:
 
 
 def test_the_inner_region_alone_holds() -> None:
-    a, b = tensor(4, 4), tensor(4, 4, seed=1)
+    a, b = normal(4, 4), normal(4, 4, seed=1)
     with caster().region():
         assert torch.matmul(a, b).dtype == BF16
         with caster(own(fp32=["relu"])).region():
@@ -323,7 +320,7 @@ def test_the_inner_region_alone_holds() -> None:
 
 
 def test_a_weight_is_cast_to_two_dtypes_by_two_regions() -> None:
-    layer, x = nn.Linear(6, 6), tensor(5, 6)
+    layer, x = nn.Linear(6, 6), normal(5, 6)
     outer, inner = caster(dtype=BF16), caster(dtype=FP16)
     with outer.region(), Spy() as spy:
         first = layer(x)
@@ -336,7 +333,7 @@ def test_a_weight_is_cast_to_two_dtypes_by_two_regions() -> None:
 
 
 def test_a_layer_s_region_has_its_dtype_and_shares_the_casts() -> None:
-    layer, x, by = nn.Linear(6, 6), tensor(5, 6), caster()
+    layer, x, by = nn.Linear(6, 6), normal(5, 6), caster()
     with by.region(), Spy() as spy:
         assert layer(x).dtype == BF16
         with by.layer_region(FP16)():
@@ -349,7 +346,7 @@ def test_a_layer_s_region_has_its_dtype_and_shares_the_casts() -> None:
 
 
 def test_the_same_caster_s_region_in_itself_keeps_its_copies() -> None:
-    layer, x, by = nn.Linear(6, 6), tensor(5, 6), caster()
+    layer, x, by = nn.Linear(6, 6), normal(5, 6), caster()
     with by.region(), Spy() as spy:
         layer(x)
         with by.region():
@@ -389,7 +386,7 @@ def test_an_exception_leaves_no_mode_behind(fault: Callable[[], None]) -> None:
 def test_an_exception_that_is_caught_inside_does_not_end_the_casts(
     fault: Callable[[], None],
 ) -> None:
-    x, attention = tensor(4, 4), nn.MultiheadAttention(4, 2)
+    x, attention = normal(4, 4), nn.MultiheadAttention(4, 2)
     with caster().region():
         for _ in range(2):
             with pytest.raises((RuntimeError, AssertionError, TypeError)):
@@ -417,7 +414,7 @@ REGIONS: dict[str, Callable[[], Any]] = {
 
 @each("kind", REGIONS)
 def test_disable_casts_as_a_context_manager(kind: str) -> None:
-    layer, x = nn.Linear(6, 6), tensor(5, 6)
+    layer, x = nn.Linear(6, 6), normal(5, 6)
     with REGIONS[kind]():
         assert layer(x).dtype == BF16
         with disable_casts():
@@ -435,7 +432,7 @@ def test_disable_casts_as_a_decorator(kind: str) -> None:
     def product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
-    a = tensor(4, 4)
+    a = normal(4, 4)
     for _ in range(2):
         with REGIONS[kind]():
             assert product(a, a).dtype == FP32
@@ -445,7 +442,7 @@ def test_disable_casts_as_a_decorator(kind: str) -> None:
 
 @each("kind", REGIONS)
 def test_a_region_inside_disabled_casts_casts_again(kind: str) -> None:
-    a = tensor(4, 4)
+    a = normal(4, 4)
     with REGIONS[kind](), disable_casts():
         with REGIONS[kind]():
             assert (a @ a).dtype == BF16
@@ -453,7 +450,7 @@ def test_a_region_inside_disabled_casts_casts_again(kind: str) -> None:
 
 
 def test_disable_casts_outside_of_any_region_changes_nothing() -> None:
-    a = tensor(4, 4)
+    a = normal(4, 4)
     with disable_casts():
         assert (a @ a).dtype == FP32
         with caster().region():  # the inner region alone holds
@@ -463,7 +460,7 @@ def test_disable_casts_outside_of_any_region_changes_nothing() -> None:
 
 def test_disable_casts_reaches_python_functions_and_whole_layers() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-    x = tensor(3, 2, 8)
+    x = normal(3, 2, 8)
     expected = layer(x)
     with caster().region(), disable_casts(), Spy() as spy:
         ours = layer(x)
@@ -472,7 +469,7 @@ def test_disable_casts_reaches_python_functions_and_whole_layers() -> None:
 
 
 def test_gradients_go_through_disabled_casts() -> None:
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     with caster().region():
         hidden = model[1](model[0](x))
         with disable_casts():
@@ -499,7 +496,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_module_in_a_region_gives_the_same_dtypes_and_gradients() -> None:
     """Traced, and run by PyTorch's own kernels: the bits are those of the plain module."""
-    model, x = two_layers(), tensor(5, 6)
+    model, x = two_layers(), normal(5, 6)
     out, expected = backward(model, x, caster())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -543,7 +540,7 @@ SWITCHED = [BF16, FP32, FP32, BF16]
 @pytest.mark.parametrize("kind", REGIONS)
 def test_disable_casts_compiles_in_one_graph(kind: str, backend: str) -> None:
     """What was traced with no casts runs without them: compiled code is not cast a second time."""
-    model, x = seeded(Switching), tensor(5, 6)
+    model, x = seeded(Switching), normal(5, 6)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with REGIONS[kind]():
         expected, ours = model(x), compiled(x)
@@ -558,7 +555,7 @@ def test_disable_casts_compiles_in_one_graph(kind: str, backend: str) -> None:
 )
 @pytest.mark.usefixtures("fresh_compiler")
 def test_inductor_s_code_computes_in_the_dtypes_of_the_region() -> None:
-    model, x = seeded(Switching), tensor(5, 6)
+    model, x = seeded(Switching), normal(5, 6)
     compiled = torch.compile(model, fullgraph=True)
     with caster().region(), torch.no_grad():
         expected, ours = model(x), compiled(x)
@@ -623,7 +620,7 @@ def test_checkpointing_gives_the_same_gradients(
             optimizer.zero_grad()
             ours.begin_step(step)
             for micro in range(2):
-                x = tensor(4, 3, 8, seed=micro).requires_grad_()
+                x = normal(4, 3, 8, seed=micro).requires_grad_()
                 ours.backward(ours.forward(model, x).square().sum())
             last = gradients(model)
             ours.step(optimizer)
@@ -652,7 +649,7 @@ def test_recomputed_code_is_cast_as_it_was(reentrant: bool) -> None:
             return checkpoint(block, x, use_reentrant=reentrant)
 
     ours = precision(caster())
-    ours.backward(ours.forward(Outer(), tensor(4, 8).requires_grad_()).sum())
+    ours.backward(ours.forward(Outer(), normal(4, 8).requires_grad_()).sum())
     assert seen == [BF16, FP32, FP32] * 2
     assert no_mode_is_left()
 
@@ -684,7 +681,7 @@ class Outer(nn.Module):
 
     def __init__(self, body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> None:
         super().__init__()
-        self.w = nn.Parameter(tensor(6, 6, seed=3))
+        self.w = nn.Parameter(normal(6, 6, seed=3))
         self.body = body
         self.reentrant = reentrant
 
@@ -697,7 +694,7 @@ class Outer(nn.Module):
 def of_outer(body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> Tensor:
     """The gradient of the weight of `Outer`."""
     ours, model = precision(caster()), Outer(body, reentrant)
-    ours.backward(ours.forward(model, tensor(5, 6).requires_grad_()).sum())
+    ours.backward(ours.forward(model, normal(5, 6).requires_grad_()).sum())
     return gradients(model)["w"]
 
 
@@ -743,7 +740,7 @@ def test_hooks_of_the_backward_pass_are_not_cast() -> None:
         seen.append(torch.matmul(grad, grad.T).dtype)
 
     model[0].weight.register_hook(hook)
-    ours.backward(ours.forward(model, tensor(5, 6)).sum())
+    ours.backward(ours.forward(model, normal(5, 6)).sum())
     assert seen == [FP32]
 
 
@@ -769,7 +766,7 @@ def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
         ours = Precision.of_parts(precision(caster()).policy, caster(), *parts)
         optimizer = Descent(model.parameters())
         ours.begin_step(1)
-        ours.backward(ours.forward(model, tensor(5, 6)).sum())
+        ours.backward(ours.forward(model, normal(5, 6)).sum())
         with caster().region() if inside else NoCaster().region():
             ours.step(optimizer)
         weights[inside] = dict(model.state_dict())
@@ -799,7 +796,7 @@ def attention_by_hand(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_attention_equals_its_parts_cast_by_hand() -> None:
-    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), tensor(5, 3, 8)
+    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), normal(5, 3, 8)
     with caster().region():
         out, weights = module(x, x, x)
     out.float().square().sum().backward()
@@ -814,7 +811,7 @@ def test_attention_equals_its_parts_cast_by_hand() -> None:
 
 def test_a_python_function_on_a_list_is_cast_as_a_whole() -> None:
     """Not what is inside: that runs in the dtypes it is given."""
-    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), tensor(5, 3, 8)
+    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), normal(5, 3, 8)
     lists = own(lower=["multi_head_attention_forward"], fp32=["softmax", "bmm"])
     with watched(caster(lists)) as spy:
         out, weights = module(x, x, x)
@@ -826,8 +823,8 @@ def test_a_python_function_on_a_list_is_cast_as_a_whole() -> None:
 
 @each("masked", [False, True])
 def test_scaled_dot_product_attention_follows_bmm(masked: bool) -> None:
-    q, k, v = (tensor(2, 3, 5, 8, seed=i) for i in range(3))
-    mask = tensor(5, 5) if masked else None
+    q, k, v = (normal(2, 3, 5, 8, seed=i) for i in range(3))
+    mask = normal(5, 5) if masked else None
     with caster().region():
         ours = F.scaled_dot_product_attention(q, k.half(), v.to(BF16), attn_mask=mask)
     low = None if mask is None else mask.to(BF16)
@@ -860,7 +857,7 @@ def leaves(value: Any) -> list[Tensor]:
 @each("name", RECURRENT)
 def test_a_recurrent_layer_follows_linear(name: str) -> None:
     module, low = (seeded(RECURRENT[name]) for _ in range(2))
-    x = tensor(4, 6) if "Cell" in name else tensor(7, 4, 6)
+    x = normal(4, 6) if "Cell" in name else normal(7, 4, 6)
     with caster().region():
         ours = leaves(module(x))
     by_hand = leaves(low.to(BF16)(x.to(BF16)))
@@ -882,7 +879,7 @@ def test_a_recurrent_layer_follows_linear(name: str) -> None:
 def test_a_recurrent_layer_takes_the_output_of_a_lower_one(name: str) -> None:
     """A linear layer before it hands on bfloat16; its weights are float32."""
     model = nn.Sequential(nn.Linear(6, 6), RECURRENT[name]())
-    x = tensor(4, 6) if "Cell" in name else tensor(7, 4, 6)
+    x = normal(4, 6) if "Cell" in name else normal(7, 4, 6)
     with caster().region():
         out = leaves(model(x))
     assert {t.dtype for t in out} == {BF16}
@@ -890,7 +887,7 @@ def test_a_recurrent_layer_takes_the_output_of_a_lower_one(name: str) -> None:
 
 def test_a_packed_sequence_goes_through_a_recurrent_layer() -> None:
     module = seeded(RECURRENT["LSTM"])
-    packed = nn.utils.rnn.pack_sequence([tensor(5, 6), tensor(3, 6, seed=1)])
+    packed = nn.utils.rnn.pack_sequence([normal(5, 6), normal(3, 6, seed=1)])
     with caster().region():
         out, _ = module(packed)
     assert out.data.dtype == BF16
@@ -902,7 +899,7 @@ def encoder_layer() -> Any:
 
 def test_an_encoder_layer_computes_the_same_in_training_and_evaluation() -> None:
     """PyTorch's fused path for evaluation would be one op that no list names."""
-    layer, x = encoder_layer(), tensor(2, 5, 8)
+    layer, x = encoder_layer(), normal(2, 5, 8)
     with caster().region():
         trained = layer(x)
         layer.eval()
@@ -921,7 +918,7 @@ def test_an_encoder_layer_computes_the_same_in_training_and_evaluation() -> None
 @each(("equation", "count"), [("ij,jk->ik", 2), ("bij,bjk->bik", 2), ("ij,jk,kl->il", 3)])
 def test_einsum_follows_bmm(equation: str, count: int) -> None:
     shape = (2, 4, 4) if "b" in equation else (4, 4)
-    tensors = [tensor(*shape, seed=i) for i in range(count)]
+    tensors = [normal(*shape, seed=i) for i in range(count)]
     with caster().region():
         ours = torch.einsum(equation, *tensors)
         listed = torch.einsum(equation, tensors)
@@ -931,7 +928,7 @@ def test_einsum_follows_bmm(equation: str, count: int) -> None:
 
 
 def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
-    x, w = tensor(4, 4), tensor(4, 4, seed=1)
+    x, w = normal(4, 4), normal(4, 4, seed=1)
     with caster().region():
         assert aten.mm.default(x, w).dtype == FP32
         assert aten.relu.default(x).dtype == FP32
@@ -943,7 +940,7 @@ def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
 
 def test_threads_have_regions_of_their_own() -> None:
     """Three threads, in step with each other: bfloat16, float16, and no region."""
-    a, barrier = tensor(4, 4), threading.Barrier(3, timeout=PATIENCE_S)
+    a, barrier = normal(4, 4), threading.Barrier(3, timeout=PATIENCE_S)
     found: dict[str, list[torch.dtype]] = {}
 
     def work(name: str, by: Any) -> None:
@@ -972,7 +969,7 @@ def test_threads_have_regions_of_their_own() -> None:
 
 
 def test_a_thread_started_in_a_region_is_not_in_it() -> None:
-    a, seen = tensor(4, 4), []
+    a, seen = normal(4, 4), []
     with caster().region():
         thread = threading.Thread(target=lambda: seen.append((a @ a).dtype))
         thread.start()
@@ -987,7 +984,7 @@ def test_a_tensor_subclass_keeps_its_own_rules() -> None:
     class Tagged(Tensor):
         pass
 
-    x = tensor(4, 4).as_subclass(Tagged)
+    x = normal(4, 4).as_subclass(Tagged)
     with caster().region():
         out = x @ x
     assert type(out) is Tagged

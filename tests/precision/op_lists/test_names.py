@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.overrides import get_overridable_functions
 
 from mprun.precision.op_lists import Entry, op_lists
 from mprun.precision.op_lists.lists import ALIASES, INNER, known, name_of, spelled
@@ -185,43 +184,6 @@ def test_a_function_has_the_canonical_name_of_its_op(
 ) -> None:
     assert name_of(function) == name
     assert name in known()
-
-
-class Names(TorchFunctionMode):
-    """Collects what calls come by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str | None] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(name_of(func))
-        return func(*args, **(kwargs or {}))
-
-
-OPERATORS: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
-    *((operator.add, "add"), (operator.sub, "sub"), (operator.mul, "mul")),
-    *((operator.truediv, "div"), (operator.matmul, "matmul"), (operator.pow, "pow")),
-    *((operator.mod, "remainder"), (operator.floordiv, "floor_divide"), (operator.eq, "eq")),
-    *((operator.ne, "ne"), (operator.lt, "lt"), (operator.le, "le"), (operator.gt, "gt")),
-    *((operator.ge, "ge"), (operator.iadd, "add_"), (operator.isub, "sub_")),
-    *((operator.imul, "mul_"), (operator.itruediv, "div_"), (operator.ipow, "pow_")),
-    *((operator.imod, "remainder_"), (operator.ifloordiv, "floor_divide_")),
-    *((lambda a, b: -a, "neg"), (lambda a, b: abs(a), "abs"), (lambda a, b: 2 - a, "rsub")),
-    *((lambda a, b: 2 + a, "add"), (lambda a, b: 2 * a, "mul"), (lambda a, b: 2 / a, "div")),
-    *((lambda a, b: 2**a, "pow"), (lambda a, b: 2 % a, "remainder")),
-    (lambda a, b: 2 // a, "floor_divide"),
-]
-
-
-@each(("expression", "name"), OPERATORS)
-def test_an_operator_comes_by_the_name_of_its_op(
-    expression: Callable[[Tensor, Tensor], Any], name: str
-) -> None:
-    a, b = torch.ones(2, 2), torch.ones(2, 2)
-    with Names() as names:
-        expression(a, b)
-    assert names.seen[0] == name
 
 
 def test_getters_and_what_is_not_pytorch_s_have_no_name() -> None:

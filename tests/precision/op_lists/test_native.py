@@ -20,6 +20,7 @@ from mprun.config import compose
 from mprun.precision.op_lists.lists import name_of, spelled
 from tests.each import each
 from tests.op_info import op_infos, samples, title
+from tests.precision import normal
 from tests.precision.op_lists import BF16, FP16, FP32, caster, result, same, shipped, to
 from tests.run.test_resume import assert_equal, exact_lines, trained
 
@@ -280,11 +281,7 @@ def test_modules_give_autocast_s_outputs_and_gradients(name: str, dtype: torch.d
     assert same(*found)
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-A, B, C = (draw(5, 5, seed=i) for i in range(3))
+A, B, C = (normal(5, 5, seed=i) for i in range(3))
 SPD = A @ A.T + 5 * torch.eye(5)
 LOW = A.to(BF16)
 
@@ -313,16 +310,16 @@ HIDING: dict[str, Callable[[], Any]] = {
     "outer": lambda: torch.outer(A[0], B[0]),
     "vecdot": lambda: torch.linalg.vecdot(A, B),
     "sdpa": lambda: nn.functional.scaled_dot_product_attention(*(x[None, None] for x in (A, B, C))),
-    "attention": of(lambda: nn.MultiheadAttention(6, 2), *[draw(4, 3, 6)] * 3),
-    "RNN": of(lambda: nn.RNN(6, 5), draw(4, 3, 6)),
-    "RNNCell": of(lambda: nn.RNNCell(6, 5), draw(4, 6)),
+    "attention": of(lambda: nn.MultiheadAttention(6, 2), *[normal(4, 3, 6)] * 3),
+    "RNN": of(lambda: nn.RNN(6, 5), normal(4, 3, 6)),
+    "RNNCell": of(lambda: nn.RNNCell(6, 5), normal(4, 6)),
     "circular convolution": of(
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), draw(1, 2, 5, 5)
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), normal(1, 2, 5, 5)
     ),
-    "same convolution": of(lambda: nn.Conv2d(2, 3, 3, padding="same"), draw(1, 2, 5, 5)),
-    "weight norm": of(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), draw(4, 6)),
+    "same convolution": of(lambda: nn.Conv2d(2, 3, 3, padding="same"), normal(1, 2, 5, 5)),
+    "weight norm": of(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), normal(4, 6)),
     "spectral norm": of(
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), draw(4, 6)
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), normal(4, 6)
     ),
     "cross entropy": lambda: nn.functional.cross_entropy(LOW, torch.arange(5)),
     "softmin": lambda: nn.functional.softmin(LOW, 1),
@@ -331,15 +328,15 @@ HIDING: dict[str, Callable[[], Any]] = {
     "cdist": lambda: torch.cdist(LOW, LOW),
     "cosine similarity": lambda: nn.functional.cosine_similarity(A, LOW),
     "grid_sample": lambda: nn.functional.grid_sample(
-        draw(1, 2, 4, 4).to(BF16), draw(1, 3, 3, 2).to(BF16), align_corners=False
+        normal(1, 2, 4, 4).to(BF16), normal(1, 3, 3, 2).to(BF16), align_corners=False
     ),
-    "interpolate": lambda: nn.functional.interpolate(draw(1, 2, 4, 4).to(BF16), scale_factor=2),
+    "interpolate": lambda: nn.functional.interpolate(normal(1, 2, 4, 4).to(BF16), scale_factor=2),
     "max_unpool2d": lambda: nn.functional.max_unpool2d(
-        *nn.functional.max_pool2d(draw(1, 2, 4, 4).to(BF16), 2, return_indices=True), 2
+        *nn.functional.max_pool2d(normal(1, 2, 4, 4).to(BF16), 2, return_indices=True), 2
     ),
     "prod": lambda: LOW.prod(1),
     "quantile": lambda: torch.quantile(LOW, 0.5),
-    "stft": lambda: torch.stft(draw(64).to(BF16), 16, return_complex=True, window=torch.ones(16)),
+    "stft": lambda: torch.stft(normal(64).to(BF16), 16, return_complex=True, window=torch.ones(16)),
     "rfft2": lambda: torch.fft.rfft2(LOW),
     "inv": lambda: torch.linalg.inv(SPD.to(BF16)),
     "Tensor.inverse": lambda: SPD.to(BF16).inverse(),
@@ -361,16 +358,16 @@ HIDING: dict[str, Callable[[], Any]] = {
     "matrix_power, an inverse": lambda: torch.linalg.matrix_power(A, -1),
     "matrix_power, an inverse squared": lambda: torch.linalg.matrix_power(A, n=-2),
     "matrix_power, lower inputs": lambda: torch.linalg.matrix_power(LOW, -3),
-    "LSTM": of(lambda: nn.LSTM(6, 5), draw(4, 3, 6)),
-    "LSTM after linear": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 5)), draw(4, 3, 6)),
+    "LSTM": of(lambda: nn.LSTM(6, 5), normal(4, 3, 6)),
+    "LSTM after linear": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 5)), normal(4, 3, 6)),
 }
 
 CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "pad, reflecting": lambda: nn.functional.pad(
-        draw(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="reflect"
+        normal(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="reflect"
     ),
     "pad, replicating": lambda: nn.functional.pad(
-        draw(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="replicate"
+        normal(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="replicate"
     ),
     "cov": lambda: torch.cov(A),
     "corrcoef": lambda: torch.corrcoef(A),
@@ -379,18 +376,18 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "einsum, nothing summed": lambda: torch.einsum("ij,ij->ij", A, B),
     "einsum, a diagonal": lambda: torch.einsum("ii->i", A),
     "max_pool3d with indices": lambda: nn.functional.max_pool3d(
-        draw(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
+        normal(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
     ),
     "einsum, a sum": lambda: torch.einsum("ij->", A),
     "tensordot of vectors": lambda: torch.tensordot(A[0], B[0], 1),
     "linalg.polar": lambda: torch.linalg.polar(A),
     "fused attention by name": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(draw(1, 2, 4, 8, seed=i) for i in range(3))
+        *(normal(1, 2, 4, 8, seed=i) for i in range(3))
     ),
-    "bilinear": lambda: nn.functional.bilinear(A, B, draw(3, 5, 5)),
-    "GRU": of(lambda: nn.GRU(6, 5), draw(4, 3, 6)),
-    "LSTMCell": of(lambda: nn.LSTMCell(6, 5), draw(4, 6)),
-    "GRUCell": of(lambda: nn.GRUCell(6, 5), draw(4, 6)),
+    "bilinear": lambda: nn.functional.bilinear(A, B, normal(3, 5, 5)),
+    "GRU": of(lambda: nn.GRU(6, 5), normal(4, 3, 6)),
+    "LSTMCell": of(lambda: nn.LSTMCell(6, 5), normal(4, 6)),
+    "GRUCell": of(lambda: nn.GRUCell(6, 5), normal(4, 6)),
 }
 """One call each, in which autocast meets the listed ops one by one."""
 
