@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -193,9 +191,3 @@ def test_where_no_link_is_enough() -> None:
     found = estimated(sent_bytes=10**13)
     assert found.enough_link is None
     assert "(no link of the table)" in str([*scaling_parts(found)][1])
-
-
-def test_it_does_not_import_torch() -> None:
-    code = "import sys, mprun.results.estimates; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "torch" not in done.stdout.split()

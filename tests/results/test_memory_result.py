@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from typing import Any
@@ -221,9 +219,3 @@ def test_stretches_cover_every_op(phases: list[str]) -> None:
     parts = list(stretches(phases))
     assert [p for phase, start, stop in parts for p in [phase] * (stop - start)] == phases
     assert all(a[0] != b[0] and a[2] == b[1] for a, b in pairwise(parts))
-
-
-def test_tables_import_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, mprun.results.memory_result; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "matplotlib"} & set(done.stdout.split())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from mprun import results
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.errors import RunFailedError
 from mprun.results import PartialResultError, Result, measuring, show
@@ -76,3 +80,11 @@ def test_what_was_measured_before_a_failure_is_shown_and_written(
 def test_a_folder_that_cannot_be_written_hides_no_failure(folder: Path | None) -> None:
     with pytest.raises(RunFailedError, match="the step fails"), measuring(folder):
         raise RunFailedError("the step fails") from ValueError("planted")
+
+
+def test_no_module_of_results_imports_torch_or_matplotlib() -> None:
+    names = [module.name for module in pkgutil.iter_modules(results.__path__, "mprun.results.")]
+    assert len(names) >= 8
+    code = f"import sys, {', '.join(names)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "matplotlib"} & {*done.stdout.split()}
