@@ -23,16 +23,16 @@ from mprun.cli.study_commands import (
     budget_note,
     for_choice,
     launcher_of,
-    print_out,
     report_study,
     request_of,
     run_study,
     study_of,
     study_status,
 )
-from mprun.console import print_text, stdout_console
+from mprun.console import print_line, stdout_console
 from mprun.errors import MprunError
 from mprun.experiments.budget import Budget
+from mprun.results import Result, show
 
 if TYPE_CHECKING:
     from mprun.compare.comparison import Advice, Comparison
@@ -60,7 +60,11 @@ def advise_command(args: Sequence[str]) -> int:
     own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
     launcher = launcher_of(request, "advise.objective=time" if objective == "time" else "")
-    study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
+    study = study_of(
+        request,
+        new_advise_study,
+        lambda n, why: print_line(stdout_console(), f"not tried: {n}: {why}"),
+    )
     ran = run_study(study, launcher, budget, screening)
     outcomes = ran.outcomes
     dropped = screening.drop(study)(outcomes)
@@ -77,9 +81,8 @@ def advise_command(args: Sequence[str]) -> int:
     advice = replace(advice, notes=(*advice.notes, *budget_note(study, ran, budget)))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
     report_study(study, comparison, settings)
-    print_out("")
-    for line in advice_lines(comparison)[1:]:  # the first one is the answer, above the table
-        print_text(stdout_console(), line)
+    # the first line is the answer, above the table
+    show(Result(advice, ["", *advice_lines(comparison)[1:]]))
     _write_preset(study, comparison, advice)
     has_others = len(comparison.variants) > 1  # not all were screened out
     return study_status(outcomes, comparison, settings.fail_if if has_others else "none")
@@ -102,7 +105,7 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
     except OSError as error:
         raise MprunError(f"{study.folder} cannot be written ({error.strerror})") from None
     words = ["--config-dir", str(study.folder), f"preset={PRESET}", *recipe_files(overrides)]
-    print_out(f"written: {path}; use it: mprun {shlex.join(words)}")
+    print_line(stdout_console(), f"written: {path}; use it: mprun {shlex.join(words)}")
     _write_snippets(study, overrides, comments)
 
 
@@ -114,4 +117,4 @@ def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ..
 
     answer = advised_answer(study, overrides, notes)
     names = write_files(study.folder, snippets(answer))
-    print_out(f"in your own loop: {study.folder}/{', '.join(names)}")
+    print_line(stdout_console(), f"in your own loop: {study.folder}/{', '.join(names)}")

@@ -151,8 +151,3 @@ def report_study(
 
     files = report(comparison, settings, study.folder, answer)
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
-
-
-def print_out(text: str) -> None:
-    """Print a line on standard output."""
-    print_line(stdout_console(), text)
