@@ -212,7 +212,8 @@ class Observation(StepListener):
     def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
         assert self._current is not None
         self._current.calls += 1
-        self._current.samples += samples_of(inputs)
+        args, kwargs = inputs
+        self._current.samples += samples_of(args) or samples_of(kwargs)
 
     def on_evaluation(self) -> None:
         if self._current is None and self._ended_at is not None:

@@ -263,7 +263,13 @@ class StepHooks:
         optimizers: Sequence[Optimizer],
         listeners: Sequence[StepListener],
     ) -> None:
-        self._model, self._optimizers, self._listeners = model, optimizers, listeners
+        self._model, self._optimizers = model, optimizers
+        self._calls = {
+            event: [getattr(x, event) for x in listeners if getattr(type(x), event) is not silent]
+            for event, silent in vars(StepListener).items()
+            if event.startswith("on_")
+        }
+        """What is called at each event: a method that does nothing costs a step nothing."""
         self._in_step = False
         self._loop_counts = False
         """Whether the loop tells its calls (`begin_call`)."""
@@ -278,8 +284,6 @@ class StepHooks:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks are registered while this is entered."""
-        silent = StepListener.on_forward_end
-        follows_ends = any(type(x).on_forward_end is not silent for x in self._listeners)
         with ExitStack() as stack:
             handles: list[Any] = []
             for module in entries(self._model):
@@ -287,7 +291,7 @@ class StepHooks:
                 # first, so that the inputs are those that the loop gave
                 register = module.register_forward_pre_hook
                 handles.append(register(begin, prepend=True, with_kwargs=True))
-                if follows_ends:
+                if self._calls["on_forward_end"]:
                     end = _outside_of_graphs(self._on_forward_end, module)
                     handles.append(module.register_forward_hook(end))
             for optimizer in self._optimizers:
@@ -302,12 +306,15 @@ class StepHooks:
             stack.enter_context(copied_without_hooks(self._model, "mprun"))
             yield
 
+    def _notify(self, event: str, *args: Any) -> None:
+        for call in self._calls[event]:
+            call(*args)
+
     def begin_step(self) -> None:
         """A step begins now: for loops that know when their batch is ready."""
         if not self._in_step:
             self._in_step = True
-            for listener in self._listeners:
-                listener.on_step_begin()
+            self._notify("on_step_begin")
 
     def begin_call(self, batch: Any) -> None:
         """A micro-batch is ready: for loops that know; the model's calls count no more.
@@ -319,8 +326,7 @@ class StepHooks:
 
     def _begin_micro_batch(self, inputs: tuple[Any, Any]) -> None:
         self.begin_step()
-        for listener in self._listeners:
-            listener.on_micro_batch(inputs)
+        self._notify("on_micro_batch", inputs)
 
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_call = False
@@ -329,20 +335,17 @@ class StepHooks:
         if self._training is None and torch.is_grad_enabled():
             self._training = module.training
         if module.training != self._training or not torch.is_grad_enabled():
-            for listener in self._listeners:
-                listener.on_evaluation()
+            self._notify("on_evaluation")
             return
         self._in_call = True
-        for listener in self._listeners:
-            listener.on_forward_begin("", (args, kwargs))
+        self._notify("on_forward_begin", "", (args, kwargs))
         if not self._loop_counts:
             self._begin_micro_batch((args, kwargs))
 
     def _on_forward_end(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._in_call:
             self._in_call = False
-            for listener in self._listeners:
-                listener.on_forward_end("", outputs)
+            self._notify("on_forward_end", "", outputs)
 
     def _on_update(
         self, optimizer: Optimizer, args: Any, kwargs: Any
@@ -363,14 +366,12 @@ class StepHooks:
 
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.begin_step()
-        for listener in self._listeners:
-            listener.on_update_begin(optimizer, args, kwargs)
+        self._notify("on_update_begin", optimizer, args, kwargs)
 
     def _on_updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler, for fused optimizers
         taken = overflow is None or overflow.device.type != "cpu" or not overflow.item()
-        for listener in self._listeners:
-            listener.on_update_end(optimizer)
+        self._notify("on_update_end", optimizer)
         self._end_update(optimizer, taken)
 
     def _on_scaler_step(self, optimizer: Optimizer) -> None:
@@ -380,8 +381,7 @@ class StepHooks:
 
     def _on_loss(self, loss: Tensor) -> None:
         if self._in_step:
-            for listener in self._listeners:
-                listener.on_loss(loss)
+            self._notify("on_loss", loss)
 
     def _end_update(self, optimizer: Optimizer, taken: bool) -> None:
         self._stepped.add(id(optimizer))
@@ -389,8 +389,7 @@ class StepHooks:
         if len(self._stepped) == len(self._optimizers):
             skipped, self._taken, self._in_step = not self._taken, False, False
             self._stepped.clear()
-            for listener in self._listeners:
-                listener.on_step_end(skipped)
+            self._notify("on_step_end", skipped)
 
 
 def entries(model: nn.Module) -> list[nn.Module]:
