@@ -10,8 +10,6 @@ updates. What is stored decides which object does the work:
                                  which are rounded into the parameters as the policy says
 
 A run chooses in the same way.
-
-The columns of a policy that an optimizer decides: dtypes of its moments, and its rounding.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""Floating buffers, such as BatchNorm's running statistics, under overflows.
+"""Floating buffers under overflows, and float32 copies that emulation keeps of 16-bit tensors.
 
-A step that overflows in the forward pass writes infinities and NaN into running statistics;
-skipping the optimizer step does not undo that, and every later evaluation is NaN. So after a
-skipped step, elements of floating buffers that became non-finite get their values from before it.
-The others keep what the step wrote: if only the backward pass overflowed, the statistics of the
-forward pass are good.
+**Buffers** are, for one, BatchNorm's running statistics. A step that overflows in the forward pass
+writes infinities and NaN into them; skipping the optimizer step does not undo that, and every later
+evaluation is NaN. So after a skipped step, elements of floating buffers that became non-finite get
+their values from before it. The others keep what the step wrote: if only the backward pass
+overflowed, the statistics of the forward pass are good.
 
 After a step that was taken nothing is restored. A restored buffer would stop following the
 activations while training continues, and nobody would notice. `overflows` reports such an overflow
 as an event.
 
-Float32 copies of 16-bit tensors, so that emulation does not widen the same numbers twice.
-
-Emulation computes in float32 and stores in 16 bits. Taken literally, each op widens its inputs and
-rounds its result: two passes over memory for each tensor that passes from one op to the next, and
-one more for each op of the backward pass that reads it again. Instead the loop that rounds a result
-writes it twice, as 16 bits and as the float32 of the same value, over the unrounded result. The
-next op reads the float32 numbers as they are. Memory is the price: six bytes a number, not two.
+**Copies** let emulation widen the same numbers once. Emulation computes in float32 and stores in 16
+bits. Taken literally, each op widens its inputs and rounds its result: two passes over memory for
+each tensor that passes from one op to the next, and one more for each op of the backward pass that
+reads it again. Instead the loop that rounds a result writes it twice, as 16 bits and as the float32
+of the same value, over the unrounded result. The next op reads the float32 numbers as they are.
+Memory is the price: six bytes a number, not two.
 
 A copy belongs to a storage, so views share it, and lives as long. It is valid
 

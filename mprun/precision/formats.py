@@ -42,12 +42,11 @@ upper neighbour is taken with a probability that is the distance to the lower on
 number is added first, which gives all values there the spacing of the format. The addition rounds
 to 2^(n - 24): nothing below a 2^(M - 24)th of the spacing is ever rounded up.
 
-How many weights leave float16's range.
-
-bfloat16 has float32's eight exponent bits, float16 has five. Weights that were trained in bfloat16
-or float32 can lie outside of what float16 holds. Training that continues in float16 then fails
-without a message: an infinite weight makes the loss NaN, and a zero one has lost what it learned.
-By IEEE 754, rounding to nearest and ties to even, a magnitude m becomes
+**Weights that leave float16's range** are counted here, too. bfloat16 has float32's eight exponent
+bits, float16 has five. Weights that were trained in bfloat16 or float32 can lie outside of what
+float16 holds. Training that continues in float16 then fails without a message: an infinite weight
+makes the loss NaN, and a zero one has lost what it learned. By IEEE 754, rounding to nearest and
+ties to even, a magnitude m becomes
 
     infinite    from 65520 on: halfway between the largest float16, 65504, and the next one, 65536
     zero        up to 2^-25: half of the smallest subnormal, 2^-24; the tie goes to zero

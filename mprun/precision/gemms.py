@@ -18,11 +18,9 @@ their own. Parameters keep their dtype, so the optimizer's step is that of the m
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipes of torchao 0.18
 (`torchao.float8`), whose emulation gives the same bits; OCP, "Microscaling Formats" (2023).
 
-Linear layers with torchao's float8 products, on GPUs that have them.
-
-torchao's `Float8Linear` takes the place of a layer. Its three recipes are the modes of the same
-names, and its emulation gives the bits of `gemms.py`. The formats in blocks (mxfp8, nvfp4) have no
-native products here: torchao's need Blackwell GPUs and are prototypes.
+On GPUs with float8 products torchao's `Float8Linear` takes the place of a layer. Its three recipes
+are the modes of the same names, and its emulation gives the bits of this one. The formats in blocks
+(mxfp8, nvfp4) have no native products here: torchao's need Blackwell GPUs and are prototypes.
 """
 
 from __future__ import annotations

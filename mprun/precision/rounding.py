@@ -31,13 +31,12 @@ the float32 number back exactly (in float16's subnormals: to 2^-38).
 `stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
 these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits.
 
-Masters of 24 bits: a 16-bit parameter, and 8 more bits beside it.
-
-Kahan's remainder (`rounding.split`) has 16 bits, so that parameter and remainder are a float32
-number: 4 bytes. Most of what it saves is in the upper bits. With 8 of them, 3 bytes, the master's
-neighbours are 2^-15 (bfloat16) or 2^-18 (float16) of its size apart, 256 times closer than the
-parameter's. An update that is still smaller would be lost by rounding to nearest, so the master is
-rounded *stochastically*, and the parameter is the master rounded to nearest:
+**Masters of 24 bits** are a 16-bit parameter, and 8 more bits beside it. Kahan's remainder has 16
+bits, so that parameter and remainder are a float32 number: 4 bytes. Most of what it saves is in the
+upper bits. With 8 of them, 3 bytes, the master's neighbours are 2^-15 (bfloat16) or 2^-18 (float16)
+of its size apart, 256 times closer than the parameter's. An update that is still smaller would be
+lost by rounding to nearest, so the master is rounded *stochastically*, and the parameter is the
+master rounded to nearest:
 
     float32 result -> master of 24 bits (stochastic) -> parameter (nearest) and 8 bits
 

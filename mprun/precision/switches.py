@@ -10,15 +10,11 @@ the two disagree. Both are set, so that a model's code can use either (`torch.ba
 uses both). If such code sets a switch, it is reset at once, with a warning: a run computes in its
 mode, as its record states.
 
-TensorFloat-32 on any device.
-
-NVIDIA, "TensorFloat-32 in the A100 GPU": matmuls and convolutions take float32 inputs rounded to a
-10-bit mantissa, with float32's 8-bit exponent; products and sums are float32. Without such hardware
-mprun rounds the inputs of those ops, gradients included. The format is the same; the order of the
-sums is the CPU's.
-
-A kernel that cannot be opened (`products.py`) computes in float32. mprun warns of it once and lists
-it in `substitutions`.
+**TensorFloat-32** (NVIDIA, "TensorFloat-32 in the A100 GPU"): matmuls and convolutions take float32
+inputs rounded to a 10-bit mantissa, with float32's 8-bit exponent; products and sums are float32.
+Without such hardware mprun rounds the inputs of those ops, gradients included. The format is the
+same; the order of the sums is the CPU's. A kernel that cannot be opened (`products.py`) computes in
+float32. mprun warns of it once and lists it in `substitutions`.
 """
 
 from __future__ import annotations

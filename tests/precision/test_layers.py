@@ -315,25 +315,6 @@ def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
     assert {*OF_A_PRODUCT} == {*PRODUCT_FORMATS}
 
 
-@each("mode", ["fp32", "bf16_mixed"])
-def test_a_run_trains_16_bit_layers_and_scales_the_loss_for_them(mode: str) -> None:
-    from pathlib import Path
-
-    from mprun.records.run_record import read_summary
-
-    words = ["recipe=mnist", "recipe.model.units=16", "data.source=generated", f"run.dir={mode}"]
-    words += ["train.max_steps=2", "data.train_limit=64", "data.eval_limit=32"]
-    words += [
-        f"precision={mode}",
-        "train.batch_size=32",
-        "precision.layers={2: fp16_true, 3: fp16_mixed}",
-    ]
-    assert main(words) == 0
-    summary = read_summary(Path(mode))
-    assert summary.effective.layers == {"2": "fp16_true", "3": "fp16_mixed"}
-    assert summary.loss_scale.kind == "dynamic"
-
-
 # ---- copies and files of a prepared model ----
 
 

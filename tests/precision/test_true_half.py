@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mprun.assemble import Plan, build_loss_scale, build_parts, make_plan
-from mprun.assemble.plan import data_request
 from mprun.config import compose
-from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
-from mprun.recipe import Classification
 from mprun.train.loop import TrainingComponents
 from tests.each import each
 
@@ -99,33 +95,6 @@ def test_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not(
     wide = [x for x in step.kept if x.dtype != dtype]
     assert [x.shape for x in wide] == ([(8, 10)] if recipe == "fashion_mnist" else [])
     assert len(step.kept) > len(wide)
-
-
-@dataclass(frozen=True)
-class Tokens(Classification):
-    """Two classes of four token ids."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(20, 2))
-
-    def data(self, request: DataRequest) -> Splits:
-        ids = torch.arange(32).view(8, 4) % 9
-        part = TensorSet(ids, torch.arange(8) % 2)
-        return Splits("tokens", "generated", part, part.first(0), part.first(0))
-
-    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(output, batch[1])
-
-
-@each("mode", ["fp32", "bf16_mixed", "bf16_true", "half_sr_full"])
-def test_integer_inputs_stay_integer(mode: str) -> None:
-    chosen = planned(*LINEAR, f"precision={mode}", "device=cpu")
-    recipe = Tokens()
-    splits = recipe.data(data_request(chosen.config))
-    parts = build_parts(replace(chosen, recipe=recipe, splits=splits))
-    step = Step(parts)
-    assert step.batch.parts[0].inputs[0].dtype == torch.int64
-    assert bool(step.loss.isfinite())
 
 
 @pytest.mark.representative("fp16_true-native", "half_sr_full-emulated")

@@ -5,8 +5,6 @@ name that no op has is listed in `OpLists.unknown` with the nearest known one. T
 or configuration (`Entry`) reports it; a name in a program's code gives a warning. An op on two
 lists is an error.
 
-Which op a name means: Python functions, tensor methods, operators and ATen ops by one name.
-
 People write an op's name in many ways: `relu`, `F.relu`, `Tensor.relu`, `aten::relu.default`,
 `__add__`, `iadd`, `truediv`, `max_pool2d_with_indices`. Casts are decided where Python calls
 PyTorch, so each of these names is mapped to the name of that call, the *canonical* name. Names of
@@ -17,16 +15,15 @@ There are two tables. `ALIASES` has other spellings, and the ATen ops that Pytho
 an LSTM a sequence of linear layers). If such a function is on no list itself, the entry of its
 inner op applies.
 
-The op lists that ship with mprun, by name: `conf/op_lists/*.yaml` without a configuration.
+The lists that ship with mprun are `conf/op_lists/*.yaml`, here without a configuration.
 
-Custom autograd functions under op lists: what `torch.amp` does for them under autocast.
-
-A `torch.autograd.Function` computes its gradients by its own Python code. Its forward pass is cast
-like any other code, so its backward pass gets tensors of several dtypes: a bfloat16 gradient, a
-float32 weight that it has saved. Under autocast the decorators `torch.amp.custom_fwd` and
-`custom_bwd` run that code with casts again. They check for autocast, which is off in a region of op
-lists. So the same is done here for functions with these decorators: backward runs in the region of
-forward; with `cast_inputs` forward runs on inputs of that dtype, and nothing is cast in either.
+**Custom autograd functions** get what `torch.amp` does for them under autocast. A `Function`
+computes its gradients by its own Python code. Its forward pass is cast like any other code, so its
+backward pass gets tensors of several dtypes: a bfloat16 gradient, a float32 weight that it has
+saved. Under autocast the decorators `torch.amp.custom_fwd` and `custom_bwd` run that code with
+casts again. They check for autocast, which is off in a region of op lists. So the same is done here
+for functions with these decorators: backward runs in the region of forward; with `cast_inputs`
+forward runs on inputs of that dtype, and nothing is cast in either.
 
 A function without them fails under autocast too. Its error is raised with the remedy.
 """

@@ -9,12 +9,11 @@ PyTorch switches a mode off while it handles a call. A function written in Pytho
 call one op of the same name (`F.relu` calls `torch.relu` and nothing else). So a function is opened
 only if its code names a listed op.
 
-Op lists at work: a region in which each call of PyTorch is cast by its rule.
-
-A `TorchFunctionMode` sees every call from Python (functions, methods, operators, modules through
-the functions they call) before autograd does, so casts are part of the graph and gradients of
-float32 weights are float32. Below autograd it would be too late. In PyTorch's dispatcher, where
-torch.autocast works, kernels can be replaced, but Inductor's cache does not notice it.
+In a region each call of PyTorch is cast by its rule. A `TorchFunctionMode` sees every call from
+Python (functions, methods, operators, modules through the functions they call) before autograd
+does, so casts are part of the graph and gradients of float32 weights are float32. Below autograd it
+would be too late. In PyTorch's dispatcher, where torch.autocast works, kernels can be replaced, but
+Inductor's cache does not notice it.
 
 The backward pass follows the dtypes of the forward one. Python code in it (hooks, custom autograd
 functions) is not cast, with two exceptions: activation checkpointing runs forward code again and
@@ -280,12 +279,6 @@ def _can_be_traced(function: Function) -> bool:
     return not isinstance(getattr(function, "__self__", None), property)
 
 
-class OpeningMode(TorchFunctionMode):
-    """A function mode that knows which function it has opened."""
-
-    inside: Function | None
-
-
 class OpenedFunction:
     """A handler that runs the body of a Python function with the mode on.
 
@@ -312,7 +305,7 @@ class OpenedFunction:
 
     def run(
         self,
-        mode: OpeningMode,
+        mode: _CastMode,
         function: Function,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -389,13 +382,14 @@ ACCELERATOR = "cuda" if _found is None else _found.type
 """The kind of accelerator that this PyTorch is for; CUDA where it is for none."""
 
 
-class _CastMode(OpeningMode):
+class _CastMode(TorchFunctionMode):
     """Hands each call to its handler in the table of the innermost region."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.state = _State(table)
         self.inside: Function | None = None
+        """The Python function whose body runs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

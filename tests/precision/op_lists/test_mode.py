@@ -319,19 +319,6 @@ def test_the_inner_region_alone_holds() -> None:
     assert no_mode_is_left()
 
 
-def test_a_weight_is_cast_to_two_dtypes_by_two_regions() -> None:
-    layer, x = nn.Linear(6, 6), normal(5, 6)
-    outer, inner = caster(dtype=BF16), caster(dtype=FP16)
-    with outer.region(), Spy() as spy:
-        first = layer(x)
-        with inner.region():
-            second = layer(x)
-        third = layer(x)
-    assert (first.dtype, second.dtype, third.dtype) == (BF16, FP16, BF16)
-    assert spy.casts_of(layer.weight) == [BF16, FP16]
-    assert same(first.detach(), third.detach())
-
-
 def test_a_layer_s_region_has_its_dtype_and_shares_the_casts() -> None:
     layer, x, by = nn.Linear(6, 6), normal(5, 6), caster()
     with by.region(), Spy() as spy:
@@ -730,18 +717,6 @@ def test_code_without_graph_that_is_run_again_is_cast_as_it_was(reentrant: bool)
         return torch.matmul(x, w) * mask
 
     assert torch.equal(of_outer(masked, reentrant), of_outer(masked, None))
-
-
-def test_hooks_of_the_backward_pass_are_not_cast() -> None:
-    seen = []
-    ours, model = precision(caster()), two_layers()
-
-    def hook(grad: Tensor) -> None:
-        seen.append(torch.matmul(grad, grad.T).dtype)
-
-    model[0].weight.register_hook(hook)
-    ours.backward(ours.forward(model, normal(5, 6)).sum())
-    assert seen == [FP32]
 
 
 class Descent(torch.optim.Optimizer):
