@@ -45,7 +45,7 @@ class CompareSettings:
     margin: Margin = MARGIN
     """Differences of accuracy (0.005 is half a point), or another fraction, that do not matter."""
     relative_margin: RelativeMargin = RELATIVE_MARGIN
-    """The same for losses and all other metrics, as a share of the baseline's."""
+    """For losses and all other metrics, as a share of the baseline's."""
     baseline: str | None = None
     """Label or hash of the variant the others are compared with; null for fp32."""
     split: Annotated[str, Legal("auto", "test", "validation", "train")] = "auto"
@@ -135,7 +135,7 @@ class DoctorSettings:
     json: bool = False
     """Whether one JSON object is printed instead of tables."""
     budget_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
-    """About how long rates are measured, in seconds; at least six rounds are made."""
+    """About how many seconds rates are measured; at least six rounds are made."""
     steps: Number = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
     gpus: list[Annotated[str, Legal(*GPUS)]] = field(default_factory=lambda: ["h100", "b200"])

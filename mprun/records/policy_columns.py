@@ -50,7 +50,7 @@ class PolicyColumns:
     """Dtype the model's outputs are cast to before the loss."""
     casting: Annotated[str, Legal("none", "autocast", "op_lists")]
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
-    rounding: Annotated[str, Legal("nearest", "stochastic", "kahan", "split")]
+    rounding: Annotated[str, Legal(*ROUNDINGS)]
     """Of 16-bit parameters and state: nearest, stochastic, kahan (2 bytes more), split (1 more)."""
     rounding_scope: Annotated[str, Legal("update", "all")]
     """Where this rounding is used: update, for parameters and state; all, for every result."""
@@ -64,7 +64,7 @@ class PolicyColumns:
     """Dtype of the optimizer's second moment; in 16 or 8 bits its square root is stored."""
     reduce_dtype: FloatDtype = "float32"
     """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
-    partials_dtype: FloatDtype = "float32"
+    partials_dtype: Annotated[str, Legal("float32", "float16")] = "float32"
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool
     """Whether float32 matmuls and convolutions use TensorFloat-32."""

@@ -9,7 +9,7 @@ import pytest
 from mprun.config import settings
 from mprun.config.reference import docs_of, leaves
 from mprun.config.schema import Config
-from mprun.config.settings import Settings, take
+from mprun.config.settings import Settings, parse_size, take
 from mprun.errors import UsageError
 
 
@@ -64,3 +64,47 @@ def test_every_setting_is_documented() -> None:
     for cls in (Settings, *(c for c in classes if is_dataclass(c))):
         assert set(docs_of(cls)) == {f.name for f in fields(cls)}  # type: ignore[arg-type]
         assert all(text.endswith(".") for text in docs_of(cls).values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("16gib", 16 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("500MB", 500_000_000),
+        ("2TB", 2 * 10**12),
+        ("80KiB", 80 * 1024),
+        ("12345", 12345),
+        ("12345B", 12345),
+        ("1e9", 10**9),
+        (" 1KB ", 1000),
+    ],
+)
+def test_a_number_and_a_unit(text: str, size: int) -> None:
+    assert parse_size(text, "memory.fits") == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "16G",
+        "16 gigs",
+        "-1GiB",
+        "0",
+        "0.5B",
+        "1e99GiB",
+        "1..5GB",
+        "nan",
+        "inf",
+        "1+1",
+        "e",
+    ],
+)
+def test_anything_else_is_refused_with_what_is_legal(text: str) -> None:
+    with pytest.raises(UsageError) as told:
+        parse_size(text, "memory.fits")
+    assert f"'memory.fits={text}'" in str(told.value)
+    assert "16GiB" in str(told.value)

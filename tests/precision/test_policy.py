@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from mprun.assemble.dtype_choices import build_policy
 from mprun.config import compose
+from mprun.config.schema import PrecisionConfig
 from mprun.precision import Policy
 from mprun.precision.policy import BY_DTYPES, LETTERS
 from mprun.precision.policy import policy as shipped
+from mprun.records.policy_columns import PolicyColumns
+from mprun.records.run_record import PrecisionRow
 
 
 def policy(name: str) -> Policy:
@@ -46,6 +49,23 @@ def test_a_row_that_is_not_carried_out_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=legal):
         replace(policy(name), **change)  # type: ignore[arg-type]
+
+
+def test_a_policy_cannot_be_changed_and_can_be_a_key() -> None:
+    row = policy("bf16_sr")
+    with pytest.raises(FrozenInstanceError):
+        row.rounding = "nearest"
+    changed = replace(row, rounding="kahan", name="mine")
+    assert (row.rounding, changed.rounding) == ("stochastic", "kahan")
+    assert {row: 1, changed: 2}[policy("bf16_sr")] == 1
+
+
+def test_every_row_of_a_policy_has_the_columns_of_the_table() -> None:
+    table = {x.name for x in fields(PolicyColumns)}
+    assert policy("fp32").columns().keys() == table
+    assert {x.name for x in fields(PrecisionRow)} == table | {"op_lists", "layers"}
+    section = {x.name for x in fields(PrecisionConfig)}
+    assert section == table | {"name", "layers", "layers_file"}
 
 
 LONG = ("float32", "float16", "bfloat16")

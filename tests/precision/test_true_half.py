@@ -384,7 +384,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["precision=half_sr", "precision.partials_dtype=bfloat16"],
-        ["precision.partials_dtype=bfloat16", "legal is float32, float16"],
+        ["precision.partials_dtype=bfloat16", "is one of float32, float16"],
     ),
     (
         ["precision=half_sr", "precision.partials_dtype=float16", "execution=native", "device=cpu"],
