@@ -287,19 +287,14 @@ def label(variant: Variant) -> str:
     return f"{shown} (emulated)" if cells.is_emulated(variant) else shown
 
 
-def face(variant: Variant, index: int) -> str:
-    """The fill of a marker; hollow for an emulated variant."""
-    return LIGHT.paper if cells.is_emulated(variant) else colour(index)
-
-
 def mark(variant: Variant, index: int, size: float = MARKER_SIZE) -> dict[str, Any]:
-    """matplotlib's keywords for a variant's marker without a line."""
+    """matplotlib's keywords for a variant's marker without a line; hollow for an emulated one."""
     return {
         "linestyle": "none",
         "marker": marker(index),
         "markersize": size,
         "markeredgecolor": colour(index),
-        "markerfacecolor": face(variant, index),
+        "markerfacecolor": LIGHT.paper if cells.is_emulated(variant) else colour(index),
         "markeredgewidth": 1.1,
     }
 

@@ -171,8 +171,3 @@ def _means(x: Column, y: Column, width: int, bins: int) -> Column:
     with np.errstate(over="ignore"):
         total = np.bincount(place, weights=y, minlength=bins)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def has_broken_loss(run: RunSeries) -> bool:
-    """Whether a run logged a loss that is not finite."""
-    return not np.isfinite(run.steps.loss).all()

@@ -39,7 +39,6 @@ from mprun.report.plots.series import (
     RunSeries,
     band,
     epochs_per_step,
-    has_broken_loss,
     timed,
 )
 from mprun.report.theme import LIGHT, colour, marker
@@ -73,7 +72,7 @@ def losses(comparison: Comparison, logs: Logs) -> Plot:
         sentences.append("Markers: the median validation loss.")
     notes = list(plot.notes)
     for variant, runs, one in zip(comparison.variants, logs.series, bands, strict=True):
-        if broken := sum(map(has_broken_loss, runs)):
+        if broken := sum(not np.isfinite(run.steps.loss).all() for run in runs):
             notes.append(
                 f"{cells.plain(variant.label)}: {counted(broken)} logged losses that are not "
                 "finite; they are left out."
