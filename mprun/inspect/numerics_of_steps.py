@@ -13,7 +13,6 @@ Each inspected step is taken several times from the same weights on the same sam
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,7 +54,6 @@ from mprun.numerics.updates import (
 )
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
-from mprun.records.files import jsonable
 from mprun.results import Result
 from mprun.results.numerics_result import Float32Loss, NumericsResult, numerics_parts
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
@@ -176,9 +174,7 @@ def recipe_numerics(
         "ended": inspected.ended,
         **msgspec.to_builtins(inspected.result),
     }
-    files: dict[str, str | bytes] = {
-        "numerics.json": json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
-    }
+    files: dict[str, str | bytes] = {"numerics.json": Result(content).json}
     if settings.plots:
         from mprun.report.plots.measurement_plots import numerics_plots  # imports matplotlib
 
