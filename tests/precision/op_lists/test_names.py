@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -159,31 +155,6 @@ def test_every_canonical_name_means_itself() -> None:
     for targets in (*ALIASES.values(), *INNER.values()):
         assert set(targets) <= known()
     assert set(INNER) <= known()
-
-
-FUNCTIONS: list[tuple[Callable[..., Any], str]] = [
-    *((torch.relu, "relu"), (F.relu, "relu"), (Tensor.relu, "relu"), (Tensor.relu_, "relu_")),
-    *((torch.ops.aten.relu, "relu"), (torch.ops.aten.relu.default, "relu")),
-    *((torch.ops.aten.add.Tensor, "add"), (torch.ops.aten.add_.Tensor, "add_")),
-    *((Tensor.__add__, "add"), (Tensor.__radd__, "add"), (Tensor.__iadd__, "add_")),
-    *((Tensor.__rsub__, "rsub"), (Tensor.__truediv__, "div"), (Tensor.__rtruediv__, "div")),
-    *((Tensor.__itruediv__, "div_"), (Tensor.__matmul__, "matmul"), (Tensor.__pow__, "pow")),
-    *((Tensor.__rpow__, "pow"), (Tensor.__mod__, "remainder"), (Tensor.__eq__, "eq")),
-    *((torch.mm, "mm"), (Tensor.mm, "mm"), (torch.addmm, "addmm"), (torch.einsum, "einsum")),
-    *((F.linear, "linear"), (torch._C._nn.linear, "linear"), (F.conv2d, "conv2d")),
-    *((torch.linalg.inv, "linalg_inv"), (torch.fft.fft, "fft_fft"), (torch.lstm, "lstm")),
-    *((torch.ops.aten._softmax.default, "softmax"), (F.max_pool2d, "max_pool2d")),
-    *((F.cross_entropy, "cross_entropy"), (torch._C._nn.nll_loss_nd, "nll_loss")),
-    *((F.scaled_dot_product_attention, "scaled_dot_product_attention"),),
-]
-
-
-@each(("function", "name"), FUNCTIONS)
-def test_a_function_has_the_canonical_name_of_its_op(
-    function: Callable[..., Any], name: str
-) -> None:
-    assert name_of(function) == name
-    assert name in known()
 
 
 def test_getters_and_what_is_not_pytorch_s_have_no_name() -> None:
