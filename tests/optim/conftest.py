@@ -1,7 +1,7 @@
 """The C engine calls the library of the installation, which needs no compiling.
 
 Its loops are those of the kernels that are compiled here, half a second for each combination of
-dtypes. A module of tests asks for it; the marker `compiled` is on those that compile all the same.
+dtypes. All tests here have it; the marker `compiled` is on those that compile all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def installed(storage: Storage) -> Callable[..., None]:
     return update
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def kernels_of_the_installation(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

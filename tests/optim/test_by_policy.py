@@ -15,8 +15,6 @@ from mprun.optim import MasterWeights, for_policy
 from mprun.precision import Precision
 from mprun.precision.policy import policy
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 
 def prepared(mode: str) -> nn.Module:
     torch.manual_seed(0)

@@ -36,8 +36,6 @@ from tests.optim import (
     wide,
 )
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 needs_c = pytest.mark.skipif(
     kernels.why_not() is not None, reason=f"no compiled kernels: {kernels.why_not()}"
 )

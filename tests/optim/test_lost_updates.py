@@ -16,8 +16,6 @@ from mprun.optim.formulas import SCALE
 from mprun.precision.rounding import merge, round_nearest
 from tests.optim import BRAIN, FLOAT, HALF, LOW, give, parameters
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 COUNT = 10_000
 STEPS = 1000
 SIGNIFICAND = {BRAIN: 8, HALF: 11}

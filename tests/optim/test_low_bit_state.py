@@ -38,8 +38,6 @@ from tests.optim import (
 )
 from tests.optim.test_engines import needs_c, ran
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 CODED = torch.uint8
 SIGNED, ROOTS = torch.tensor(formulas.dynamic_map(True)), torch.tensor(formulas.dynamic_map(False))
 

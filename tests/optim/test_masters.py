@@ -15,8 +15,6 @@ from mprun.optim import MasterWeights, float32_masters, name_parameters
 from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, StaticLossScale
 from mprun.precision.update import Clip, step_scaled
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
     (torch.optim.Adam, {"lr": 1e-3}),

@@ -45,8 +45,6 @@ from tests.optim import (
     unlike,
 )
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 CPU = torch.device("cpu")
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 EPS = 2.0**-24

@@ -14,8 +14,6 @@ from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Preci
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits
 from tests.precision.test_policy import policy
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 CPU = torch.device("cpu")
 SIZE = 4096
 

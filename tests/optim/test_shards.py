@@ -29,8 +29,6 @@ from tests.optim import (
 )
 from tests.optim.test_engines import BY_INDUCTOR, compiles_for_torch, moments_of, needs_c
 
-pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
-
 SIZE = 1003
 CUTS = (0, 0, 1, 66, 391, 391, SIZE)
 """Where shards begin and end: two are empty; none begins at a multiple of the kernels' 64."""
