@@ -11,7 +11,7 @@ import pytest
 import mprun
 from mprun.config import compose
 from mprun.config.reference import options
-from mprun.precision.policy import NAMED
+from mprun.precision.policy import SHIPPED_MODES
 from mprun.records.mode_names import ALIASES
 
 
@@ -50,14 +50,14 @@ def test_an_unknown_policy_is_one_line_with_the_legal_names() -> None:
         ValueError, match=r"no precision mode is named 'bf16_st'; did you mean"
     ) as e:
         mprun.policy("bf16_st")
-    assert all(name in str(e.value) for name in (*NAMED, *ALIASES))
+    assert all(name in str(e.value) for name in (*SHIPPED_MODES, *ALIASES))
     assert "\n" not in str(e.value)
 
 
 def test_every_mode_is_a_file_and_other_names_stand_for_modes() -> None:
-    assert {*NAMED} == {*options("precision")}
-    assert {*ALIASES.values()} <= {*NAMED}
-    assert not {*ALIASES} & {*NAMED}
+    assert {*SHIPPED_MODES} == {*options("precision")}
+    assert {*ALIASES.values()} <= {*SHIPPED_MODES}
+    assert not {*ALIASES} & {*SHIPPED_MODES}
     assert mprun.policy("mixed_bfloat16") == mprun.policy("bf16_mixed")
     with pytest.raises(ValueError, match="did you mean 'bf16_mixed'"):
         mprun.policy("bf16")

@@ -19,7 +19,7 @@ from mprun.config.validate import loss_scale_kind
 from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
-from mprun.precision.policy import NAMED, policy
+from mprun.precision.policy import SHIPPED_MODES, policy
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.train.init_from import write_pretrained
 from mprun.train.user_code import model_of
@@ -36,7 +36,7 @@ def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
         notes: where the answer comes from, a line each.
     """
     config, row = plan.config, plan.policy
-    shipped = policy(row.name).columns() if row.name in NAMED else None
+    shipped = policy(row.name).columns() if row.name in SHIPPED_MODES else None
     changes = {k: v for k, v in row.columns().items() if shipped and v != shipped[k]}
     if plan.op_lists is not None:
         changes.pop("casting", None)  # the lists say it

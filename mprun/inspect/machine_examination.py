@@ -28,7 +28,7 @@ from mprun.doctor.measure import measure_rates
 from mprun.errors import MprunError, as_usage_error
 from mprun.precision import Policy
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
-from mprun.precision.policy import NAMED
+from mprun.precision.policy import SHIPPED_MODES
 from mprun.precision.rates import in_threads
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination, Format, Measured, Mode, OpName
 
@@ -47,7 +47,7 @@ def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mo
         device: the device.
         accelerated: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
     """
-    order = {name: n for n, name in enumerate(NAMED)}
+    order = {name: n for n, name in enumerate(SHIPPED_MODES)}
     names = sorted(modes(), key=lambda name: order.get(name, len(order)))
     configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]
     return list(_rows(configs, device, accelerated))

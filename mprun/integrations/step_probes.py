@@ -39,7 +39,7 @@ from mprun.numerics.memory_recorder import MemoryRecorder
 from mprun.numerics.step_events import StepListener, entries
 from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Precision
-from mprun.precision.policy import NAMED, Policy, dtype_name, policy
+from mprun.precision.policy import SHIPPED_MODES, Policy, dtype_name, policy
 from mprun.precision.switches import tf32_is_on
 from mprun.records.run_record import PrecisionRow
 
@@ -176,7 +176,9 @@ def _most(
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
-TELLING = ("param_dtype", "compute_dtype", "casting", "rounding", "rounding_scope", "tf32")
+TELLING = (
+    *("param_dtype", "compute_dtype", "casting", "rounding", "rounding_scope", "tf32", "gemms"),
+)
 """The columns in which the modes differ."""
 
 
@@ -186,7 +188,7 @@ def mode_name(row: PrecisionRow) -> str:
     def fits(mode: Policy) -> bool:
         return all(getattr(mode, column) == getattr(row, column) for column in TELLING)
 
-    return next((name for name in NAMED if fits(policy(name))), CUSTOM)
+    return next((name for name in SHIPPED_MODES if fits(policy(name))), CUSTOM)
 
 
 AUDITED_STEP = 2

@@ -19,7 +19,7 @@ step takes 10 to 25 % longer in them: gcc unrolls their loops whole. */
 #endif
 
 /* S16 is 2^6 times the number in float16, at most the largest: see SCALE in mprun/optim. */
-/* C8 are codes of 8 bits with a scale for each GROUP: see mprun/optim/codes.py. */
+/* C8 are codes of 8 bits with a scale for each GROUP: see mprun/optim/formulas.py. */
 enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16, FORMAT_C8 };
 
 #define GROUP 256

@@ -134,7 +134,7 @@ static inline float merged_F16(float x, uint32_t add) {
   return number(choose((whole > INFINITE) | (wide >= INFINITE), wide, whole) | (bits & ~MAGNITUDE));
 }
 
-/* ---- masters of 24 bits: mprun/precision/split_masters.py ---- */
+/* ---- masters of 24 bits: mprun/precision/rounding.py ---- */
 
 /* The integer whose upper bits are the magnitude of the 16-bit parameter. */
 static inline uint32_t integer_BF16(float x) { return pattern(x) & MAGNITUDE; }

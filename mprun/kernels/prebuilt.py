@@ -111,7 +111,7 @@ def _words(low: int, high: int) -> Any:
 
 
 def _storage(defines: Defines) -> Any:
-    """The struct `Storage` of prebuilt.c."""
+    """The struct `Storage` of steps.h."""
     return (ctypes.c_int32 * 9)(
         next(n for n, name in enumerate(FORMULAS) if f"OPTIMIZER_{name}" in defines),
         FORMATS.index(defines["PARAM"]),

@@ -197,7 +197,7 @@ def _update(
     skip: Tensor | None,
     maps: Tensor | None,
 ) -> None:
-    """The loop body of update.c, over a block; `maps` where a moment is stored in codes."""
+    """The body of `update_block` (kernels/steps.h); `maps` where a moment is stored in codes."""
     o = operands
     old = o.param.float() if o.remainder is None else merged(o.param, o.remainder)
     m = _loaded(o.first, o.first_scales, storage.first_scale, maps, 0, hyper.device)

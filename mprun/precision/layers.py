@@ -44,7 +44,7 @@ from mprun.nested import map_tensors
 from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of, forwards_restored
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
+from mprun.precision.policy import SHIPPED_MODES, Policy, dtype_name, policy, torch_dtype
 from mprun.records.mode_names import OWN_ALIASES, layer_value, product_formats
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -65,7 +65,7 @@ class LayerPrecision(NamedTuple):
 
 LAYER_MODES = {
     row.name: LayerPrecision(torch_dtype(row.param_dtype), torch_dtype(row.compute_dtype))
-    for row in map(policy, NAMED)
+    for row in map(policy, SHIPPED_MODES)
     if row.is_low and row.casting in ("none", "autocast")
 }
 """The modes that a layer can have; fp32 is the dtype of that name."""

@@ -1,7 +1,8 @@
 """A precision mode is a row of data.
 
 The columns are those of `mprun.records.policy_columns`, and the table of modes is
-`conf/precision/*.yaml`. Two modes differ only where their rows differ:
+`conf/precision/*.yaml`; `SHIPPED_MODES` has their names. Modes differ only where their rows do
+(those of 8 bits or fewer are `bf16_mixed` with a format of products):
 
     mode          parameters  computation  casting   rounding    of         gradients
     fp32          float32     float32      none      nearest     updates    float32
@@ -53,7 +54,7 @@ def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
 
 
 _FP32: dict[str, tuple[Any, ...]] = {"casting": ("none",), "param_dtype": ("float32",)}
-NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
+SHIPPED_MODES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp32": {**_FP32, "tf32": (False,)},
     "tf32": {**_FP32, "tf32": (True,)},
     "bf16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("bfloat16",)},
@@ -147,7 +148,7 @@ class Policy(PolicyColumns):
             "hadamard": (False, self.gemms != "none"),
         }
         # A shipped mode's name fixes these: another value needs another name.
-        named = dict(NAMED.get(self.name, {}))
+        named = dict(SHIPPED_MODES.get(self.name, {}))
         if named:
             named.setdefault("gemms", tuple(x for x in legal["gemms"] if x not in GEMMS))
         return {key: named.get(key, values) for key, values in legal.items()}
@@ -203,10 +204,10 @@ def policy(name: str) -> Policy:
     if "=" in name:
         return _of_dtypes(name)
     name = ALIASES.get(name, name)
-    if name not in NAMED:
-        legal = ", ".join([*NAMED, *ALIASES])
+    if name not in SHIPPED_MODES:
+        legal = ", ".join([*SHIPPED_MODES, *ALIASES])
         raise ValueError(
-            f"no precision mode is named '{name}'{mode_hint(name, NAMED)}; legal: {legal}"
+            f"no precision mode is named '{name}'{mode_hint(name, SHIPPED_MODES)}; legal: {legal}"
         )
     path = files("mprun.conf") / "precision" / f"{name}.yaml"
     return Policy(**yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -29,7 +29,9 @@ integer that counts the float32 patterns between the result and the number, so t
 the float32 number back exactly (in float16's subnormals: to 2^-38).
 
 `stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
-these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits.
+these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits. Emulation and
+`MasterWeights` call it; the optimizers of `mprun.optim` round in `optim/engines.py`. The addition
+of random bits itself is `formats.add_and_truncate`.
 
 **Masters of 24 bits** are a 16-bit parameter, and 8 more bits beside it. Kahan's remainder has 16
 bits, so that parameter and remainder are a float32 number: 4 bytes. Most of what it saves is in the
@@ -43,8 +45,8 @@ master rounded to nearest:
 Both 16-bit formats are the upper bits of an integer that grows with the number:
 
     bfloat16   the bits of |x| in float32; the 16 upper ones of 32 are the number
-    float16    those bits with the exponent of float16, subnormals moved up by 2^-14 (as in
-               `rounding`), so that neighbours are 2^13 apart everywhere
+    float16    those bits with the exponent of float16, subnormals moved up by 2^-14 (as
+               when they are rounded), so that neighbours are 2^13 apart everywhere
 
 So a master is this integer without its lowest bits, and the remainder is the difference to the
 parameter's, in steps of 2^8 (bfloat16) or 2^5 (float16): -128 to 127, since ties go away from zero.

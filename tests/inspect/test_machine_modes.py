@@ -14,7 +14,7 @@ from mprun.inspect import machine_examination as module
 from mprun.inspect.machine_examination import ATEN, examine_modes
 from mprun.precision import execution
 from mprun.precision.gemms import RECIPES
-from mprun.precision.policy import NAMED
+from mprun.precision.policy import SHIPPED_MODES
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.mode_names import FORMAT_MODES
 from mprun.results.doctor_result import OPS, Mode
@@ -52,7 +52,7 @@ def examined(
 
 def test_every_file_is_a_row_in_the_table_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = examined(monkeypatch, "none")
-    assert list(rows) == list(NAMED)
+    assert list(rows) == list(SHIPPED_MODES)
     assert {*rows} == {p.stem for p in CONF.glob("*.yaml")}
     assert all(conforms(row, Mode) for row in rows.values())
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mprun.cli.main import main
-from mprun.precision.policy import NAMED
+from mprun.precision.policy import SHIPPED_MODES
 from mprun.records.run_record import read_lines, read_summary
 from tests.parallel.processes import Groups
 from tests.run.test_resume import assert_equal, trained
@@ -136,7 +136,7 @@ def test_every_mode_is_that_of_one_process(
     groups: Groups, mode: str, execution: str, kind: str
 ) -> None:
     """Emulation sees the ops that gather and cut: they move numbers, and round none."""
-    assert {*EXECUTIONS} == {*NAMED}
+    assert {*EXECUTIONS} == {*SHIPPED_MODES}
     words = [*MNIST, f"precision={mode}", f"execution={execution}", "train.max_steps=5"]
     assert main([*words, "train.accumulate=2", "run.dir=one"]) == 0
     ended = groups.run([*words, f"parallel={kind}", "run.dir=many"])

@@ -15,7 +15,7 @@ from mprun.assemble.parts import build_loss_scale
 from mprun.config import compose
 from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
-from mprun.precision.policy import NAMED, policy
+from mprun.precision.policy import SHIPPED_MODES, policy
 from mprun.records.mode_names import FORMAT_MODES
 from tests.each import each
 
@@ -30,7 +30,7 @@ def precision(mode: Any, **options: Any) -> Precision:
         return Precision(mode, **{"device": "cpu", **options})
 
 
-@each("mode", NAMED)
+@each("mode", SHIPPED_MODES)
 def test_the_defaults_are_those_of_a_run(mode: str) -> None:
     ours, composed = precision(mode), compose([f"precision={mode}", "device=cpu"])
     assert ours.policy == policy(mode)

@@ -7,9 +7,11 @@ numbers and makes others is the origin of an exception. Later NaN and infinities
     fp_exception       the results as plain data: exceptions, verdicts, counts
     op_call            what an op reads and writes, its range of values, the op again in float64
     shadow             which origin spoiled which memory, and the exact numbers
-    origins            whether an op is an origin, a consequence, or a constant like a mask's -inf
+    origins            whether an op is an origin, a consequence, or a constant like a mask's -inf,
+                       and whether it reached the loss
     nonfinite_watcher  the mode that meets every op, and the line of Python the op is from
-    step_monitor       a step from its beginning to its verdict and the response: log, halt, skip
+    step_monitor       which gradients, weights, buffers and state it reached (`StateCheck`), the
+                       step's verdict and the response: log, halt, skip
     loops              the two entries: any training loop, and mprun's run
     step_capture       what a step needs to run again, remembered in a loop that is not inspected
     saved_step         that step as a file
