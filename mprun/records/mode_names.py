@@ -106,6 +106,7 @@ MODES = (
     "half_sr_full",
     *FORMAT_MODES,
 )
+"""Modes that a layer may have in `precision.layers`."""
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 FLOAT16_LAYERS = {"fp16", "fp16_mixed", "fp16_true", "half_sr", "half_sr_full"}
 """Values that compute in float16."""
