@@ -50,7 +50,7 @@ from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
 from mprun.optim.by_policy import rounding_columns
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import Ranks
-from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Precision
+from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision
 from mprun.precision.caster import caster_of
 from mprun.precision.convert import dtype_of
 from mprun.precision.execution import arithmetic_for
@@ -78,7 +78,7 @@ def build_precision(
     plan: Plan,
     caster: Caster | None = None,
     arithmetic: Arithmetic | None = None,
-    make: Callable[..., Precision] = Precision.of_parts,
+    make: Callable[..., Precision] = Precision,
     combine: Combine = ALONE,
 ) -> Precision:
     """What carries out the plan's policy.
@@ -87,16 +87,18 @@ def build_precision(
         plan: the plan.
         caster: replaces the plan's, which decides the dtypes of ops.
         arithmetic: replaces the plan's, which decides whose kernels compute.
-        make: a function with the arguments of `Precision.of_parts`.
+        make: a function with the arguments of `Precision`.
         combine: what processes with shards agree on norms and overflows by.
     """
     return make(
         plan.policy,
-        caster or build_caster(plan),
-        arithmetic or build_arithmetic(plan),
-        build_loss_scale(plan.config, plan.layers, plan.device),
-        Clip(plan.config.train.clip_norm, combine),
+        device=plan.device,
+        execution=arithmetic or build_arithmetic(plan),
+        loss_scale=build_loss_scale(plan.config, plan.layers, plan.device),
+        max_norm=plan.config.train.clip_norm,
+        combine=combine,
         layers=plan.layers,
+        op_lists=caster or build_caster(plan),
     )
 
 

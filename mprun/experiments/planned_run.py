@@ -26,11 +26,12 @@ from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.nested import to_dtype
 from mprun.numerics.passes import NotMeasurableError
 from mprun.numerics.updates import own_random_numbers
-from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision import Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
+from mprun.records.mode_names import without_formats
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.loop import StopRequestedError
@@ -120,6 +121,9 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
 
 EXACT = "fp32"
 """The policy of reference passes."""
+UNROUNDED = {"half_sr": "fp16_true", "half_sr_full": "fp16_true", "bf16_sr": "bf16_true"}
+"""Modes of layers to those that store the same and do not round: rounding is the run's, and no part
+of a probe's policy. Neither are formats of products."""
 
 
 def policy_in(plan: Plan, short: str) -> Policy:
@@ -147,8 +151,7 @@ class PolicyProbe:
 
     def __init__(self, plan: Plan, policy: Policy) -> None:
         exact = policy.name == EXACT
-        # Rounding is the run's, and no part of a probe's policy.
-        layers = {n: "fp16" if mode == "half_sr_full" else mode for n, mode in plan.layers.items()}
+        layers = {n: UNROUNDED.get(x, x) for n, x in without_formats(plan.layers).items()}
         self._plan = replace(
             plan,
             policy=policy,
@@ -163,13 +166,13 @@ class PolicyProbe:
         self.loss = 0.0
         """The mean loss of the last pass, unscaled."""
         self._scale = StaticLossScale(1.0, plan.device)
-        self._precision = Precision.of_parts(
+        self._precision = Precision(
             policy,
-            build_caster(self._plan),
-            build_arithmetic(self._plan),
-            self._scale,
-            Clip(),
+            device=plan.device,
+            execution=build_arithmetic(self._plan),
+            loss_scale=self._scale,
             layers=self._plan.layers,
+            op_lists=build_caster(self._plan),
         )
         with own_random_numbers([self._scale.tensor]):
             model = model_of(plan.recipe)

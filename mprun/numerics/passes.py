@@ -26,7 +26,6 @@ from mprun.numerics.float64 import in_float64
 from mprun.precision import (
     Arithmetic,
     Caster,
-    Clip,
     NativeArithmetic,
     NoCaster,
     Precision,
@@ -184,8 +183,8 @@ class Passes:
         before_backward: Callable[[Tensor], None] | None = None,
     ) -> float:
         loss_scale = StaticLossScale(scale, self.parameters[0].device)
-        precision = Precision.of_parts(
-            self._policy, plan.caster, plan.arithmetic, loss_scale, Clip(None)
+        precision = Precision(
+            self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
         )
         loss, _ = forward_backward(
             precision,

@@ -47,7 +47,7 @@ from mprun.precision.arithmetic import (
     with_lstm_fallback,
 )
 from mprun.precision.buffers import BufferGuard, BufferOverflow
-from mprun.precision.caster import AutocastCaster, Caster, caster_of
+from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
@@ -63,10 +63,10 @@ from mprun.precision.op_lists import OpLists, disable_casts
 from mprun.precision.op_lists.table import anything_casts
 from mprun.precision.plain_arguments import (
     chosen_arithmetic,
+    chosen_caster,
     device_of,
     loss_scale_of,
     policy_of,
-    with_op_lists,
 )
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
@@ -74,7 +74,6 @@ from mprun.precision.switches import backend_flags
 from mprun.precision.update import ALONE, Clip, Combine
 from mprun.records.mode_names import layer_values
 
-CPU = torch.device("cpu")
 NOT_COMPILED = (
     "torch.compile has no effect in this mode here: mprun computes or replaces single ops, and "
     "compiled code would hide them; execution='native' takes PyTorch's kernels and compiles"
@@ -89,7 +88,8 @@ class Precision:
         device: where the models train; None is CUDA if there is a CUDA device, else the CPU.
         execution: native (PyTorch's kernels for the dtype, however slow), emulated (float32
             arithmetic, each result rounded), or auto: native where the hardware has the format at
-            a good speed, with a warning where it has not.
+            a good speed, with a warning where it has not; or the arithmetic itself, which has its
+            own seed and guard.
         seed: of stochastic rounding of every result (`half_sr_full`).
         loss_scale: auto (dynamic if the mode or a layer computes in float16), none, dynamic,
             static, or the factor of a static one.
@@ -98,7 +98,8 @@ class Precision:
         layers: module names or globs to the precision of each: fp32, fp16, bf16, fp8, a mode, or
             formats of a linear layer's products, `{"forward": "fp8", "grad_weight": "fp32"}`.
         op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
-            ones, such as "hmp"; None for autocast.
+            ones, such as "hmp"; None for autocast. In any mode a caster itself, which decides all
+            casts: inputs are not cast before it.
         guard: of products in formats of 8 bits or fewer that do not tolerate theirs: off, log or
             promote (computed in the layer's own dtype); or what `gemm_guard.guard_of` gives.
 
@@ -107,21 +108,18 @@ class Precision:
         ValueError: an argument is not legal, or the mode cannot be carried out like this here.
     """
 
-    _input_dtype: torch.dtype | None = None
-    """Floating inputs of `forward` are cast to it; None for none."""
-
     def __init__(
         self,
         policy: Policy | str,
         *,
         device: torch.device | str | None = None,
-        execution: str = "auto",
+        execution: Arithmetic | str = "auto",
         seed: int = 0,
         loss_scale: LossScale | str | float = "auto",
         max_norm: float | None = None,
         combine: Combine = ALONE,
         layers: Mapping[str, str | Mapping[str, str]] | None = None,
-        op_lists: OpLists | str | None = None,
+        op_lists: OpLists | Caster | str | None = None,
         guard: GemmGuard | str = "off",
     ) -> None:
         place = device_of(device)
@@ -129,71 +127,27 @@ class Precision:
             named = layer_values(layers or {})
         except ValueError as error:
             raise ValueError(f"layers: {error}") from None
-        row, lists = with_op_lists(policy_of(policy), op_lists, place.type)
+        row, caster = chosen_caster(policy_of(policy), op_lists, place.type)
         check_rounding(named, row)
         row = with_layer_formats(row, named.values())
-        self._take_parts(
-            row,
-            caster_of(row, place.type, lists),
-            chosen_arithmetic(row, execution, place, seed, named.values(), guard_of(guard)),
-            loss_scale_of(loss_scale, row, named.values(), place),
-            Clip(max_norm, combine),
-            named,
-            place,
+        self.policy = row
+        self.device = place
+        self.arithmetic = chosen_arithmetic(
+            row, execution, place, seed, named.values(), guard_of(guard)
         )
-        # Without casts a 16-bit layer takes inputs of its own dtype alone. A run's batches have it.
-        casts_inputs = row.is_low and not row.casts
-        if casts_inputs:
-            self._input_dtype = torch_dtype(row.input_dtype)
-
-    @classmethod
-    def of_parts(
-        cls,
-        policy: Policy,
-        caster: Caster,
-        arithmetic: Arithmetic,
-        loss_scale: LossScale,
-        clip: Clip,
-        layers: Mapping[str, str] | None = None,
-        device: torch.device = CPU,
-    ) -> Precision:
-        """A `Precision` of parts that the caller has made; it does not cast inputs.
-
-        Args:
-            policy: the mode.
-            caster: the region the forward pass runs in.
-            arithmetic: the region forward pass, loss and backward pass run in.
-            loss_scale: scales the loss, and decides whether a step is taken.
-            clip: the gradient clipping between unscaling and stepping.
-            layers: module names or globs to the precision of each.
-            device: where `prepare` puts models that are given without a device.
-        """
-        precision = cls.__new__(cls)
-        precision._take_parts(policy, caster, arithmetic, loss_scale, clip, layers, device)
-        return precision
-
-    def _take_parts(
-        self,
-        policy: Policy,
-        caster: Caster,
-        arithmetic: Arithmetic,
-        loss_scale: LossScale,
-        clip: Clip,
-        layers: Mapping[str, str] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
-        self.policy = policy
-        self.device = device
-        self.loss_scale = loss_scale
-        self.arithmetic = arithmetic
+        self.loss_scale = loss_scale_of(loss_scale, row, named.values(), place)
         self.steps = 0
         """The number of the step that began last."""
         self.converted_gemms: list[str] | None = None
         """Linear layers whose products have formats of their own; None in modes without any."""
         self._caster = caster
-        self._clip = clip
-        self._layers = layers or {}
-        self._output_dtype = torch_dtype(policy.output_dtype)
+        self._clip = Clip(max_norm, combine)
+        self._layers = named
+        # Without casts a 16-bit layer takes inputs of its own dtype alone. A run, which makes its
+        # caster, has batches of that dtype.
+        casts_inputs = row.is_low and not row.casts and not isinstance(op_lists, Caster)
+        self._input_dtype = torch_dtype(row.input_dtype) if casts_inputs else None
+        self._output_dtype = torch_dtype(row.output_dtype)
         self._guards: dict[nn.Module, BufferGuard] = {}
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()

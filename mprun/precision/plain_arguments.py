@@ -1,7 +1,7 @@
 """The parts of a `Precision`, from the plain arguments of anyone's own loop.
 
-What is not given is decided by the policy and the machine, as in a run: the device, whose kernels
-compute, the loss scale.
+A run makes its arithmetic and its caster itself, and gives these. What is not given is decided by
+the policy and the machine, as in a run: the device, whose kernels compute, the loss scale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from mprun import devices
 from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.caster import Caster, caster_of
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.layers import own_precisions
@@ -47,33 +48,36 @@ def device_of(given: torch.device | str | None) -> torch.device:
     return devices.find("auto" if given is None else str(given))
 
 
-def with_op_lists(
-    policy: Policy, given: OpLists | str | None, device_type: str
-) -> tuple[Policy, OpLists | None]:
-    """The policy that casts by the lists, and the lists; both as they are without lists.
+def chosen_caster(
+    policy: Policy, given: OpLists | Caster | str | None, device_type: str
+) -> tuple[Policy, Caster]:
+    """The policy, which casts by op lists if lists are given, and what decides the casts.
 
     Args:
         policy: casts, if lists are given.
-        given: lists, or the name of shipped ones.
+        given: lists, the name of shipped ones, or the caster itself; None: as the policy says.
         device_type: see `shipped_lists`.
 
     Raises:
         ValueError: no lists have this name, the mode casts nothing, or its casting needs lists.
     """
+    if isinstance(given, Caster):
+        return policy, given
     if given is None:
         if policy.casting == "op_lists":
             raise ValueError(
                 f"precision={policy.name} with casting=op_lists needs op_lists=...; legal: "
                 f"{', '.join(map(repr, SHIPPED))}, or what mprun.precision.op_lists(...) gives"
             )
-        return policy, None
+        return policy, caster_of(policy, device_type)
     if not policy.casts:
         raise ValueError(
             f"op_lists with precision={policy.name}, which casts no op; legal: bf16_mixed, "
             "fp16_mixed"
         )
     lists = shipped_lists(given, device_type) if isinstance(given, str) else given
-    return replace(policy, casting="op_lists"), lists
+    policy = replace(policy, casting="op_lists")
+    return policy, caster_of(policy, device_type, lists)
 
 
 def loss_scale_of(
@@ -117,7 +121,7 @@ def loss_scale_of(
 
 def chosen_arithmetic(
     policy: Policy,
-    execution: str,
+    execution: Arithmetic | str,
     device: torch.device,
     seed: int,
     layers: Collection[str] = (),
@@ -127,7 +131,8 @@ def chosen_arithmetic(
 
     Args:
         policy: the mode.
-        execution: auto, native (every kernel for the dtype, however slow) or emulated.
+        execution: auto, native (every kernel for the dtype, however slow) or emulated; or the
+            arithmetic itself.
         device: where.
         seed: of stochastic rounding of every result.
         layers: values of `precision.layers`.
@@ -136,6 +141,8 @@ def chosen_arithmetic(
     Raises:
         ValueError: the execution is impossible for the mode on this device.
     """
+    if isinstance(execution, Arithmetic):
+        return execution
     chosen = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
     if guard.action != "off" and policy.gemms == "none":
         warnings.warn(

@@ -307,7 +307,7 @@ def test_steps_of_several_micro_batches() -> None:
     assert sum(rows["updates", "2.weight"]["histogram"]["exponents"].values()) <= 2 * 256
 
 
-@pytest.mark.representative(1, 2, 4)
+@pytest.mark.representative(1, 2, 4, 5, 6)
 @pytest.mark.parametrize(
     "words",
     [
@@ -316,6 +316,8 @@ def test_steps_of_several_micro_batches() -> None:
         ["precision=half_sr_full", "train.optimizer.name=adamw"],
         ["precision=half_sr", "precision.output_dtype=float16"],
         ["precision=fp16_mixed", "precision.layers={0: fp32}", "train.clip_norm=0.1"],
+        ["precision=bf16_sr", "precision.layers={0: bf16_sr, 2: half_sr}"],
+        ["precision=bf16_mixed", "precision.layers={2: {forward: fp8}}"],
         ["precision=fp32", "precision.layers={2: fp16}"],
         ["precision=fp16_true", "precision.accum_dtype=float32", "loss_scale=none"],
     ],

@@ -30,9 +30,6 @@ from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import (
     AutocastCaster,
     Caster,
-    Clip,
-    NativeArithmetic,
-    NoLossScale,
     OpListCaster,
     Precision,
     disable_casts,
@@ -40,7 +37,6 @@ from mprun.precision import (
 )
 from mprun.results.trace_result import CastRecord, TraceRow
 from mprun.train.loop import Trainer, TrainingComponents
-from tests.precision.test_policy import policy
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -263,8 +259,8 @@ def traced(
     model: nn.Module, caster: Caster, calls: CallStack, layers: Mapping[str, str]
 ) -> StepTrace:
     """The second training step of `model`."""
-    precision = Precision.of_parts(
-        policy("bf16_mixed"), caster, NativeArithmetic(), NoLossScale(), Clip(), layers
+    precision = Precision(
+        "bf16_mixed", device=CPU, execution="native", layers=layers, op_lists=caster
     )
     precision.prepare(model, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

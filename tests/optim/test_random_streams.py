@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from mprun import kernels
 from mprun.optim import AdamW, LowPrecisionOptimizer, RMSprop, name_parameters
-from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision import Precision
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits
-from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
 SIZE = 4096
@@ -40,8 +39,7 @@ def share_equal(a: Tensor, b: Tensor) -> float:
 def test_optimizers_of_two_prepared_models_round_with_different_bits() -> None:
     layers = equal_layers()
     models = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]  # their names are the same
-    parts = (NoCaster(), NativeArithmetic(), NoLossScale(), Clip())
-    precision = Precision.of_parts(policy("bf16_sr"), *parts)
+    precision = Precision("bf16_sr", device=CPU, execution="native")
     gradient = layers[0].weight.grad
     for model in models:
         precision.prepare(model, CPU)

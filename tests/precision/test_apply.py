@@ -12,17 +12,13 @@ from torch import nn
 from mprun.precision import (
     AutocastCaster,
     Caster,
-    Clip,
     DynamicLossScale,
     DynamicRule,
     Emulated16,
-    NativeArithmetic,
     NoCaster,
-    NoLossScale,
     OpListCaster,
     Policy,
     Precision,
-    StaticLossScale,
     op_lists,
 )
 from mprun.precision.convert import convert
@@ -35,7 +31,7 @@ CPU = torch.device("cpu")
 def precision(name: str, **changes: object) -> Precision:
     row: Policy = replace(policy(name), **changes)  # type: ignore[arg-type]
     caster = AutocastCaster("cpu", torch.bfloat16) if row.casting == "autocast" else NoCaster()
-    return Precision.of_parts(row, caster, NativeArithmetic(), NoLossScale(), Clip())
+    return Precision(row, device=CPU, execution="native", loss_scale="none", op_lists=caster)
 
 
 class Spy(nn.Module):
@@ -76,7 +72,7 @@ class SwappedLayers(Caster):
 def test_a_caster_may_swap_layers_for_other_modules() -> None:
     """They have the converted parameters, train, and the record names the casting."""
     row = policy("bf16_true")
-    ours = Precision.of_parts(row, SwappedLayers(), NativeArithmetic(), NoLossScale(), Clip())
+    ours = Precision(row, device=CPU, execution="native", op_lists=SwappedLayers())
     plain, model, x = precision("bf16_true"), Spy(), torch.randn(2, 4).bfloat16()
     plain.prepare(model, CPU)
     expected = 2 * plain.forward(model, x)
@@ -100,9 +96,7 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
     """Told by saturation, which native kernels do not have."""
     row = replace(policy("fp16_mixed"), output_dtype="float16", overflow=overflow)
     arithmetic = Emulated16("nearest", overflow, "float32", seed=0)
-    ours = Precision.of_parts(
-        row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), Clip()
-    )
+    ours = Precision(row, device=CPU, execution=arithmetic, loss_scale="none")
     largest = 65504.0 if overflow == "saturate" else torch.inf
 
     output = ours.forward(nn.Identity(), torch.tensor([1e6, 1.0]))
@@ -119,7 +113,7 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
 def test_a_16_bit_loss_is_rounded_stochastically_in_training() -> None:
     row = replace(policy("half_sr_full"), output_dtype="float16")
     arithmetic = Emulated16("stochastic", "infinity", "float32", seed=0)
-    ours = Precision.of_parts(row, NoCaster(), arithmetic, NoLossScale(), Clip())
+    ours = Precision(row, device=CPU, execution=arithmetic, loss_scale="none")
     output, target = torch.full((1,), 1.0).half(), torch.zeros(1).half()
     found = []
     for step in range(64):
@@ -219,9 +213,8 @@ CASTERS = {
 
 @each("name", CASTERS)
 def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
-    row = policy("fp32" if name == "none" else "bf16_mixed")
-    scale = StaticLossScale(4.0, CPU)
-    ours = Precision.of_parts(row, CASTERS[name], NativeArithmetic(), scale, Clip())
+    mode = "fp32" if name == "none" else "bf16_mixed"
+    ours = Precision(mode, device=CPU, execution="native", loss_scale=4.0, op_lists=CASTERS[name])
     x = torch.tensor([[3.0]], requires_grad=True)
     loss = ours.forward(lambda x: (x**3).sum(), x)  # type: ignore[arg-type]
     ours.backward(loss, retain_graph=True)
@@ -243,7 +236,7 @@ def test_an_iteration_that_was_not_ended_ends_with_the_next() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scale = DynamicLossScale(8.0, DynamicRule(interval=1), CPU)
-    ours = Precision.of_parts(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, Clip())
+    ours = Precision("fp16_mixed", device=CPU, execution="native", loss_scale=scale)
     for step in range(1, 4):
         optimizer.zero_grad()
         ours.begin_step(step)

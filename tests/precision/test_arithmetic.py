@@ -13,20 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import (
     Arithmetic,
-    AutocastCaster,
     BlockedConvolutions,
-    Clip,
     Emulated16,
     EmulatedTf32,
     Float16Fallback,
     NativeArithmetic,
-    NoLossScale,
     Precision,
     round_to_tf32,
 )
 from mprun.precision.arithmetic import occurred_substitutions
 from tests.each import each
-from tests.precision.test_policy import policy
 
 
 def exact_tf32(x: Tensor) -> Tensor:
@@ -189,14 +185,7 @@ class Recurrent(nn.Module):
 
 def lstm_step(policy_name: str, model: nn.Module, x: Tensor) -> tuple[Tensor, Precision]:
     """One forward and backward pass as a run takes it; the outputs, and what carried it out."""
-    dtype = torch.float16 if policy_name == "fp16_mixed" else torch.bfloat16
-    by = Precision.of_parts(
-        policy(policy_name),
-        AutocastCaster("cpu", dtype),
-        NativeArithmetic(),
-        NoLossScale(),
-        Clip(),
-    )
+    by = Precision(policy_name, device="cpu", execution=NativeArithmetic(), loss_scale="none")
     by.prepare(model, torch.device("cpu"))
     out = by.forward(model, x)
     by.backward(by.loss(lambda y, _: y.square().sum(), out, x))

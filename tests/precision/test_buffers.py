@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 from mprun.cli.main import main
 from mprun.precision import (
-    Clip,
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NativeArithmetic,
-    NoCaster,
     NoLossScale,
     Precision,
     StaticLossScale,
@@ -28,7 +25,6 @@ from mprun.precision.buffers import BufferOverflow
 from mprun.precision.convert import convert
 from mprun.recipes.linear import Linear
 from tests.each import each
-from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
 
@@ -42,8 +38,7 @@ def net() -> nn.Sequential:
 
 
 def in_float16(loss_scale: LossScale) -> Precision:
-    parts = (NoCaster(), NativeArithmetic(), loss_scale, Clip())
-    return Precision.of_parts(policy("fp16_true"), *parts)
+    return Precision("fp16_true", device=CPU, execution="native", loss_scale=loss_scale)
 
 
 def test_each_prepared_model_keeps_its_guard() -> None:

@@ -19,13 +19,10 @@ from mprun.precision import (
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NativeArithmetic,
-    NoCaster,
     NoLossScale,
     Precision,
     StaticLossScale,
 )
-from mprun.precision.policy import policy
 from tests.each import each
 from tests.optim import normal
 from tests.waiting import PATIENCE_S
@@ -83,9 +80,8 @@ SCALES: dict[str, Callable[[], LossScale]] = {
 }
 
 
-def precision(scale: LossScale, clip: Clip) -> Precision:
-    row = policy("fp32")
-    return Precision.of_parts(row, NoCaster(), NativeArithmetic(), scale, clip)
+def precision(scale: LossScale, max_norm: float, combine: Combine) -> Precision:
+    return Precision("fp32", device=CPU, loss_scale=scale, max_norm=max_norm, combine=combine)
 
 
 def train(
@@ -95,7 +91,7 @@ def train(
     dtype, make = OPTIMIZERS[kind]
     p = nn.Parameter(normal((SIZE,), 1, dtype)[part])
     mark_shard(p, "weight", part.start)
-    ours = precision(SCALES[scale](), Clip(0.5, combine))
+    ours = precision(SCALES[scale](), 0.5, combine)
     optimizer, skipped = make(p), None
     for _ in range(2):
         factor = 1.0 if scale == "none" else ours.loss_scale.tensor
@@ -187,7 +183,7 @@ def test_a_process_without_any_gradient_takes_part() -> None:
     for dtype, make in OPTIMIZERS.values():
         values: list[Tensor] = []
         optimizer = make(nn.Parameter(torch.ones(3, dtype=dtype)))
-        assert precision(StaticLossScale(8.0, CPU), Clip(1.0, Seen())).step(optimizer) == 0
+        assert precision(StaticLossScale(8.0, CPU), 1.0, Seen()).step(optimizer) == 0
         assert [x.item() for x in values] == [0, 0]
         assert all(x.dtype == torch.float32 and x.device == CPU for x in values)
 

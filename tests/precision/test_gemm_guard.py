@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mprun.numerics.nonfinite import WatchedRunExceptions
-from mprun.precision import Clip, NoLossScale, Precision, execution, guard_of
+from mprun.precision import Precision, execution, guard_of
 from mprun.precision.arithmetic import EmulatedProducts
-from mprun.precision.caster import AutocastCaster
 from mprun.precision.execution import choose_execution
 from mprun.precision.formats import (
     BLOCK_FORMATS,
@@ -453,7 +452,7 @@ def test_a_guarded_mode_is_emulated() -> None:
 def test_watching_for_exceptions_keeps_random_bits_and_guard() -> None:
     """Both are parts of the arithmetic that the watch wraps."""
     emulation = EmulatedProducts("nvfp4", 0, guard("promote", NOTHING))
-    parts = policy("nvfp4"), AutocastCaster("cpu", torch.bfloat16), emulation
-    watched = WatchedRunExceptions("log", 20, False).precision(*parts, NoLossScale(), Clip(None))
+    exceptions = WatchedRunExceptions("log", 20, False)
+    watched = exceptions.precision("nvfp4", device="cpu", execution=emulation)
     assert watched.arithmetic.bits is emulation.bits
     assert watched.guard is emulation.guard

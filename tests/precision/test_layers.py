@@ -15,7 +15,6 @@ from torch import nn
 
 from mprun.cli.main import main
 from mprun.precision import (
-    Clip,
     NativeArithmetic,
     NoCaster,
     NoLossScale,
@@ -177,7 +176,8 @@ def prepared(mode: str, layers: dict[str, str], lists: bool = False) -> tuple[Sm
         caster = OpListCaster(op_lists(["linear"], ["softmax"], []), dtype)
     torch.manual_seed(0)
     model = Small()
-    ours = Precision.of_parts(row, caster, NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
+    native, scale = NativeArithmetic(), NoLossScale()
+    ours = Precision(row, execution=native, loss_scale=scale, layers=layers, op_lists=caster)
     ours.prepare(model, CPU)
     return model, ours
 
@@ -259,11 +259,7 @@ def test_a_containers_own_ops_run_in_its_dtype() -> None:
             return self.fc(x * x * x)
 
     model = nn.Sequential(nn.Linear(2, 2), Cube())
-    row = policy("fp16_true")
-    layers = {"1": "fp32"}
-    ours = Precision.of_parts(
-        row, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers
-    )
+    ours = Precision("fp16_true", device=CPU, execution="native", layers={"1": "fp32"})
     ours.prepare(model, CPU)
     assert torch.isfinite(ours.forward(model, torch.full((1, 2), 500.0).half())).all()
 

@@ -13,7 +13,15 @@ from torch import nn
 from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.assemble.parts import build_loss_scale
 from mprun.config import compose
-from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale
+from mprun.precision import (
+    AutocastCaster,
+    DynamicLossScale,
+    Float16Fallback,
+    NativeArithmetic,
+    NoCaster,
+    Precision,
+    StaticLossScale,
+)
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import SHIPPED_MODES, policy
 from mprun.records.mode_names import FORMAT_MODES
@@ -66,6 +74,18 @@ def test_slow_native_kernels_are_not_taken_silently(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="take 4.1 times as long as float32"):
         assert Precision("bf16_sr", device="cpu").execution == "emulated"
     assert precision("bf16_sr", execution="native").execution == "native"
+
+
+def test_arithmetic_and_caster_may_be_given_themselves() -> None:
+    """The caster is all that casts: a run's batches have their dtype, and targets keep theirs."""
+    arithmetic, seen = NativeArithmetic(), []
+    for options in ({}, {"op_lists": NoCaster()}):
+        ours = precision("half_sr", execution=arithmetic, **options)
+        assert ours.arithmetic is arithmetic
+        ours.forward(lambda x: seen.append(x.dtype), torch.ones(1))
+    assert seen == [torch.float16, torch.float32]
+    ours = precision("fp32", op_lists=AutocastCaster("cpu", torch.bfloat16))
+    assert ours.columns["casting"] == "autocast"
 
 
 def test_native_takes_every_kernel_of_pytorch() -> None:

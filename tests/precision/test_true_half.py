@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mprun.assemble import Plan, build_loss_scale, build_parts, make_plan
 from mprun.config import compose
 from mprun.errors import UsageError
-from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision import Precision
 from mprun.train.loop import TrainingComponents
 from tests.each import each
 
@@ -248,9 +248,7 @@ class Nested(nn.Module):
 
 def prepared(mode: str, model: nn.Module, layers: dict[str, str]) -> Precision:
     policy = planned(*LINEAR, f"precision={mode}").policy
-    precision = Precision.of_parts(
-        policy, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers
-    )
+    precision = Precision(policy, device=CPU, execution="native", layers=layers)
     precision.prepare(model, CPU)
     return precision
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.data import Batches, BatchForm, TensorBatches
-from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision import Precision
 from mprun.train.evaluation import TRIAL_BATCHES, Evaluator
-from tests.precision.test_policy import policy
 from tests.train.trainers import CPU, Tiny, samples
 
 
@@ -43,10 +42,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def evaluator(model: nn.Module, stops: list[int]) -> Evaluator:
-    precision = Precision.of_parts(
-        policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()
-    )
-    return Evaluator(Tiny(), model, precision, lambda: stops.append(1))
+    return Evaluator(Tiny(), model, Precision("fp32", device=CPU), lambda: stops.append(1))
 
 
 def batches(n: int) -> Batches:

@@ -19,7 +19,7 @@ from mprun.data import (
     TensorOrder,
     TensorSet,
 )
-from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision import Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Epoch
@@ -29,7 +29,6 @@ from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import MetricReadback
 from mprun.train.time_limit import Schedule
-from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
 TOKENS = 6
@@ -109,9 +108,8 @@ def trainer_of(
     def batches(part: TensorSet, size: int, micro: int | None = None) -> Batches:
         return TensorBatches(part, size, form, CPU, micro)
 
-    arithmetic, scale = NativeArithmetic(), loss_scale or NoLossScale()
     held_out = train.first(0) if validation is None else validation
-    precision = Precision.of_parts(policy("fp32"), NoCaster(), arithmetic, scale, Clip())
+    precision = Precision("fp32", device=CPU, loss_scale=loss_scale or "none")
     precision._output_dtype = dtype
     parts = TrainingComponents(
         recipe=recipe,

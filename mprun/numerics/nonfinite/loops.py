@@ -179,8 +179,8 @@ class RunExceptions:
         self.report = NonfiniteReport()
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
-        """A `Precision`, from the arguments of `Precision.of_parts`."""
-        return Precision.of_parts(*args, **kwargs)
+        """A `Precision`, from its arguments."""
+        return Precision(*args, **kwargs)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
@@ -238,10 +238,10 @@ class WatchedRunExceptions(RunExceptions):
 
 
 class WatchedPrecision(Precision):
-    """A `Precision` whose steps `exceptions` inspects, from the arguments of `of_parts`."""
+    """A `Precision` whose steps `exceptions` inspects, from the arguments of `Precision`."""
 
-    def __init__(self, exceptions: WatchedRunExceptions, *parts: Any, **named: Any) -> None:
-        self._take_parts(*parts, **named)
+    def __init__(self, exceptions: WatchedRunExceptions, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.arithmetic = WrappedArithmetic(self.arithmetic, self._watched)
         self._exceptions = exceptions
         self._following = ExitStack()

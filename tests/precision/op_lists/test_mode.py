@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import (
-    Clip,
-    NativeArithmetic,
-    NoLossScale,
     Policy,
     Precision,
     disable_casts,
@@ -557,12 +554,12 @@ def test_inductor_s_code_computes_in_the_dtypes_of_the_region() -> None:
 # ---- run again in the backward pass --------------------------------------------------------------
 
 
-def precision(by: OpListCaster) -> Precision:
+def precision(by: OpListCaster, max_norm: float | None = None) -> Precision:
     """bf16_mixed, cast by op lists."""
     from dataclasses import replace
 
     row: Policy = replace(policy("bf16_mixed"), casting="op_lists")
-    return Precision.of_parts(row, by, NativeArithmetic(), NoLossScale(), Clip())
+    return Precision(row, device="cpu", execution="native", max_norm=max_norm, op_lists=by)
 
 
 class Blocks(nn.Module):
@@ -737,8 +734,8 @@ def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
     """Both are outside of any region, even where somebody trains inside of one."""
     weights = {}
     for inside in (False, True):
-        model, parts = two_layers(), (NativeArithmetic(), NoLossScale(), Clip(0.01))
-        ours = Precision.of_parts(precision(caster()).policy, caster(), *parts)
+        model = two_layers()
+        ours = precision(caster(), max_norm=0.01)
         optimizer = Descent(model.parameters())
         ours.begin_step(1)
         ours.backward(ours.forward(model, normal(5, 6)).sum())
