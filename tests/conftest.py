@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import gc
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,10 +84,14 @@ def _is_case(item: pytest.Function, case: str | int) -> bool:
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, so that a stray run folder is seen and removed."""
+    """Run in an empty folder, so that a stray run folder is seen and removed.
+
+    A recipe adds its folder to the path of imports; the next test must not find it there.
+    """
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     return folder
 
 

@@ -55,7 +55,6 @@ class Small(Base):
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No file was run, no module imported: what a test loads is forgotten after it."""
     monkeypatch.setattr(file_recipe, "_loaded", {})
-    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):

@@ -60,7 +60,6 @@ def own_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my configs/recipe").mkdir(parents=True)
     Path("my configs/recipe/points.yaml").write_text(OWN_RECIPE, encoding="utf-8")
     Path("my_recipes.py").write_text(OWN_CLASS, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "my_recipes", raising=False)
 
 

@@ -75,7 +75,6 @@ class Large(Small):
 @pytest.fixture(autouse=True)
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The two recipes in the current folder; what a test imports is forgotten after it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     new_process(monkeypatch)
     write("tiny.py", RECIPE)
     write("sizes.py", CLASSES)

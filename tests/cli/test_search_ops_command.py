@@ -109,7 +109,6 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf/recipe").mkdir(parents=True)
     Path("conf/recipe/planted.yaml").write_text(RECIPE.format(plant="none"), encoding="utf-8")
     Path("planted.py").write_text(CODE, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "planted", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
 

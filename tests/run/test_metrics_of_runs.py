@@ -97,7 +97,6 @@ def own_recipe(
     Path("configs/recipe/numbers.yaml").write_text(YAML, encoding="utf-8")
     text = CLASS.replace("METRIC_HERE", metric).replace("LOSS_HERE", loss)
     Path("own_language.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "own_language", raising=False)
     return ["--config-dir", "configs", "recipe=numbers"]
 

@@ -58,7 +58,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("configs/recipe").mkdir(parents=True)
     Path("configs/recipe/points.yaml").write_text(YAML, encoding="utf-8")
     Path("own_points.py").write_text(CLASS, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "own_points", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     return ["--config-dir", "configs", "recipe=points", "run.dir=run", "device=cpu"]

@@ -43,7 +43,6 @@ RUN = ("train.max_steps=2", "train.batch_size=8", "train.lr=0.01", "device=cpu",
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Files that other tests ran are forgotten."""
     monkeypatch.setattr(file_recipe, "_loaded", {})
-    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):

@@ -62,7 +62,6 @@ def own_recipe(monkeypatch: pytest.MonkeyPatch, metric: str = "") -> list[str]:
     Path("configs/recipe/tokens.yaml").write_text(YAML, encoding="utf-8")
     text = CLASS.format(metric=metric)
     Path("own_tokens.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "own_tokens", raising=False)
     return ["--config-dir", "configs", "recipe=tokens", "run.dir=run"]
 
