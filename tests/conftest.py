@@ -100,12 +100,14 @@ def quick_runs() -> Iterator[None]:
     """Remember what many runs of one process would repeat; a module of tests asks for it.
 
     The memory of a shipped recipe's step (0.1 s), and all plots of a report but one (0.2 s each).
+    No run is warned of page faults: whether they take a twentieth of a step depends on the machine.
     What these compute has tests of its own.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mprun.run.footprint", _remembered_footprint)
         one_plot = functools.partial(draw, names=["difference"])
         patch.setattr("mprun.report.plots.draw", one_plot)
+        patch.setattr("mprun.run.page_fault_warning", lambda summary: None)
         yield
 
 
