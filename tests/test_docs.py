@@ -166,7 +166,7 @@ PUBLIC = [mprun.metrics, mprun.numerics, mprun.optim]
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)
 def test_the_public_names_exist(module: ModuleType) -> None:
-    page = text_of(ROOT / "docs/reference/public.md")
+    page = text_of(ROOT / "docs/reference/python.md")
     entry = page.partition(f"- `{module.__name__}`")[2].partition("\n- ")[0].partition("\n\n")[0]
     names = set(re.findall(r"`([A-Za-z_]+)`", entry))
     assert names
@@ -174,6 +174,6 @@ def test_the_public_names_exist(module: ModuleType) -> None:
 
 
 def test_the_recipe_of_the_page_about_your_model_is_the_one_that_its_outputs_are_of() -> None:
-    page = (ROOT / "docs" / "your_model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "your_model.md").read_text(encoding="utf-8")
     recipe = (ROOT / "docs" / "recipes" / "spirals.py").read_text(encoding="utf-8")
     assert f"```python\n{recipe}```\n" in page

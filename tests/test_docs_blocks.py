@@ -1,7 +1,7 @@
 """Every block of Python on every page runs.
 
-Those of docs/your_loop.md run as the page says, one after the other. Those of other pages may be
-parts of a program: the names that they need are made here.
+Those of docs/tutorials/your_loop.md run as the page says, one after the other. Those of other
+pages may be parts of a program: the names that they need are made here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_there_are_blocks() -> None:
     assert [many for many in FEWER if many not in text] == []
 
 
-YOUR_LOOP = ROOT / "docs" / "your_loop.md"
+YOUR_LOOP = ROOT / "docs" / "tutorials" / "your_loop.md"
 
 
 @pytest.mark.usefixtures("native_is_fast")

@@ -79,7 +79,7 @@ configuration and stop), --completion SHELL (a script for bash, zsh or fish),
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
 condition, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
-Your own model: docs/your_model.md
+Your own model: docs/tutorials/your_model.md
 Every field: docs/reference/configuration.md
 """
 

@@ -3,7 +3,7 @@
 `Precision` is one class with four parts. The policy names the dtypes. The caster decides how ops
 get theirs. The arithmetic computes the ops. The loss scale scales the loss and decides whether a
 step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
-all modes. In your own loop (docs/your_loop.md):
+all modes. In your own loop (docs/tutorials/your_loop.md):
 
     precision = mprun.Precision("bf16_sr")
     precision.prepare(model)
