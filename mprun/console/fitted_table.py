@@ -14,12 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from mprun.console.table_text import (
+    csv_text,
+    html_table,
+    markdown_table,
+    markdown_text,
+    one_line,
+)
 from mprun.errors import printable
 
 ALWAYS = 100
@@ -74,7 +82,7 @@ class TableCell(NamedTuple):
     style: str = ""
 
 
-def _without_controls(text: str) -> str:
+def without_controls(text: str) -> str:
     """`text`, its lines and hard blanks kept, without anything else that steers a terminal."""
     lines = (line.split(HARD_BLANK) for line in text.split("\n"))
     return "\n".join(HARD_BLANK.join(map(printable, parts)) for parts in lines)
@@ -116,7 +124,7 @@ class FittedTable:
         caption: str = "",
     ) -> None:
         self.columns, self.caption = columns, caption
-        self._title, self._elsewhere = _without_controls(title), elsewhere
+        self._title, self._elsewhere = without_controls(title), elsewhere
         self._rows: list[_TableRow] = []
         for row in rows:
             self.add_row(*(column.cell(row) for column in columns))
@@ -124,12 +132,46 @@ class FittedTable:
     def add_row(self, *cells: str | TableCell, style: str = "") -> None:
         """Add a row; a cell for each column."""
         made = [TableCell(cell) if isinstance(cell, str) else cell for cell in cells]
-        safe = tuple(TableCell(_without_controls(cell.text), cell.style) for cell in made)
+        safe = tuple(TableCell(without_controls(cell.text), cell.style) for cell in made)
         self._rows.append(_TableRow(safe, style))
 
     def add_section(self) -> None:
         """Add an empty line."""
         self.add_row(*[""] * len(self.columns))
+
+    @property
+    def csv(self) -> str:
+        """The headings and the rows as CSV; a cell of `-`, which has no figure, is empty."""
+        rows = [[one_line(x) for x in row] for row in self._texts()]
+        return csv_text(["" if x == "-" else x for x in row] for row in rows)
+
+    @property
+    def markdown(self) -> str:
+        """The headings and the rows as a table of Markdown."""
+        return markdown_table(self._texts(), [x.is_right for x in self.columns])
+
+    @property
+    def markdown_block(self) -> str:
+        """Title, table and caption as paragraphs of Markdown."""
+        title = f"**{markdown_text(self._title)}**" if self._title else ""
+        caption = markdown_text(without_controls(self.caption))
+        return "\n\n".join(filter(None, (title, self.markdown, caption)))
+
+    @property
+    def html(self) -> str:
+        """Title, table and caption as HTML."""
+        table = html_table(self._texts(), [x.is_right for x in self.columns], self._title)
+        caption = without_controls(self.caption)
+        return table + (f"\n<p>{escape(caption)}</p>" if caption else "")
+
+    def __str__(self) -> str:
+        return "\n".join(line.plain for line in self.lines(None))
+
+    def _texts(self) -> list[list[str]]:
+        """The cells of the headings and of each row that is not empty."""
+        rows = [[cell.text for cell in row.cells] for row in self._rows]
+        shown = [[x.heading for x in self.columns], *(row for row in rows if any(row))]
+        return [[cell.replace(HARD_BLANK, " ") for cell in row] for row in shown]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width if console.is_terminal else None
@@ -152,7 +194,7 @@ class FittedTable:
             ]
             yield from self._row_lines(places, widths, cells, row.style)
         note = self._note(places, any(head is not None for head in heads))
-        for text in filter(None, (_without_controls(self.caption), note)):
+        for text in filter(None, (without_controls(self.caption), note)):
             yield from (Text(line, "dim") for line in broken(text, width))
 
     def _row_lines(

@@ -10,10 +10,7 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib import resources
@@ -24,21 +21,22 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
+from mprun.console import table_text
 from mprun.console.formatting import counted
+from mprun.console.table_text import markdown_text
 from mprun.records.files import jsonable
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
+from mprun.report.comparison_report import comparison_table
 from mprun.report.plots.canvas import Plot, key
 from mprun.report.theme import DARK, LIGHT, TONES, declarations
 
 SCHEMA_VERSION = 1
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
-FORMULA = ("=", "+", "-", "@")
-"""A cell that begins with one is a formula in a spreadsheet, which can start programs."""
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
@@ -207,31 +205,31 @@ def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str,
 
 def markdown(comparison: Comparison) -> str:
     """The answer, the table, verdicts, notes and skipped folders."""
-    rows = [cells.headings(comparison), *cells.rows(comparison)]
-    table = [f"| {' | '.join(_flat(cell) for cell in row)} |" for row in rows]
-    columns = len(rows[0])
-    table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
-        "Warnings": [_md(plain(warning)) for warning in comparison.warnings],
-        "Advice": [_md(line) for line in answer.advice_lines(comparison)],
+        "Warnings": [markdown_text(plain(warning)) for warning in comparison.warnings],
+        "Advice": [markdown_text(line) for line in answer.advice_lines(comparison)],
         "Verdicts": [
-            f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.variant_sentences(comparison)
+            f"**{markdown_text(f.label)}** {markdown_text(f.sentence)}"
+            for f in answer.variant_sentences(comparison)
         ],
-        "Terms": [_md(line) for line in answer.terms(comparison)],
-        "Notes": [_md(plain(note)) for note in comparison.notes],
+        "Terms": [markdown_text(line) for line in answer.terms(comparison)],
+        "Notes": [markdown_text(plain(note)) for note in comparison.notes],
         "Published figures, used in no verdict": [
-            _md(f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}")
+            markdown_text(
+                f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}"
+            )
             for row in published.rows(comparison)
         ],
-        "Failed runs": [_md(line) for line in answer.failures(comparison)],
+        "Failed runs": [markdown_text(line) for line in answer.failures(comparison)],
         "Skipped folders": [
-            f"{_md(plain(str(x.path)))}: {_md(plain(x.reason))}" for x in comparison.skipped
+            f"{markdown_text(plain(str(x.path)))}: {markdown_text(plain(x.reason))}"
+            for x in comparison.skipped
         ],
     }
     parts = [
-        f"# {_md(plain(comparison.recipe))}: precisions compared",
-        *(_md(sentence) for sentence in answer.headline(comparison)),
-        "\n".join(table),
+        f"# {markdown_text(plain(comparison.recipe))}: precisions compared",
+        *(markdown_text(sentence) for sentence in answer.headline(comparison)),
+        comparison_table(comparison).markdown,
         *(
             f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)
             for title, lines in lists.items()
@@ -241,45 +239,11 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _flat(cell: tuple[str, str]) -> str:
-    """A cell in one line: `12.50 (11.25 to 14.75)`."""
-    first, second = cell
-    return _md(f"{first} ({second})" if second else first)
-
-
-def _md(text: str) -> str:
-    """Text escaped for Markdown, and for the HTML in it."""
-    escaped = re.sub(r"([\\`*_\[\]<>|#~$])", r"\\\1", text)
-    return escaped.replace("&", "&amp;")
-
-
 def csv_text(comparison: Comparison) -> str:
     """A row for each variant; missing figures are empty."""
-    out = io.StringIO()
-    rows = [
-        {name: _cell(value) for name, value in _record(variant).items()}
-        for variant in comparison.variants
-    ]
-    writer = csv.DictWriter(out, list(rows[0]) if rows else ["label"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    """A text as a spreadsheet shows it: one that it would compute begins with a quotation mark."""
-    if not isinstance(value, str):
-        return value
-    text = plain(value)
-    return f"'{text}" if text.startswith(FORMULA) and not _is_number(text) else text
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    rows = [_record(variant) for variant in comparison.variants]
+    cells_of = ([plain(x) if isinstance(x, str) else x for x in row.values()] for row in rows)
+    return table_text.csv_text([list(rows[0]) if rows else ["label"], *cells_of])
 
 
 def _record(variant: Variant) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The result of a measurement, and the one way to show it.
 
 A function that measures returns a `Result`, and `show` puts it on the terminal and writes
-its files. So a command is three steps: parse the arguments, measure (`mprun.inspect`), show. The
-other modules of this package have, for each question, the record for programs and the tables and
-sentences made of it. No torch.
+its files. In Python it is also JSON, CSV, Markdown, and HTML in a notebook. So a command is three
+steps: parse the arguments, measure (`mprun.inspect`), show. The other modules of this package have,
+for each question, the record for programs and the tables and sentences made of it. No torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from mprun.console import (
     stderr_console,
     stdout_console,
 )
-from mprun.console.fitted_table import FittedTable
+from mprun.console.fitted_table import FittedTable, without_controls
+from mprun.console.table_text import markdown_text
 from mprun.errors import EXIT_OK, RunFailedError, traceback_text
 from mprun.records.files import jsonable, write_atomic, write_files
 
 TRACEBACK = "traceback.txt"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a measurement found."""
 
@@ -54,6 +56,42 @@ class Result:
         """The record as indented JSON; floats that are not finite are strings."""
         content = jsonable(msgspec.to_builtins(self.record))
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+    @property
+    def tables(self) -> list[FittedTable]:
+        """The tables among the parts; each has `csv`, `markdown` and `html`."""
+        return [part for part in self.parts if isinstance(part, FittedTable)]
+
+    @property
+    def csv(self) -> str:
+        """The first table as CSV, with the cells that are shown; empty if there is none."""
+        return next((table.csv for table in self.tables), "")
+
+    @property
+    def markdown(self) -> str:
+        """All sentences and tables as Markdown."""
+        blocks = [
+            markdown_text(without_controls(part)).strip().replace("\n", "  \n")
+            if isinstance(part, str)
+            else part.markdown_block
+            for part in self.parts
+        ]
+        return "\n\n".join(filter(None, blocks)) + "\n"
+
+    def _repr_html_(self) -> str:
+        """All sentences and tables as HTML, for a notebook."""
+        return "\n".join(
+            f"<p>{escape(without_controls(part)).replace(chr(10), '<br>')}</p>"
+            if isinstance(part, str)
+            else part.html
+            for part in self.parts
+        )
+
+    def __str__(self) -> str:
+        """All sentences and tables, as in a pipe."""
+        return "\n".join(without_controls(x) if isinstance(x, str) else str(x) for x in self.parts)
+
+    __repr__ = __str__
 
 
 class PartialResultError(RunFailedError):

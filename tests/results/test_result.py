@@ -88,3 +88,50 @@ def test_no_module_of_results_imports_torch_or_matplotlib() -> None:
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "matplotlib"} & {*done.stdout.split()}
+
+
+def hostile() -> Result:
+    made = FittedTable(
+        "sizes of <b>",
+        text_column("name"),
+        figure_column("bytes\nshare"),
+        caption="all & every",
+    )
+    made.add_row("=cmd|a<i>", "12\n50 %")
+    made.add_section()
+    made.add_row("rest, all", "-")
+    return Result({"x": 1}, ["the *answer*\nin two lines", made, "", table()])
+
+
+def test_a_result_as_markdown_has_every_part_and_no_markup_of_its_texts() -> None:
+    assert hostile().markdown == (
+        "the \\*answer\\*  \nin two lines\n\n"
+        "**sizes of \\<b\\>**\n\n"
+        "| name | bytes (share) |\n|---|---:|\n"
+        "| =cmd\\|a\\<i\\> | 12 (50 %) |\n| rest, all | - |\n\n"
+        "all &amp; every\n\n"
+        "**sizes**\n\n| name | bytes |\n|---|---:|\n| weights | 12 |\n"
+    )
+
+
+def test_the_first_table_as_csv_is_no_formula_and_has_empty_cells_without_a_figure() -> None:
+    assert hostile().csv == 'name,bytes (share)\n\'=cmd|a<i>,12 (50 %)\n"rest, all",\n'
+    assert hostile().tables[1].csv == "name,bytes\nweights,12\n"
+    assert Result(None, ["no table"]).csv == ""
+
+
+def test_a_notebook_shows_sentences_and_tables_escaped() -> None:
+    html = hostile()._repr_html_()
+    assert "<p>the *answer*<br>in two lines</p>" in html
+    assert "<caption>sizes of &lt;b&gt;</caption>" in html
+    assert '<td style="text-align:right">12<br>50 %</td>' in html
+    assert "=cmd|a&lt;i&gt;" in html
+    assert "<p>all &amp; every</p>" in html
+    assert html.count("<tr>") == 2 + 2 + 1
+
+
+def test_a_result_in_a_session_is_what_a_pipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    result = hostile()
+    show(result)
+    assert f"{result!r}\n" == f"{result}\n"
+    assert f"{result}\n" == capsys.readouterr().out.replace("\u2500", "-")
