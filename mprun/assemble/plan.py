@@ -61,7 +61,7 @@ from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.run_record import BatchRow
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
-from mprun.train.loggers import check_logger
+from mprun.train.loggers import check_logger, unused_fields
 from mprun.train.loop import Limits
 from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
@@ -343,6 +343,7 @@ def _fields_without_effect(
 ) -> Iterable[str]:
     """A sentence for each field that the user set without effect; the recipe's reason wins."""
     sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
+    sentences |= unused_fields(config.logger.name, given)
     unused = unused_by(recipe)
     for key in given:
         name = f"recipe={config.recipe.name}"

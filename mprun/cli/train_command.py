@@ -137,14 +137,14 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 
 
 def _show_sweep(folder: Path) -> int:
-    from mprun.records.run_folder import TRACKER_FOLDERS
+    from mprun.records.run_folder import TRACKERS
     from mprun.records.run_record import read_summary
     from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
     # hydra.sweep.subdir may nest them
     runs = {path.parent for path in folder.rglob("summary.json")}
-    begun = {p for p in folder.iterdir() if p.is_dir() and p.name not in TRACKER_FOLDERS}
+    begun = {p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS}
     runs |= {p for p in begun if not any(p in (run, *run.parents) for run in runs)}
     for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):
         name = str(run.relative_to(folder))

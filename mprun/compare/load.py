@@ -29,11 +29,11 @@ from mprun.records.run_config import (
     read_config,
     variant_config,
 )
-from mprun.records.run_folder import TRACKER_FOLDERS
+from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
-NOT_SEARCHED = ("checkpoints", *TRACKER_FOLDERS)
+NOT_SEARCHED = ("checkpoints", TRACKERS)
 REPORT = "comparison.json"
 """A file of an earlier comparison; a folder with it is not reported as skipped."""
 

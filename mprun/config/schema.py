@@ -138,7 +138,7 @@ class LoggerConfig:
     name: str = MISSING
     """The name of the logger."""
     project: str | None = None
-    """MLflow's experiment, or the project of W&B and trackio; null: the recipe's name."""
+    """The project there, in MLflow the experiment; null: the recipe's name."""
     run_name: str | None = None
     """The run's name there; null: variant and seed."""
     tags: dict[str, str] = field(default_factory=dict)

@@ -24,15 +24,6 @@ from mprun.records.run_config import OWN_TAGS
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 """MLflow's stores; that of plain files is on its way out."""
-
-USED_BY = {
-    "project": ("mlflow", "wandb", "trackio"),
-    "run_name": ("mlflow", "wandb", "trackio"),
-    "tags": ("tensorboard", "mlflow", "wandb", "trackio"),
-    "uri": ("mlflow",),
-    "mode": ("wandb",),
-}
-"""Field to the loggers that use it."""
 TAG_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 LONGEST = 128
 """Characters of a project or of a run's name; W&B takes no longer ones."""
@@ -87,14 +78,6 @@ LEGAL_URI = (
     "legal: sqlite:///FILE, https://SERVER, another of its database URIs, or null for a file "
     "beside the runs"
 )
-
-
-def unused_logger_fields(config: LoggerConfig) -> Iterator[tuple[str, str]]:
-    """Each field that this logger does not use, with the reason."""
-    for field, users in USED_BY.items():
-        if config.name not in users:
-            yield f"logger.{field}", f"logger={config.name} does not use it"
-
 
 PATHS = {
     "run.dir": "a folder",
@@ -273,7 +256,6 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):
         field = "train.optimizer.args" if is_argument(key) else key
-        field = "logger.tags" if key.startswith("logger.tags.") else field
         field = "parallel.name" if key == "parallel" else field
         if field in reasons:
             yield f"{key} has no effect: {reasons[field]}"
@@ -350,7 +332,6 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     yield from _optimizer_reasons(config)
-    yield from unused_logger_fields(config.logger)
 
 
 def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:

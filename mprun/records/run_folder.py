@@ -58,9 +58,8 @@ ENTRIES = (
 )
 """What a run reads and writes in its folder."""
 
-MLFLOW_ARTIFACTS, WANDB_FOLDER, TRACKIO_FOLDER = "mlartifacts", "wandb", "trackio"
-TRACKER_FOLDERS = (MLFLOW_ARTIFACTS, WANDB_FOLDER, TRACKIO_FOLDER)
-"""Folders beside the runs that a logger's package writes; they have copies of records."""
+TRACKERS = "trackers"
+"""A folder beside the runs, where loggers keep copies of records."""
 
 
 class RunFolder:

@@ -8,10 +8,8 @@ import pytest
 import yaml
 
 from mprun.config import compose
-from mprun.config.validate import USED_BY
 from mprun.errors import UsageError
 from mprun.records.run_config import OWN_TAGS
-from mprun.train.loggers import LOGGERS
 
 
 def refusal(*words: str) -> str:
@@ -65,17 +63,6 @@ def test_names(key: str) -> None:
 
 def test_a_mode() -> None:
     assert "logger.mode is one of offline, online" in refusal("logger.mode=onlin")
-
-
-def test_fields_without_effect_are_named() -> None:
-    words = ["recipe=linear", "logger=tensorboard", "logger.tags.a=b", "logger.mode=online"]
-    assert compose(words).warnings == (
-        "logger.mode has no effect: logger=tensorboard does not use it",
-    )
-    assert compose(["recipe=linear", "logger.tags.a=b"]).warnings == (
-        "logger.tags.a has no effect: logger=none does not use it",
-    )
-    assert {name for users in USED_BY.values() for name in users} == set(LOGGERS) - {"none"}
 
 
 def test_the_folder_of_a_resumed_run_does_not_decide_where_figures_go() -> None:

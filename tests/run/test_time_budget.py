@@ -20,7 +20,7 @@ from mprun.data import Batch
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
-from mprun.train.loggers import TensorBoardLogger
+from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 from mprun.train.loop import StepResult, Trainer
 from mprun.train.sums import MetricReadback
 from tests.run.clock import Clock

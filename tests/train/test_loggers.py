@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import re
 import sys
@@ -13,9 +15,12 @@ from typing import Any, ClassVar
 import pytest
 
 from mprun.cli.main import main
+from mprun.compare.load import find_runs
+from mprun.config.schema import LoggerConfig
 from mprun.errors import UsageError
 from mprun.records.run_config import OWN_TAGS
 from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_summary
+from mprun.train import loggers
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
 from mprun.train.loggers.logger import LoggedRow, run_tags
@@ -181,16 +186,73 @@ def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         check_logger("tensorbord")
     assert str(caught.value) == (
-        "logger.name=tensorbord: legal: none, tensorboard, mlflow, wandb, trackio; "
+        "logger.name=tensorbord: legal: none, mlflow, tensorboard, trackio, wandb; "
         "did you mean 'tensorboard'?"
     )
-    with pytest.raises(UsageError, match=r"legal: none, tensorboard, mlflow, wandb, trackio$"):
+    with pytest.raises(UsageError, match=r"legal: none, mlflow, tensorboard, trackio, wandb$"):
         build_loggers("", LoggedRun(folder=Path("run")))
 
 
 def test_each_has_its_file_of_the_group() -> None:
     conf = Path(__file__).resolve().parents[2] / "conf" / "logger"
     assert sorted(p.stem for p in conf.glob("*.yaml")) == sorted(LOGGERS)
+
+
+ADDED = """
+import json
+from mprun.train.loggers.logger import Logger
+
+class LinesLogger(Logger):
+    NAME, TITLE, MODULE, PACKAGE = "lines", "Lines", "json", "lines>=1"
+    FIELDS = ("uri",)
+
+    def begin(self, earlier):
+        self.run.tracker_folder.mkdir()
+        (self.run.tracker_folder / "summary.json").touch()
+        return "one"
+
+    def write(self, rows):
+        with (self.run.tracker_folder / "lines.jsonl").open("a") as file:
+            file.writelines(json.dumps([row.step, row.values]) + "\\n" for row in rows)
+
+    def end(self, status):
+        pass
+"""
+
+
+def test_a_logger_is_added_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines_logger.py").write_text(ADDED)
+    (tmp_path / "logger").mkdir()
+    (tmp_path / "logger" / "lines.yaml").write_text("name: lines")
+    monkeypatch.setattr(loggers, "__path__", [*loggers.__path__, str(tmp_path)])
+    found = loggers.find_loggers(loggers.__path__)
+    sys.modules.pop(found["lines"].__module__)
+    assert list(found) == [*LOGGERS, "lines"]
+    monkeypatch.setattr(loggers, "LOGGERS", found)
+    words = ["--config-dir", str(tmp_path), "logger=lines", "logger.uri=https://a"]
+    assert main([*LINEAR[:-1], "run.dir=runs/a", *words, "logger.project=p"]) == 0
+    assert "logger.project has no effect: logger=lines does not use it" in capsys.readouterr().err
+    assert read_summary(Path("runs/a")).warnings == [
+        "logger.project has no effect: logger=lines does not use it"
+    ]
+    written = [json.loads(x) for x in Path("runs/trackers/lines.jsonl").read_text().splitlines()]
+    assert [step for step, values in written if "train/loss" in values] == list(range(1, 13))
+    assert [run.path for run in find_runs([Path("runs")]).runs] == [Path("runs/a")]
+    monkeypatch.setattr(found["lines"], "MODULE", "no_such_module")
+    with pytest.raises(UsageError, match=r"pip install 'lines>=1'$"):
+        check_logger("lines")
+
+
+def test_fields_without_effect_are_named() -> None:
+    given = ["logger", "logger.name", "logger.tags.a", "logger.mode", "train.lr"]
+    assert list(loggers.unused_fields("tensorboard", given).values()) == [
+        "logger.mode has no effect: logger=tensorboard does not use it"
+    ]
+    assert list(loggers.unused_fields("none", given)) == ["logger.tags.a", "logger.mode"]
+    fields = {name for logger in LOGGERS.values() if logger for name in logger.FIELDS}
+    assert fields == {field.name for field in dataclasses.fields(LoggerConfig)} - {"name"}
 
 
 # In a run

@@ -172,7 +172,7 @@ def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
     trials = [study / "fp32-seed0", study / "bf16_mixed-seed0"]
     assert {logged(x, outputs).info.status for x in trials} == {"FINISHED"}
     runs = find_runs([outputs]).runs
-    assert all("mlartifacts" not in run.path.parts for run in runs)
+    assert all("trackers" not in run.path.parts for run in runs)
     assert {run.path for run in runs} >= set(trials)
 
 

@@ -65,7 +65,7 @@ def test_configuration_tags_scalars_and_files(
     assert train(run, *words) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert f"TRACKIO_DIR={outputs / 'trackio'} trackio show --project digits" in out
+    assert f"TRACKIO_DIR={outputs / 'trackers' / 'trackio'} trackio show --project digits" in out
     assert "* " not in out
     name = record_of(run).id
     assert re.fullmatch(r"fp32 seed 0 [0-9a-f]{6}", name)

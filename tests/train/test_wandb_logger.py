@@ -60,7 +60,7 @@ def records(file: Path) -> list[Any]:
 
 def files_of(run: Path, outputs: Path) -> list[Path]:
     """The files of the run, one for each process, once W&B's process has written their ends."""
-    files = sorted(outputs.glob(f"wandb/offline-run-*-{record_of(run).id}*/run-*.wandb"))
+    files = sorted(outputs.glob(f"trackers/wandb/offline-run-*-{record_of(run).id}*/run-*.wandb"))
     wait_for(lambda: all(of_kind(file, "exit") for file in files))
     return files
 

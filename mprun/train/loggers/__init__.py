@@ -5,28 +5,29 @@ step would add to that step's time; where a tracker has one, it gets its rows at
 seconds. A logger never decides about a run: if it fails, the user gets one warning, and the run
 goes on without it.
 
-To add one, write a subclass of `Logger`, add it to `LOGGERS`, add conf/logger/NAME.yaml and an
-extra NAME.
+To add one, write a subclass of `Logger` in NAME_logger.py here, and conf/logger/NAME.yaml.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterable
+
 from mprun.errors import UsageError, hint
 from mprun.train.loggers.logger import LoggedRun, Logger, Tell, ignore
-from mprun.train.loggers.mlflow_logger import MlflowLogger
-from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
-from mprun.train.loggers.trackio_logger import TrackioLogger
-from mprun.train.loggers.wandb_logger import WandbLogger
 
-__all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger"]
+__all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "unused_fields"]
 
-LOGGERS: dict[str, type[Logger] | None] = {
-    "none": None,
-    "tensorboard": TensorBoardLogger,
-    "mlflow": MlflowLogger,
-    "wandb": WandbLogger,
-    "trackio": TrackioLogger,
-}
+
+def find_loggers(folders: Iterable[str]) -> dict[str, type[Logger] | None]:
+    """The loggers in the modules of this package's folders, by name, after `none`."""
+    modules = [pkgutil.resolve_name(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(folders)]
+    classes = [x for m in modules for x in vars(m).values() if isinstance(x, type)]
+    loggers = [x for x in classes if issubclass(x, Logger) and x is not Logger]
+    return {"none": None, **{logger.NAME: logger for logger in loggers}}
+
+
+LOGGERS = find_loggers(__path__)
 """The values of logger.name."""
 
 
@@ -42,6 +43,14 @@ def check_logger(name: str, online: bool = False) -> None:
         raise UsageError(f"logger.name={name}: legal: {legal}{hint(name, LOGGERS)}")
     if (logger := LOGGERS[name]) is not None:
         logger.check(online)
+
+
+def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
+    """A sentence for each key of the configuration that the user set and a logger does not use."""
+    logger = LOGGERS[name]
+    used = ("name", *(() if logger is None else logger.FIELDS))
+    keys = [k for k in given if k.startswith("logger.") and k.split(".")[1] not in used]
+    return {key: f"{key} has no effect: logger={name} does not use it" for key in keys}
 
 
 def build_loggers(

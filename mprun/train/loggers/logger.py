@@ -30,7 +30,7 @@ from torch import nn
 
 from mprun.errors import UsageError, first_line
 from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
-from mprun.records.run_folder import RECORD_FILES
+from mprun.records.run_folder import RECORD_FILES, TRACKERS
 from mprun.records.run_record import Epoch, Scores, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
 
@@ -71,6 +71,11 @@ class LoggedRun:
             return self.store
         above = list(self.folder.absolute().parents)
         return next((p for p in above[:STORE_LEVELS] if p.name == STORE), above[0])
+
+    @property
+    def tracker_folder(self) -> Path:
+        """The folder for copies of records: nothing searches it for runs."""
+        return self.store_folder / TRACKERS
 
     @property
     def parameters(self) -> dict[str, Scalar]:
@@ -186,10 +191,14 @@ class Logger(Callback, ABC):
     """
 
     NAME: ClassVar[str]
-    """Its option of the group `logger`, and its extra."""
+    """Its option of the group `logger`."""
     TITLE: ClassVar[str]
     MODULE: ClassVar[str]
     """What has to be imported."""
+    PACKAGE: ClassVar[str | None] = None
+    """What pip installs for it; None: mprun's extra `NAME`."""
+    FIELDS: ClassVar[tuple[str, ...]] = ("project", "run_name", "tags")
+    """The fields of the group `logger` that it uses."""
     WRITE_EVERY_S: ClassVar[float] = 2.0
     HAS_RUNS: ClassVar[bool] = True
     """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
@@ -214,7 +223,7 @@ class Logger(Callback, ABC):
         except Exception as error:  # not installed, or in conflict with another package
             raise UsageError(
                 f"logger={cls.NAME} needs {cls.TITLE}, which cannot be imported "
-                f"({first_line(error)}); pip install 'mprun[{cls.NAME}]'"
+                f"({first_line(error)}); pip install '{cls.PACKAGE or f'mprun[{cls.NAME}]'}'"
             ) from None
 
     @classmethod

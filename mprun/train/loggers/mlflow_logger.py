@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mprun.records.run_folder import MLFLOW_ARTIFACTS
+from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
@@ -38,6 +38,7 @@ class MlflowLogger(Logger):
     NAME = "mlflow"
     TITLE = "MLflow"
     MODULE = "mlflow.tracking"
+    FIELDS = (*Logger.FIELDS, "uri")
 
     @classmethod
     def load(cls) -> Any:
@@ -107,7 +108,7 @@ class MlflowLogger(Logger):
             return None
         _, is_file, path = self.uri.partition("sqlite:///")
         folder = Path(path).absolute().parent if is_file else self.run.store_folder
-        return (folder / MLFLOW_ARTIFACTS).as_uri()
+        return (folder / TRACKERS / "mlflow").as_uri()
 
     def _continued(self, earlier: str) -> str | None:
         """The run of this id, running again; None if the store does not have it."""

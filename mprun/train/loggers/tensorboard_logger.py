@@ -26,6 +26,7 @@ class TensorBoardLogger(Logger):
     NAME = "tensorboard"
     TITLE = "TensorBoard"
     MODULE = "torch.utils.tensorboard"
+    FIELDS = ("tags",)
     WRITE_EVERY_S = 0.0
     HAS_RUNS = False
 

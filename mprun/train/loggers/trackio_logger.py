@@ -1,4 +1,4 @@
-"""trackio: an SQLite file for each project, in the folder `trackio` beside the runs.
+"""trackio: an SQLite file for each project, in `trackers/trackio` beside the runs.
 
 trackio writes in a thread: it gets its rows at most every two seconds, and takes a few milliseconds
 for them. The folder is decided when trackio is imported, so it is that of the process's first run.
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mprun.records.run_folder import TRACKIO_FOLDER
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, Scalar, environment
 
@@ -43,7 +42,7 @@ class TrackioLogger(Logger):
         return f"to see the run: TRACKIO_DIR={folder} trackio show --project {project}"
 
     def begin(self, earlier: str | None) -> str:
-        with environment(TRACKIO_DIR=str(self.run.store_folder / TRACKIO_FOLDER)):
+        with environment(TRACKIO_DIR=str(self.run.tracker_folder / self.NAME)):
             self._trackio: Any = importlib.import_module(self.MODULE)
         self._step = 0
         self._config: dict[str, Scalar] = {

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mprun.errors import UsageError
-from mprun.records.run_folder import WANDB_FOLDER
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
@@ -34,11 +33,12 @@ SETTINGS = {
 
 
 class WandbLogger(Logger):
-    """Writes a run of W&B into the folder `wandb` beside the runs, or also to its server."""
+    """Writes a run of W&B into `trackers/wandb` beside the runs, or also to its server."""
 
     NAME = "wandb"
     TITLE = "Weights & Biases"
     MODULE = "wandb"
+    FIELDS = (*Logger.FIELDS, "mode")
 
     @classmethod
     def check(cls, online: bool = False) -> None:
@@ -68,11 +68,11 @@ class WandbLogger(Logger):
 
     def begin(self, earlier: str | None) -> str:
         wandb, run = self.load(), self.run
-        run.store_folder.mkdir(parents=True, exist_ok=True)
+        run.tracker_folder.mkdir(parents=True, exist_ok=True)
         known = wandb.Settings.model_fields
         settings = wandb.Settings(
             mode="online" if run.online else "offline",
-            root_dir=str(run.store_folder),
+            root_dir=str(run.tracker_folder),
             **{name: value for name, value in SETTINGS.items() if name in known},
         )
         tags = [f"{name}={value}"[:MAX_TAG] for name, value in run.tags.items()]
@@ -110,7 +110,7 @@ class WandbLogger(Logger):
 
     def _environment(self) -> contextlib.AbstractContextManager[None]:
         """Folders for what W&B keeps in the home folder otherwise."""
-        folder = self.run.store_folder / WANDB_FOLDER
+        folder = self.run.tracker_folder / self.NAME
         return environment(
             WANDB_DATA_DIR=str(folder / "data"),
             WANDB_CACHE_DIR=str(folder / "cache"),
