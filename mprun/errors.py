@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -83,7 +83,15 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
     near = nearest(word, known)
-    return f"; did you mean '{near}'?" if near else ""
+    return did_you_mean([near] if near else [])
+
+
+def did_you_mean(names: Sequence[str], what: Mapping[str, str] | None = None) -> str:
+    """`; did you mean 'x', 'y' (what y is) or 'z'?`, or an empty string without names."""
+    texts = [f"'{x}' ({what[x]})" if what and what.get(x) else f"'{x}'" for x in names]
+    if not texts:
+        return ""
+    return f"; did you mean {' or '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}?"
 
 
 def printable(text: str) -> str:

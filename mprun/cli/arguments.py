@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mprun.errors import UsageError, hint
+from mprun.errors import UsageError, did_you_mean, hint
 
 
 class Arguments(argparse.Namespace):
@@ -84,11 +84,24 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
         legal += ["--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
+        _refuse_dashes(parser.prog, unknown[0], "--config-dir" in legal)
         raise UsageError(
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
             f"{hint(unknown[0], legal)}"
         )
     return known
+
+
+def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:
+    """Raise `UsageError` for a field of a run that is written like an option."""
+    from mprun.config.reference import GROUPS, keys_called, leaves
+
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    known = (*GROUPS, *leaves()) if takes_fields else ()
+    if near := did_you_mean([name] if name in known else keys_called(name, known)):
+        raise UsageError(
+            f"{prog} has no option '{option}'; fields are written name=value, without dashes{near}"
+        )
 
 
 def _folder(text: str) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_line, stderr_console, stdout_console
+from mprun.console import note, print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
@@ -30,7 +30,11 @@ def request_of(
     from mprun.config.study_request import study_request
 
     known = parse_arguments(command, args)
-    return study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
+    request = study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
+    if request.listed_seeds:
+        seeds = ", ".join(map(str, request.listed_seeds))
+        note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")
+    return request
 
 
 def launcher_of(request: StudyRequest, needs_times: str = "") -> StudyLauncher:

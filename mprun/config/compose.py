@@ -37,11 +37,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mprun.config.recipe_file import named_file, option_of, quoted
-from mprun.config.reference import GROUPS, leaves, options, sections
+from mprun.config.reference import GROUPS, keys_called, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
-from mprun.errors import UsageError, as_usage_error, hint, nearest
+from mprun.errors import UsageError, as_usage_error, did_you_mean, hint, nearest
 from mprun.parallel.launch import launch_of
 from mprun.records.mode_names import ALIASES, layer_values, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
@@ -288,8 +288,9 @@ def _is_unknown(key: str) -> bool:
 
 
 def _or_legal(key: str) -> str:
-    """The nearest known key, else the fields of the section, else the help."""
-    near = hint(key, [*GROUPS, *leaves()])
+    """The keys that are meant, else the fields of the section, else the help."""
+    known = (*GROUPS, *leaves())
+    near = did_you_mean(keys_called(key, known)) or hint(key, known)
     section = key.rpartition(".")[0]
     if near:
         return near
@@ -322,7 +323,11 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
     if config_dir is not None and (config_dir / group).is_dir():
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:
-        near = (mode_hint if group == "precision" else hint)(str(value), known)
+        near = hint(str(value), known)
+        if group == "precision":
+            texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
+            what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
+            near = mode_hint(str(value), known, what)
         own = _own_recipe(value) if group == "recipe" else ""
         raise UsageError(
             f"'{override.input_line}': {group} is one of {', '.join(known)}{own or near}"

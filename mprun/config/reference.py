@@ -9,7 +9,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
 from enum import EnumMeta
@@ -194,6 +194,33 @@ def sections() -> tuple[str, ...]:
         parts = key.split(".")
         keys += [".".join(parts[:n]) for n in range(1, len(parts))]
     return tuple(dict.fromkeys(keys))
+
+
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "lrate"), "train.lr"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("steps", "max_iters"), "train.max_steps"),
+    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size"), "train.batch_size"),
+    **dict.fromkeys(("optimizer", "optim"), "train.optimizer.name"),
+    **dict.fromkeys(("wd", "decay"), "train.optimizer.weight_decay"),
+    **dict.fromkeys(("clip", "grad_clip", "gradient_clip_val"), "train.clip_norm"),
+    **dict.fromkeys(("lr_scheduler", "schedule"), "train.scheduler"),
+    **dict.fromkeys(("warmup", "num_warmup_steps"), "train.warmup_steps"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "train.accumulate"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "data.workers"),
+    **dict.fromkeys(("model", "task", "experiment"), "recipe"),
+    **dict.fromkeys(("dtype", "mode", "amp"), "precision"),
+    **dict.fromkeys(("output_dir", "out", "out_dir"), "run.dir"),
+}
+"""What fields and groups are called in other programs."""
+
+
+def keys_called(name: str, known: Iterable[str]) -> list[str]:
+    """The keys that end in a name's last part; else the one that other programs call so."""
+    keys, last = list(known), name.rpartition(".")[2]
+    left_out = {name, *(f"{group}.name" for group in GROUPS)}
+    found = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
+    return found or [key for key in keys if key == ELSEWHERE.get(last)]
 
 
 @cache

@@ -17,9 +17,9 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
-from mprun.config.reference import Field, walk
+from mprun.config.reference import GROUPS, Field, keys_called, leaves, walk
 from mprun.config.schema import Count, NotNegative, Number, Positive, Share, WorldSize
-from mprun.errors import UsageError, first_line, hint
+from mprun.errors import UsageError, did_you_mean, first_line, hint
 from mprun.records.mode_names import FURTHER_FORMATS
 from mprun.records.policy_columns import Legal
 from mprun.results.estimates import GPUS, LINK_BANDWIDTHS
@@ -295,7 +295,10 @@ def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]
     known = fields(sections)
     given: dict[str, Override] = {}
     for text in overrides:
-        if text.lstrip("+~").partition("=")[0].partition(".")[0] not in sections:
+        name = text.lstrip("+~").partition("=")[0]
+        if name.partition(".")[0] not in sections:
+            if near := did_you_mean([] if "." in name else _called(name, known)):
+                raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
         override = _setting(text)
@@ -310,6 +313,13 @@ def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]
     for key, override in given.items():
         _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
+
+
+def _called(name: str, known: Mapping[str, Field]) -> list[str]:
+    """The settings that end in this name, and fields of a run that do; none for a field's key."""
+    of_run = (*GROUPS, *leaves())
+    found = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
+    return found and [*found, *keys_called(name, of_run)]
 
 
 def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -19,7 +20,7 @@ from hydra.core.override_parser.types import Override
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
 from mprun.config.recipe_file import named_file, quoted, with_absolute_paths
-from mprun.config.reference import GROUPS, options
+from mprun.config.reference import GROUPS, leaves, options
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS, without_inert
 from mprun.errors import UsageError
@@ -50,10 +51,14 @@ class StudyRequest:
     """`run.trust`."""
     hydra: tuple[str, ...] = ()
     """Overrides of Hydra's launcher."""
+    listed_seeds: tuple[int, ...] = ()
+    """Those of `seed=0,1,2`, which `seeds` and `first_seed` otherwise count."""
 
     @property
-    def seeds(self) -> range:
+    def seeds(self) -> Sequence[int]:
         """The seeds of a new study."""
+        if self.listed_seeds:
+            return self.listed_seeds
         first = self.settings.first_seed
         return range(first, first + (self.settings.seeds or SEEDS[self.command]))
 
@@ -77,7 +82,11 @@ def study_request(
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
     """
-    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
+    listed = _listing_seeds(overrides)
+    counted = [text for text in overrides if text != listed]
+    settings, rest = take(counted, "compare", "seeds", "first_seed", *sections)
+    if listed is not None:
+        _refuse(counted, ("seed", "seeds", "first_seed"), f"'{listed}' lists the seeds")
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     folders: dict[str, str] = {}
     of_runs, trust, hydra = [], False, []
@@ -100,7 +109,7 @@ def study_request(
             raise UsageError(f"'{of_runs[0]}': {RESUMED}; leave it out")
         if config_dir is not None:
             raise UsageError(f"--config-dir {config_dir}: {RESUMED}; leave it out")
-        _refuse(overrides, ("seeds", "first_seed", "advise.max_steps", "run.dir"), RESUMED)
+        _refuse(overrides, ("seed", "seeds", "first_seed", "advise.max_steps", "run.dir"), RESUMED)
     return StudyRequest(
         command,
         settings,
@@ -110,7 +119,35 @@ def study_request(
         None if resume is None else Path(resume),
         trust,
         tuple(hydra),
+        () if listed is None else _seeds(listed),
     )
+
+
+def _listing_seeds(overrides: Sequence[str]) -> str | None:
+    """The override that lists seeds: `seed=0,1,2`, or the same with `seeds`; None without one."""
+    for text in overrides:
+        if text.partition("=")[0] in ("seed", "seeds"):
+            override = parse(text)
+            if override.is_sweep_override() or isinstance(override.value(), list):
+                return text
+    return None
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """The seeds that an override lists.
+
+    Raises:
+        UsageError: one is no seed.
+    """
+    override, field = parse(text), leaves()["seed"]
+    value = override.value()
+    if not isinstance(value, list):
+        value = [parse(one).value() for one in chain(*combinations([override]))]
+    for seed in value:
+        if type(seed) is not int:
+            raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
+        field.check(seed)
+    return tuple(dict.fromkeys(value))
 
 
 def _truth(text: str, value: object) -> bool:

@@ -2,8 +2,8 @@
 
 Lightning names a mode by its bits (`bf16-mixed`), Keras by its dtype (`mixed_bfloat16`). A name
 that stands for one mode here is accepted and recorded as that mode. A name that fits several
-(`bf16`: mixed, or everything in bfloat16) is refused, and the error suggests mixed precision, which
-most people mean by it. The formats themselves are in `mprun.precision.formats`, the products of
+(`bf16`: mixed, or everything in bfloat16) is refused, and the error names them, first the one that
+most people mean. The formats themselves are in `mprun.precision.formats`, the products of
 modes in `mprun.precision.gemms`. The names stand here so that mistakes are answered without torch.
 
 `precision.layers` gives a module a dtype, a mode, or a format for each product. A linear layer
@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from mprun.errors import hint, nearest
+from mprun.errors import did_you_mean, hint, nearest
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.run_record import Summary
 
@@ -41,15 +41,15 @@ KERAS_NAMES = {
 ALIASES = {**OWN_ALIASES, **LIGHTNING_NAMES, **KERAS_NAMES}
 """Other names, to the mode they stand for."""
 MEANT = {
-    "bf16": "bf16_mixed",
-    "fp16": "fp16_mixed",
-    "16": "fp16_mixed",
-    "32": "fp32",
-    "64": "fp32",
-    "64_true": "fp32",
-    "float64": "fp32",
+    "bf16": ("bf16_mixed", "bf16_true", "bf16_sr"),
+    **dict.fromkeys(("fp16", "16", "half"), ("fp16_mixed", "fp16_true", "half_sr")),
+    **dict.fromkeys(("amp", "autocast", "mixed"), ("bf16_mixed", "fp16_mixed")),
+    **dict.fromkeys(("true", "low"), ("bf16_true", "fp16_true")),
+    **dict.fromkeys(("32", "float", "full", "64", "64_true", "float64", "fp64"), ("fp32",)),
+    **dict.fromkeys(("fp8", "float8", "8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),
+    **dict.fromkeys(("fp4", "float4", "4", "int4"), ("nvfp4",)),
 }
-"""Names that fit several modes, or none, to the mode that is suggested."""
+"""Names that fit several modes, or none, to the modes that are suggested, the likeliest first."""
 
 
 def own_label(label: str) -> str:
@@ -57,15 +57,23 @@ def own_label(label: str) -> str:
     return re.sub(r"^[\w-]+", lambda mode: ALIASES.get(mode[0], mode[0]), label)
 
 
-def mode_hint(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the mode that `word` most likely means, or an empty string."""
+def mode_hint(word: str, known: Iterable[str], what: Mapping[str, str] | None = None) -> str:
+    """`; did you mean 'x' or 'y'?` for the modes that `word` may mean, or an empty string.
+
+    Args:
+        word: as it was given.
+        known: the modes that are legal.
+        what: describes modes, where several are named.
+    """
     legal = list(known)
-    modes = {_plain(name): name for name in legal}
-    others = {**{_plain(name): mode for name, mode in ALIASES.items()}, **MEANT}
-    modes |= {name: mode for name, mode in others.items() if mode in legal}
+    modes = {_plain(name): [name] for name in legal}
+    others = {**{_plain(name): (mode,) for name, mode in ALIASES.items()}, **MEANT}
+    for name, meant in others.items():
+        if here := [mode for mode in meant if mode in legal]:
+            modes[name] = here
     key = _plain(word)
-    near = key if key in modes else nearest(key, modes)
-    return "" if near is None else f"; did you mean '{modes[near]}'?"
+    near = modes.get(key if key in modes else nearest(key, modes) or "", [])
+    return did_you_mean(near, what if len(near) > 1 else None)
 
 
 def _plain(name: str) -> str:

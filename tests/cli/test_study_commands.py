@@ -162,6 +162,10 @@ def test_a_stopped_sweep_is_resumed(
         (["advise", "compare.split=test"], "mprun advise sets this itself"),
         (["double", "compare.baseline=fp32"], "mprun double sets this itself"),
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
+        (["sweep", "seed=0,1", "seeds=2"], "'seeds=2': 'seed=0,1' lists the seeds"),
+        (["sweep", "seed=0,x"], "'seed=0,x': a seed is a whole number, not 'x'"),
+        (["sweep", "seeds=0,-1"], "seed=-1: legal is 0 or more"),
+        (["sweep", "run.resume=x", "seed=0,1"], "'seed=0,1': a resumed study keeps its plan"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
         (["advise", *LINEAR, "precision=fp32,tf32"], "cpu here has no TensorFloat-32"),
@@ -307,3 +311,10 @@ def test_fresh_seeds_can_be_asked_for() -> None:
     words = ["sweep", *LINEAR, "precision=fp32", "seeds=2", "first_seed=10", "run.dir=s"]
     assert main(words) == 0
     assert runs("s") == ["fp32-seed10", "fp32-seed11"]
+
+
+@pytest.mark.parametrize("listed", ["seed=4,7", "seeds=[4,7,4]"])
+def test_seeds_can_be_listed(capsys: pytest.CaptureFixture[str], listed: str) -> None:
+    assert main(["sweep", *LINEAR, "precision=fp32", listed, "run.dir=s"]) == 0
+    assert runs("s") == ["fp32-seed4", "fp32-seed7"]
+    assert "note: each variant is trained with the seeds 4, 7;" in capsys.readouterr().err

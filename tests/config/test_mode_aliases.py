@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,20 @@ from mprun.compare.verdicts import compare
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
+from mprun.config.reference import options
 from mprun.config.study_request import modes, variants
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.policy import policy
-from mprun.records.mode_names import ALIASES, KERAS_NAMES, LIGHTNING_NAMES, mode_hint, own_label
+from mprun.records.mode_names import (
+    ALIASES,
+    KERAS_NAMES,
+    LIGHTNING_NAMES,
+    MEANT,
+    mode_hint,
+    own_label,
+)
 from mprun.records.run_config import variant_hash
 from tests.compare.folders import runs_of
 
@@ -60,7 +69,7 @@ def test_names_stand_for_the_dtypes_that_their_libraries_give_them() -> None:
     [
         *(("bf16", "bf16_mixed"), ("fp16", "fp16_mixed"), ("BF16", "bf16_mixed")),
         *(("16", "fp16_mixed"), ("64-true", "fp32"), ("BF16-Mixed", "bf16_mixed")),
-        *(("mixed_bfloat", "bf16_mixed"), ("FP32", "fp32"), ("half", "half_sr")),
+        *(("mixed_bfloat", "bf16_mixed"), ("FP32", "fp32"), ("64", "fp32")),
     ],
 )
 def test_a_suggestion_is_the_mode_that_is_meant(word: str, mode: str) -> None:
@@ -69,6 +78,19 @@ def test_a_suggestion_is_the_mode_that_is_meant(word: str, mode: str) -> None:
         compose([f"precision={word}"])
     with pytest.raises(ValueError, match=meant):
         policy(word)
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "half", "amp", "mixed", "fp8", "int8"])
+def test_a_name_that_fits_several_modes_is_answered_with_each_and_what_it_is(word: str) -> None:
+    with pytest.raises(UsageError) as error:
+        compose([f"precision={word}"])
+    for mode in MEANT[word]:
+        what = options("precision")[mode].partition(" (")[0][1:]
+        assert re.search(rf"'{mode}' \(.{re.escape(what)}\)", str(error.value))
+
+
+def test_every_mode_that_a_name_may_mean_exists() -> None:
+    assert {mode for meant in MEANT.values() for mode in meant} <= {*modes()}
 
 
 def test_a_suggestion_is_legal_where_it_is_made() -> None:
