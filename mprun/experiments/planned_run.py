@@ -29,6 +29,7 @@ from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
+from mprun.precision.layers import LAYER_MODES, NEAREST, STOCHASTIC
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
 from mprun.records.mode_names import without_formats
@@ -121,7 +122,9 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
 
 EXACT = "fp32"
 """The policy of reference passes."""
-UNROUNDED = {"half_sr": "fp16_true", "half_sr_full": "fp16_true", "bf16_sr": "bf16_true"}
+UNROUNDED = {
+    x: next(mode for mode in NEAREST if LAYER_MODES[mode] == LAYER_MODES[x]) for x in STOCHASTIC
+}
 """Modes of layers to those that store the same and do not round: rounding is the run's, and no part
 of a probe's policy. Neither are formats of products."""
 

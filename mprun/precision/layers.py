@@ -70,6 +70,7 @@ LAYER_MODES = {
 }
 """The modes that a layer can have; fp32 is the dtype of that name."""
 STOCHASTIC = [name for name in LAYER_MODES if policy(name).rounding == "stochastic"]
+ROUND_ALL = [name for name in STOCHASTIC if policy(name).rounding_scope == "all"]
 NEAREST = [
     name for name in LAYER_MODES if name not in STOCHASTIC and policy(name).casting == "none"
 ]
@@ -108,11 +109,11 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
         ValueError: as `layer_precision`, or a layer is to round every result in another mode.
     """
     for name, value in named.items():
-        if value == "half_sr_full" and policy.rounding_scope != "all":
+        if value in ROUND_ALL and policy.rounding_scope != "all":
             raise ValueError(
-                f"precision.layers: {name}: half_sr_full rounds every result stochastically, which "
-                f"one layer of precision={policy.name} cannot; legal: half_sr where the mode "
-                "rounds stochastically, precision=half_sr_full"
+                f"precision.layers: {name}: {value} rounds every result stochastically, which one "
+                f"layer of precision={policy.name} cannot; legal: half_sr where the mode rounds "
+                f"stochastically, precision={value}"
             )
     found = {name: layer_precision(value, policy.casting) for name, value in named.items()}
     return {name: layer for name, layer in found.items() if layer is not None}

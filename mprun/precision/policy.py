@@ -1,22 +1,9 @@
 """A precision mode is a row of data.
 
 The columns are those of `mprun.records.policy_columns`, and the table of modes is
-`conf/precision/*.yaml`; `SHIPPED_MODES` has their names. Modes differ only where their rows do
-(those of 8 bits or fewer are `bf16_mixed` with a format of products):
-
-    mode          parameters  computation  casting   rounding    of         gradients
-    fp32          float32     float32      none      nearest     updates    float32
-    tf32          float32     float32      none      nearest     updates    float32   (tf32: true)
-    bf16_mixed    float32     bfloat16     autocast  nearest     updates    float32
-    fp16_mixed    float32     float16      autocast  nearest     updates    float32
-    bf16_true     bfloat16    bfloat16     none      nearest     updates    bfloat16
-    fp16_true     float16     float16      none      nearest     updates    float16
-    bf16_sr       bfloat16    bfloat16     none      stochastic  updates    bfloat16
-    half_sr       float16     float16      none      stochastic  updates    float16
-    half_sr_full  float16     float16      none      stochastic  all        float16
-
-Keras calls the first two columns the variable dtype and the compute dtype. The optimizer's moments,
-the partial sums inside a matmul and the outputs are float32 in all of them.
+`conf/precision/*.yaml`; `SHIPPED_MODES` has their names. Those of 8 bits or fewer are `bf16_mixed`
+with a format of products. Keras calls the first two columns the variable dtype and the compute
+dtype.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
 (`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of

@@ -8,7 +8,7 @@ are made. A new column is written here, and in the code that carries it out. No 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -17,8 +17,16 @@ MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
 COMPENSATED = ("kahan", "split")
 """Roundings that keep a remainder beside a 16-bit parameter."""
-FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
-"""The modes that give products a format."""
+HIGH = ("bfloat16", "bfloat16")
+FORMAT_MODES = {
+    "fp8_tensorwise": [("tensor", "tensor")] * 3,
+    "fp8_rowwise": [("row", "row")] * 3,
+    "fp8_rowwise_hp": [("row", "row"), ("row", "tensor"), HIGH],
+    "mxfp8": [("block", "block")] * 3,
+    "nvfp4": [("nvfp4", "nvfp4")] * 3,
+}
+"""The modes that give products a format, to the factors of a layer's three products: output,
+gradient of inputs, of weights (see `results.estimates.FACTORS`)."""
 
 
 Row = TypeVar("Row", bound="PolicyColumns")
@@ -85,6 +93,14 @@ class PolicyColumns:
     def with_partials_of(self: Row, other: PolicyColumns) -> Row:
         """The same row, with the other one's dtype of that accumulation."""
         return replace(self, partials_dtype=other.partials_dtype)
+
+
+LATER_COLUMNS: dict[str, Any] = {
+    x.name: x.default
+    for x in fields(PolicyColumns)
+    if x.default is not MISSING and x.name not in ("overflow", "partials_dtype")
+}
+"""Columns that earlier versions did not have, with the value that changes nothing."""
 
 
 def legal_values(schema: type = PolicyColumns) -> dict[str, tuple[Any, ...]]:

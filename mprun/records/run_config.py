@@ -18,12 +18,12 @@ from typing import Any
 
 from mprun.errors import UsageError
 from mprun.records.files import write_json
+from mprun.records.policy_columns import LATER_COLUMNS
 from mprun.records.reader import NotYamlError, load_yaml, read_json, read_text
 
 MAX_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
-LATER_PRECISION: dict[str, Any] = {"gemms": "none", "hadamard": False, "reduce_dtype": "float32"}
 LATER_PARALLEL: dict[str, Any] = {"name": "none", "world_size": 1}
 """Fields that earlier versions did not have, with the value that changes nothing."""
 SPEEDS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     for section, later in (
         (train, LATER_TRAIN),
         (train.get("optimizer", {}), LATER_OPTIMIZER),
-        (config.get("precision", {}), LATER_PRECISION),
+        (config.get("precision", {}), LATER_COLUMNS),
         (config.get("parallel", {}), LATER_PARALLEL),
     ):
         for key, default in later.items():

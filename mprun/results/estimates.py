@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.policy_columns import FORMAT_MODES, HIGH
 from mprun.results.memory_result import ParallelKind
 
 ELSEWHERE = "the output of doctor.json=true"
@@ -65,15 +66,6 @@ FACTORS = {
     "block": RoundedFactor(8.25, 1),
     "nvfp4": RoundedFactor(4.5, 2),
 }
-_HIGH = ("bfloat16", "bfloat16")
-PRODUCTS = {
-    "fp8_tensorwise": [("tensor", "tensor")] * 3,
-    "fp8_rowwise": [("row", "row")] * 3,
-    "fp8_rowwise_hp": [("row", "row"), ("row", "tensor"), _HIGH],
-    "mxfp8": [("block", "block")] * 3,
-    "nvfp4": [("nvfp4", "nvfp4")] * 3,
-}
-"""Mode to the factors of a layer's three products: output, gradient of inputs, of weights."""
 
 
 class GpuRates(NamedTuple):
@@ -154,7 +146,7 @@ def modes_of(gpu: GpuRates) -> list[str]:
     """The modes whose products a GPU has."""
     return [
         mode
-        for mode, products in PRODUCTS.items()
+        for mode, products in FORMAT_MODES.items()
         if all(factor in gpu.teraflops for product in products for factor in product)
     ]
 
@@ -173,7 +165,8 @@ def predicted_us(shape: Shape, mode: str | None, gpu: GpuRates) -> float:
     sizes = [(x, weight, gradient), (gradient, weight, x), (gradient, x, weight)]
     bytes_per_us = gpu.gigabytes_per_second * 1e3 * BANDWIDTH_SHARE
     total_us = 0.0
-    for (*counts, result), names in zip(sizes, PRODUCTS.get(mode or "", [_HIGH] * 3), strict=True):
+    products = FORMAT_MODES.get(mode or "", [HIGH] * 3)
+    for (*counts, result), names in zip(sizes, products, strict=True):
         factors = [(count, FACTORS[name]) for count, name in zip(counts, names, strict=True)]
         rate = min(gpu.teraflops[name] for name in names) * 1e6 * MATMUL_SHARE
         traffic = sum(count * factor.bits / 8 for count, factor in factors) + 2 * result

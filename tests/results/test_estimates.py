@@ -11,11 +11,11 @@ from rich.console import Console
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
 from mprun.precision.gemms import GEMMS
+from mprun.records.policy_columns import FORMAT_MODES
 from mprun.results.estimates import (
     FACTORS,
     GPUS,
     LINK_BANDWIDTHS,
-    PRODUCTS,
     ScalingEstimate,
     Shape,
     estimate_scaling,
@@ -78,8 +78,8 @@ def test_float8_is_slower_for_small_layers_and_pays_for_large_ones(name: str) ->
 
 def test_factors_are_those_of_the_modes_products() -> None:
     """Numbers in a long row: scales of rows take no memory to speak of."""
-    for mode, products in PRODUCTS.items():
-        assert list(PRODUCTS) == list(GEMMS)
+    for mode, products in FORMAT_MODES.items():
+        assert list(FORMAT_MODES) == list(GEMMS)
         for names, gemm in zip(products, GEMMS[mode], strict=True):
             for name, form in zip(names, (gemm.left, gemm.right), strict=True):
                 if form is None:
