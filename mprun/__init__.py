@@ -8,6 +8,7 @@ In anyone's own loop:
     mprun.Precision              # carries a policy out for a model and its optimizer
     with mprun.observe(model, optimizer, out="runs/bf16") as run: ...   # a record of any loop
     mprun.audit(model, optimizer)  # which dtypes it trains in, and which updates they lose
+    mprun.load("outputs/DATE/TIME")   # a run's model, configuration and weights
     mprun.diff(a, b, batch)      # where two precisions, versions or compiled and eager part
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
     mprun.metrics                # accuracy, F1, perplexity, mean absolute error
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mprun import metrics, numerics, optim
+    from mprun.experiments.plan_answer import load
     from mprun.integrations.observe import observe
     from mprun.numerics.audit import audit
     from mprun.numerics.divergence import diff
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "audit",
     "diff",
+    "load",
     "metrics",
     "numerics",
     "observe",
@@ -49,6 +52,7 @@ _SOURCES = {
     "Recipe": "mprun.recipe",
     "audit": "mprun.numerics.audit",
     "diff": "mprun.numerics.divergence",
+    "load": "mprun.experiments.plan_answer",
     "observe": "mprun.integrations.observe",
     "policy": "mprun.precision.policy",
 }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.assemble import Plan, make_plan, recipe_of
+from mprun.assemble.file_recipe import record_of
 from mprun.assemble.optimizer import CLASSES, named_options, optimizer_class, takes
+from mprun.assemble.recipe_loading import source_of
 from mprun.config import compose
 from mprun.config.recipe_file import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
@@ -20,9 +22,9 @@ from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import SHIPPED_MODES, policy
+from mprun.recipe import Recipe
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
-from mprun.train.init_from import write_pretrained
-from mprun.train.user_code import model_of
+from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
 """The scale where the configuration names no value."""
@@ -126,6 +128,38 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"train.warmup_steps={train.warmup_steps}"
 
 
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a run's last checkpoint, with what made it."""
+
+    model: nn.Module
+    """On the CPU, in evaluation mode, with the weights in the dtypes that the run stored."""
+    config: Config
+    """Of the run: `config.train.lr`."""
+    weights: dict[str, Tensor]
+    """By the names of `model.state_dict()`."""
+    recipe: Recipe
+    """Gives data, loss and metrics; `recipe.forward(model, inputs)` is the run's forward pass."""
+
+
+def load(run: str | Path, *, trust: bool = False) -> SavedModel:
+    """The model, configuration and weights of a run.
+
+    Args:
+        run: its folder, or "last" for the newest run below outputs/.
+        trust: whether code that lies in the run's folder, or in its study's, may run.
+
+    Raises:
+        UsageError: there is no run or no checkpoint, or the recipe cannot be loaded: its file was
+            changed since, or is not to be trusted.
+    """
+    path = Path(run)
+    recipe, config = _recipe_of(path, trust)
+    model, weights = model_to_fill(recipe), weights_of(path)
+    fill(model, weights)
+    return SavedModel(model.eval(), config, weights, recipe)
+
+
 def write_folder(run: Path, weights: Mapping[str, Tensor], target: Path, trust: bool) -> None:
     """Let the model of a run write its weights into a folder.
 
@@ -138,6 +172,13 @@ def write_folder(run: Path, weights: Mapping[str, Tensor], target: Path, trust: 
     Raises:
         UsageError: the recipe cannot be loaded, or its model cannot write itself.
     """
+    recipe, _ = _recipe_of(run, trust)
+    write_pretrained(model_to_fill(recipe), weights, target)
+
+
+def _recipe_of(run: Path, trust: bool) -> tuple[Recipe, Config]:
+    """The recipe of a run and its configuration, by the rules of `run.resume`."""
     given = [f"run.resume={quoted(as_text(str(run)))}", f"run.trust={str(trust).lower()}"]
-    recipe = recipe_of(compose(given).config, None if trust else run)
-    write_pretrained(model_of(recipe), weights, target)
+    config = compose(given).config
+    source_of(config)  # raises if the file was changed
+    return recipe_of(config, None if trust else record_of(run)), config

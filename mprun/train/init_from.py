@@ -95,7 +95,7 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
     Raises:
         UsageError: they do not exist, cannot be read, do not fit, or contain NaN.
     """
-    (read, dtypes, of_recipe), model = _read(Path(path)), _model_of(recipe)
+    (read, dtypes, of_recipe), model = _read(Path(path)), model_to_fill(recipe)
     loaded = without_prefix(read, model.state_dict())
     loaded = with_tied(loaded, model)
     if misfits := _misfits(loaded, model.state_dict()):
@@ -211,8 +211,8 @@ def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(str(x.dtype).removeprefix("torch.") for x in state.values())
 
 
-def _model_of(recipe: Recipe) -> nn.Module:
-    """A model of the recipe to compare with; the run draws its own from its seed."""
+def model_to_fill(recipe: Recipe) -> nn.Module:
+    """A model of the recipe for weights that exist; nobody's random numbers are drawn."""
     what = f"the model of {type(recipe).__name__} cannot be made"
     with explained(what), torch.random.fork_rng(devices=[]):
         return model_of(recipe)
@@ -307,6 +307,16 @@ def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} has files in it already; choose another folder")
+    fill(model, state)
+    save(folder)
+
+
+def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a model a run's weights, in their dtypes.
+
+    Raises:
+        UsageError: they do not fit.
+    """
     own = dict([*model.named_parameters(), *model.named_buffers()])
     for name, tensor in state.items():
         if name in own:
@@ -317,7 +327,6 @@ def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path
         raise UsageError(
             f"the weights do not fit the recipe's model: {first_line(error)}"
         ) from None
-    save(folder)
 
 
 def _safetensors(state: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:

@@ -10,7 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+import mprun
 from mprun.cli.main import main
+from mprun.errors import UsageError
 from mprun.train import checkpoint
 
 LINEAR = ["recipe=linear", "train.max_steps=3", "run.dir=run", "precision=bf16_true"]
@@ -25,6 +27,18 @@ def model():
 def data():
     tokens = torch.arange(64).reshape(8, 8) % 11
     return {"train": {"input_ids": tokens, "labels": tokens}}
+"""
+SMALL = """
+import torch
+
+def model():
+    return torch.nn.Linear(2, 1)
+
+def data():
+    return {"train": (torch.ones(8, 2), torch.ones(8, 1))}
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
 """
 
 
@@ -107,3 +121,46 @@ def test_a_run_without_a_checkpoint_is_named(capsys: pytest.CaptureFixture[str])
     checkpoint.path_in(Path("run")).unlink()
     assert main(["export", "run", "x.pt"]) == 2
     assert "has no checkpoint" in capsys.readouterr().err
+
+
+def test_python_gets_the_model_as_the_run_stored_it() -> None:
+    assert main(LINEAR) == 0
+    before = torch.get_rng_state()
+    run = mprun.load("run")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(run.weights, saved())
+    assert same(dict(run.model.state_dict()), saved())
+    assert not run.model.training
+    assert (run.config.train.max_steps, run.config.precision.name) == (3, "bf16_true")
+    assert type(run.recipe).__name__ == "Linear"
+    with pytest.raises(UsageError, match=r"nope/config.yaml cannot be read"):
+        mprun.load("nope")
+    checkpoint.path_in(Path("run")).unlink()
+    with pytest.raises(UsageError, match="run has no checkpoint"):
+        mprun.load("run")
+
+
+def test_code_beside_a_run_of_a_study_runs_on_trust_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A study's folder has one origin with its runs: `run.resume` asks for trust in both."""
+    Path("study").mkdir()
+    Path("study/mine.py").write_text(SMALL, encoding="utf-8")
+    words = ["sweep", "recipe=study/mine.py", "precision=bf16_true", "seeds=1", "run.dir=s"]
+    assert main([*words, "train.max_steps=2"]) == 0
+    run = next(Path("s").glob("*-seed0"))
+    assert mprun.load(run).model.weight.dtype == torch.bfloat16
+    Path("study/mine.py").rename("s/mine.py")
+    config = run / "config.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("study/mine.py", "s/mine.py"), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"run.trust=true"):
+        mprun.load(run)
+    capsys.readouterr()
+    assert main(["export", str(run), "folder"]) == 2
+    assert "run.trust=true" in capsys.readouterr().err
+    Path("s/mine.py").write_text(SMALL + "\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="was changed since the run began"):
+        mprun.load(run, trust=True)
+    Path("s/mine.py").write_text(SMALL, encoding="utf-8")
+    assert mprun.load(run, trust=True).model.weight.dtype == torch.bfloat16
