@@ -32,7 +32,7 @@ from tests.precision.test_rounding import random_patterns
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = key(1, 2, 3, 0)
-PARTS = ("setup.py", "pyproject.toml", "README.md", "mprun", "conf", "recipes")
+PARTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mprun", "conf", "recipes")
 LEVELS = (0, 256, 512)
 
 needs_compiler = pytest.mark.skipif(not kernels._compiler(), reason="there is no C compiler here")
