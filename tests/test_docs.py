@@ -152,7 +152,7 @@ def check_overrides(line: str) -> None:
 
 
 def test_fields_that_are_named_exist() -> None:
-    keys = {*leaves(), *fields()}
+    keys = {*leaves(), *fields([x for command in COMMANDS for x in command.settings])}
     sections = {key.partition(".")[0] for key in keys if "." in key} - {"preset"}
     for page in PAGES:
         for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mprun.cli.arguments import Command
 from mprun.cli.study_commands import (
+    STUDY,
     budget_note,
     for_choice,
     launcher_of,
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
     from mprun.compare.comparison import Advice, Comparison
     from mprun.experiments.study import Study
 
+COMMAND = Command("advise", ("advise", "launcher", *STUDY))
 PRESET = "advised"
 
 
 def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
     refused = ("compare.baseline", "compare.split")
-    request = request_of("advise", args, "advise", "launcher", refused=refused)
+    request = request_of(COMMAND, args, "advise", "launcher", refused=refused)
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import compared
     from mprun.experiments.advise import (

@@ -1,13 +1,44 @@
-"""The arguments of a command: options, read by argparse, and overrides between them."""
+"""A command, and its arguments: options, read by argparse, and overrides between them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mprun.errors import UsageError, did_you_mean, hint
+
+
+@dataclass(frozen=True)
+class Command:
+    """`COMMAND` of a module NAME_command.py, which has its function and, as docstring, its help."""
+
+    name: str
+    settings: tuple[str | type, ...] = ()
+    """The sections that it takes, as in `config.settings.fields`."""
+    instead: tuple[str, ...] | None = None
+    """What it takes in place of the overrides of a run; None if it takes those."""
+
+    @property
+    def _function(self) -> str:
+        return f"{self.name.replace('-', '_')}_command"
+
+    @property
+    def text(self) -> str:
+        """Its help."""
+        return (sys.modules[f"mprun.cli.{self._function}"].__doc__ or "").strip()
+
+    @property
+    def summary(self) -> str:
+        """The first line of its help, without the command's name."""
+        return self.text.partition("\n")[0].partition(": ")[2].rstrip(".")
+
+    def run(self, args: Sequence[str]) -> int:
+        """Run it with the arguments after its name; the exit status."""
+        return int(getattr(sys.modules[f"mprun.cli.{self._function}"], self._function)(args))
 
 
 class Arguments(argparse.Namespace):
@@ -56,24 +87,24 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 
-def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
+def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     """Separate the options of a command, in the arguments after its name, from its overrides.
 
     Raises:
         UsageError: the command has no such option, or a value is missing.
     """
-    parser = _Parser(prog=f"mprun {command}", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     legal = ["--help"]
-    if command not in ("compare", "data", "diff", "doctor", "export", "new-recipe"):
+    if command.instead is None:
         parser.add_argument("--config-dir", "-cd", type=_folder)
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)
         legal = ["--config-dir", *legal]
-    if command == "diff":
+    if command.name == "diff":
         parser.add_argument("--save", type=Path)
         legal = ["--save", *legal]
-    if command == "train":
+    if command.name == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))

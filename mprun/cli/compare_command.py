@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mprun.cli.arguments import Command
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.results import Result, show
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mprun.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
 
+COMMAND = Command("compare", ("compare",), instead=())
 EXAMPLE = "mprun compare outputs/DATE/TIME"
 ACCEPTED = {
     "worse": ("equivalent", "better", "inconclusive"),

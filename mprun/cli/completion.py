@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from mprun.cli.data_command import ACTIONS, NAMES
+from mprun.cli.arguments import Command
 from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.config.schema import DEVICES
@@ -23,14 +23,6 @@ OPTIONS = (
     *("--config-dir", "--help", "--multirun", "-m"),
     *("--show-config", "--cfg", "--info", "--package", "--resolve", "--version", "--completion"),
 )
-WITHOUT_RUN = {
-    "compare": (),
-    "diff": (),
-    "export": ("run.trust=true",),
-    "data": (*ACTIONS, *NAMES, "data.root="),
-    "new-recipe": (),
-}
-"""Commands that take no overrides of a run, to what they take instead, besides their settings."""
 MODES = ("memory.against", "compare.baseline")
 """Settings that name a precision mode."""
 
@@ -45,12 +37,12 @@ class _Names:
     """Keys to the values they have in common."""
 
 
-def completion_script(shell: str, sections: Mapping[str, Sequence[str]]) -> str:
+def completion_script(shell: str, commands: Sequence[Command]) -> str:
     """The script for a shell.
 
     Args:
         shell: one of `SHELLS`.
-        sections: each command's sections of `config/settings.py`.
+        commands: all of them.
 
     Raises:
         UsageError: another shell.
@@ -60,28 +52,28 @@ def completion_script(shell: str, sections: Mapping[str, Sequence[str]]) -> str:
         raise UsageError(
             f"--completion: {received}; legal: {', '.join(SHELLS)}{hint(shell, SHELLS)}"
         )
-    names = _names(sections)
+    names = _names(commands)
     cases = _fish_cases if shell == "fish" else _cases
     text = (files("mprun.cli") / f"completion.{shell}").read_text(encoding="utf-8")
     for place, lines in {
         "@VALUES@": cases("values", names.values),
         "@KEYS@": cases("keys", {(command,): keys for command, keys in names.keys.items()}),
-        "@COMMANDS@": [" ".join(sections)],
+        "@COMMANDS@": [" ".join(c.name for c in commands)],
         "@OPTIONS@": [" ".join(OPTIONS)],
     }.items():
         text = text.replace(place, "\n".join(lines))
     return text
 
 
-def _names(sections: Mapping[str, Sequence[str]]) -> _Names:
-    fields = {**leaves(), **settings.fields()}
+def _names(commands: Sequence[Command]) -> _Names:
+    fields = {**leaves(), **settings.fields([x for c in commands for x in c.settings])}
     of_run = [f"{key}=" for key in (*GROUPS, *leaves()) if key not in {f"{g}.name" for g in GROUPS}]
     keys = {
-        command: (
-            *WITHOUT_RUN.get(command, of_run),
-            *(f"{key}=" for key in (settings.fields(own) if own else ())),
+        c.name: (
+            *(of_run if c.instead is None else c.instead),
+            *(f"{key}=" for key in (settings.fields(c.settings) if c.settings else ())),
         )
-        for command, own in sections.items()
+        for c in commands
     }
     by_values: dict[tuple[str, ...], list[str]] = {}
     for key in (*GROUPS, *fields):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
 from mprun.train.signals import StopSignals, interruptible
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ACTIONS = ("fetch", "verify")
 NAMES = ("MNIST", "FashionMNIST")
 """The sets with published files; the keys of `sources.SHA256`, known without torch."""
+COMMAND = Command("data", instead=(*ACTIONS, *NAMES, "data.root="))
 
 OK_WORDS = {"ok": "ok", "missing": "fetched", "damaged": "repaired"}
 """The word for a good file, by its state before."""
@@ -34,7 +35,7 @@ def data_command(args: Sequence[str]) -> int:
         UsageError: an argument has no meaning here.
         MprunError: a file is missing or damaged, or cannot be downloaded (status 1).
     """
-    action, names, root = parse(parse_arguments("data", args).overrides)
+    action, names, root = parse(parse_arguments(COMMAND, args).overrides)
 
     def check_or_fetch(stop: StopSignals) -> int:
         from mprun.data.sources import find_root

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import UsageError
 from mprun.results import show
 
+COMMAND = Command("diff", instead=())
 USAGE = "mprun diff RUN_A RUN_B, or mprun diff RUN --save FILE"
 
 
@@ -28,7 +29,7 @@ def diff_command(args: Sequence[str]) -> int:
     Raises:
         UsageError: it takes two runs or saved sides of one recipe, or one run to save.
     """
-    known = parse_arguments("diff", args)
+    known = parse_arguments(COMMAND, args)
     paths = [Path(x) for x in known.overrides]
     if len(paths) != (2 if known.save is None else 1):
         raise UsageError(f"mprun diff takes two runs, or one to save: {USAGE}")

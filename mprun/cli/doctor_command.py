@@ -20,16 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import print_line, report_nothing, stderr_console, warn
 from mprun.errors import UsageError, hint
 from mprun.results import Result, measuring, show
+from mprun.results.doctor_result import DoctorSettings
 
 if TYPE_CHECKING:
     from mprun.experiments.planned_run import PlannedRun
 
+COMMAND = Command("doctor", (DoctorSettings,))
 CHECK = "check"
 
 
@@ -37,13 +40,14 @@ def doctor_command(args: Sequence[str]) -> int:
     """Run `mprun doctor`; the exit status."""
     from mprun.config.settings import of_several_processes, take
 
-    overrides = parse_arguments("doctor", args).overrides
-    settings, rest = take(overrides, "doctor")
-    doctor = settings.doctor
+    known = parse_arguments(COMMAND, args)
+    overrides = known.overrides
+    settings, rest = take(overrides, DoctorSettings)
+    doctor = settings.own(DoctorSettings)
     is_check, rest = CHECK in rest, [text for text in rest if text != CHECK]
     if doctor.world_size == 1:
         warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
-    device, planned = _subject(rest)
+    device, planned = _subject(rest, known.config_dir)
     if planned is None and doctor.world_size > 1:
         raise UsageError(
             f"doctor.world_size={doctor.world_size} estimates a recipe's step: add recipe=NAME"
@@ -67,7 +71,7 @@ def _show_json(result: Result) -> int:
     return result.status
 
 
-def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
+def _subject(overrides: Sequence[str], config_dir: Path | None) -> tuple[str, PlannedRun | None]:
     """The device to examine, and the run whose step is examined on it, if a recipe is named."""
     from mprun.config import compose
     from mprun.config.settings import fields
@@ -76,14 +80,14 @@ def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
     if "recipe" in keys:
         from mprun.inspect.step_roofline import plan_step
 
-        planned = plan_step(overrides)
+        planned = plan_step(overrides, config_dir)
         warn(planned.warnings)
         return planned.plan.device.type, planned
     for key, text in zip(keys, overrides, strict=True):
         if key != "device":
-            legal = ["device", "recipe", *fields(["doctor"])]
+            legal = ["device", "recipe", *fields([DoctorSettings])]
             raise UsageError(
                 f"mprun doctor does not take '{text}' without recipe=NAME{hint(key, legal)}; "
                 f"legal: {', '.join(legal)}"
             )
-    return compose(overrides).config.device, None
+    return compose(overrides, config_dir).config.device, None

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mprun.cli.arguments import Command
 from mprun.cli.study_commands import (
+    STUDY,
     for_choice,
     launcher_of,
     report_study,
@@ -27,10 +29,12 @@ from mprun.results import measuring, show
 if TYPE_CHECKING:
     from mprun.config.study_request import StudyRequest
 
+COMMAND = Command("double", ("double", *STUDY))
+
 
 def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
-    request = request_of("double", args, "double", refused=("compare.baseline", "compare.split"))
+    request = request_of(COMMAND, args, "double", refused=("compare.baseline", "compare.split"))
     from mprun.cli.compare_command import compared
     from mprun.experiments.double import double, new_double_study
 

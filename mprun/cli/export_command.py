@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
 
 USAGE = "write mprun export RUN FILE, such as mprun export outputs/DATE/TIME model.safetensors"
 TRUST = "run.trust=true"
+COMMAND = Command("export", instead=(TRUST,))
 
 
 def export_command(args: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def export_command(args: Sequence[str]) -> int:
     Raises:
         UsageError: there are no weights, or they cannot be written as asked.
     """
-    given = parse_arguments("export", args).overrides
+    given = parse_arguments(COMMAND, args).overrides
     paths = [text for text in given if text != TRUST]
     if len(paths) != 2:
         raise UsageError(f"mprun export takes a run and a file, not {len(paths)} names; {USAGE}")

@@ -99,7 +99,7 @@ def show_help(commands: Sequence[tuple[str, str]]) -> None:
     print(OUTRO, end="")
 
 
-def show_command(text: str, sections: Sequence[str]) -> None:
+def show_command(text: str, sections: Sequence[str | type]) -> None:
     """Print the help of one command: its module's text and its settings."""
     print(text, end="\n\n")
     fields = settings.fields(sections) if sections else {}

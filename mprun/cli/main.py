@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
 
-from mprun.cli.advise_command import advise_command
-from mprun.cli.compare_command import compare_command
-from mprun.cli.data_command import data_command
-from mprun.cli.diff_command import diff_command
-from mprun.cli.doctor_command import doctor_command
-from mprun.cli.double_command import double_command
-from mprun.cli.export_command import export_command
-from mprun.cli.memory_command import memory_command
-from mprun.cli.new_recipe_command import new_recipe_command
-from mprun.cli.numerics_command import numerics_command
+from mprun import cli
+from mprun.cli.arguments import Command
 from mprun.cli.processes import in_all_processes
-from mprun.cli.replay_command import replay_command
-from mprun.cli.search_ops_command import search_ops_command
 from mprun.cli.standard_streams import patient_streams
-from mprun.cli.sweep_command import sweep_command
-from mprun.cli.trace_command import trace_command
 from mprun.cli.train_command import train_command
 from mprun.errors import (
     EXIT_FAILED,
@@ -44,44 +33,22 @@ from mprun.errors import (
 from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
 from mprun.train.stopwatch import process_start
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command, named by the first argument. The docstring of its module is its help."""
-
-    name: str
-    run: Callable[[Sequence[str]], int]
-    settings: tuple[str, ...] = ()
-    """Sections of `config/settings.py` it takes."""
-
-    @property
-    def text(self) -> str:
-        """Its help."""
-        return (sys.modules[self.run.__module__].__doc__ or "").strip()
-
-    @property
-    def summary(self) -> str:
-        """The first line of its help, without the command's name."""
-        return self.text.partition("\n")[0].partition(": ")[2].rstrip(".")
+ORDER = (
+    *("train", "sweep", "compare", "advise", "double", "trace", "doctor", "memory"),
+    *("numerics", "search-ops", "diff", "replay", "export", "data", "new-recipe"),
+)
+"""The commands as help lists them; one that is not named here comes behind these."""
 
 
-STUDY = ("compare", "seeds", "first_seed")
-COMMANDS = (
-    Command("train", train_command),
-    Command("sweep", sweep_command, ("sweep", "launcher", *STUDY)),
-    Command("compare", compare_command, ("compare",)),
-    Command("advise", advise_command, ("advise", "launcher", *STUDY)),
-    Command("double", double_command, ("double", *STUDY)),
-    Command("trace", trace_command, ("trace",)),
-    Command("doctor", doctor_command, ("doctor",)),
-    Command("memory", memory_command, ("memory",)),
-    Command("numerics", numerics_command, ("numerics",)),
-    Command("search-ops", search_ops_command, ("search_ops", "seeds")),
-    Command("diff", diff_command),
-    Command("replay", replay_command),
-    Command("export", export_command),
-    Command("data", data_command),
-    Command("new-recipe", new_recipe_command),
+def _discovered() -> Iterator[Command]:
+    """`COMMAND` of each module `*_command.py` of this package, in their order."""
+    for module in iter_modules(cli.__path__, "mprun.cli."):
+        if module.name.endswith("_command"):
+            yield import_module(module.name).COMMAND
+
+
+COMMANDS = sorted(
+    _discovered(), key=lambda x: ORDER.index(x.name) if x.name in ORDER else len(ORDER)
 )
 BY_NAME = {command.name: command for command in COMMANDS}
 FORMER = {"capture": "mprun diff RUN --save FILE"}
@@ -151,7 +118,7 @@ def _print_completion(args: list[str]) -> int:
     from mprun.cli.completion import completion_script
 
     shell = next(iter(args[args.index("--completion") + 1 :]), "")
-    print(completion_script(shell, {c.name: c.settings for c in COMMANDS}), end="")
+    print(completion_script(shell, COMMANDS), end="")
     return EXIT_OK
 
 

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import warn
 from mprun.results import measuring, show
+from mprun.results.memory_result import MemorySettings
+
+COMMAND = Command("memory", (MemorySettings,))
 
 
 def memory_command(args: Sequence[str]) -> int:
     """Run `mprun memory`; the exit status."""
     from mprun.config.settings import of_several_processes, parse_size, take
 
-    known = parse_arguments("memory", args)
-    all_settings, overrides = take(known.overrides, "memory")
-    settings = all_settings.memory
+    known = parse_arguments(COMMAND, args)
+    all_settings, overrides = take(known.overrides, MemorySettings)
+    settings = all_settings.own(MemorySettings)
     if settings.world_size == 1:
         warn(of_several_processes(known.overrides, "memory.parallel"))
     if settings.fits is not None:

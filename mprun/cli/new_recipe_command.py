@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
 from mprun.records.files import write_new
+
+COMMAND = Command("new-recipe", instead=())
 
 
 def new_recipe_command(args: Sequence[str]) -> int:
@@ -27,7 +29,7 @@ def new_recipe_command(args: Sequence[str]) -> int:
     Raises:
         UsageError: the name cannot be one of a module, or a file exists.
     """
-    name = _name(parse_arguments("new-recipe", args).overrides)
+    name = _name(parse_arguments(COMMAND, args).overrides)
     texts = {
         Path(f"{name}.py"): _template("recipe", name),
         Path(f"test_{name}.py"): _template("test", name),

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.results import measuring, show
+from mprun.results.numerics_result import NumericsSettings
 from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
     from mprun.config import Composed
-    from mprun.config.settings import NumericsSettings
+
+COMMAND = Command("numerics", (NumericsSettings,))
 
 
 def numerics_command(args: Sequence[str]) -> int:
@@ -25,11 +27,12 @@ def numerics_command(args: Sequence[str]) -> int:
     from mprun.config import compose
     from mprun.config.settings import take
 
-    known = parse_arguments("numerics", args)
-    settings, overrides = take(known.overrides, "numerics")
+    known = parse_arguments(COMMAND, args)
+    settings, overrides = take(known.overrides, NumericsSettings)
     composed = compose(overrides, known.config_dir)
     return interruptible(
-        lambda stop: _inspect(composed, settings.numerics, stop), " before the first result"
+        lambda stop: _inspect(composed, settings.own(NumericsSettings), stop),
+        " before the first result",
     )
 
 

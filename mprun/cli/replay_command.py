@@ -26,13 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import UsageError
 from mprun.results import show
 
 if TYPE_CHECKING:
     from mprun.config import Composed
 
+COMMAND = Command("replay")
 USAGE = "write mprun replay FILE recipe=NAME, or mprun replay FILE path/to/script.py"
 SCRIPT = re.compile(r"(.*\.py)(?::(\w*))?", re.DOTALL)
 
@@ -43,7 +44,7 @@ def replay_command(args: Sequence[str]) -> int:
     Raises:
         UsageError: a file cannot be used, or the step does not fit the model.
     """
-    known = parse_arguments("replay", args)
+    known = parse_arguments(COMMAND, args)
     if not known.overrides or "=" in known.overrides[0]:
         raise UsageError(f"mprun replay needs the file of a saved step first; {USAGE}")
     path, rest = Path(known.overrides[0]), known.overrides[1:]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, RunFailedError
 from mprun.experiments.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
@@ -26,12 +26,14 @@ from mprun.train.signals import SignalReceivedError, interruptible
 if TYPE_CHECKING:
     from mprun.config.settings import Settings
 
+COMMAND = Command("search-ops", ("search_ops", "seeds"))
+
 
 def search_ops_command(args: Sequence[str]) -> int:
     """Run `mprun search-ops`; the exit status."""
     from mprun.config.settings import take
 
-    known = parse_arguments("search-ops", args)
+    known = parse_arguments(COMMAND, args)
     settings, overrides = take(known.overrides, "search_ops", "seeds")
     if not {"precision", "op_lists"} & {text.lstrip("+").partition("=")[0] for text in overrides}:
         overrides = [*overrides, "precision=bf16_mixed"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import note, print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     from mprun.experiments.trials import Outcome
 
 
+STUDY = ("compare", "seeds", "first_seed")
+"""Sections that every study takes."""
+
+
 def request_of(
-    command: str, args: Sequence[str], *sections: str, refused: Sequence[str] = ()
+    command: Command, args: Sequence[str], *sections: str, refused: Sequence[str] = ()
 ) -> StudyRequest:
     """The arguments of a study; see `study_request`."""
     from mprun.config.study_request import study_request
 
     known = parse_arguments(command, args)
-    request = study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
+    request = study_request(
+        command.name, known.overrides, known.config_dir, *sections, refused=refused
+    )
     if request.listed_seeds:
         seeds = ", ".join(map(str, request.listed_seeds))
         note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")

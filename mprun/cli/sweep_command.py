@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mprun.cli.arguments import Command
 from mprun.cli.study_commands import (
+    STUDY,
     budget_note,
     launcher_of,
     report_study,
@@ -33,10 +35,12 @@ from mprun.cli.study_commands import (
 from mprun.console import print_line, stderr_console
 from mprun.experiments.budget import Budget
 
+COMMAND = Command("sweep", ("sweep", "launcher", *STUDY))
+
 
 def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
-    request = request_of("sweep", args, "sweep", "launcher")
+    request = request_of(COMMAND, args, "sweep", "launcher")
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import compared
     from mprun.experiments.study import new_sweep

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.results import measuring, show
+from mprun.results.trace_result import TraceSettings
+
+COMMAND = Command("trace", (TraceSettings,))
 
 
 def trace_command(args: Sequence[str]) -> int:
@@ -20,8 +23,8 @@ def trace_command(args: Sequence[str]) -> int:
     from mprun.config import compose
     from mprun.config.settings import take
 
-    known = parse_arguments("trace", args)
-    settings, overrides = take(known.overrides, "trace")
+    known = parse_arguments(COMMAND, args)
+    settings, overrides = take(known.overrides, TraceSettings)
     composed = compose(overrides, known.config_dir)
 
     from mprun.cli.run_view import introduce
@@ -33,5 +36,5 @@ def trace_command(args: Sequence[str]) -> int:
     introduce(planned)
     folder = new_folder(composed.config.run.dir)
     with measuring(folder):
-        result = trace_recipe(planned, settings.trace.ops)
+        result = trace_recipe(planned, settings.own(TraceSettings).ops)
     return show(result, folder)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import Arguments, parse_arguments
+from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
@@ -25,6 +25,8 @@ from mprun.train.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.records.run_record import Summary
+
+COMMAND = Command("train")
 
 
 def train_command(args: Sequence[str], started_at: float | None = None) -> int:
@@ -38,7 +40,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     from mprun.config.compose import with_run_dir
 
     watch = Stopwatch(started_at)
-    known = parse_arguments("train", args)
+    known = parse_arguments(COMMAND, args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if _showed(known):

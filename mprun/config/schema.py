@@ -15,15 +15,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 from omegaconf import II, MISSING
 
-from mprun.records.policy_columns import Legal, PolicyColumns
-
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Number = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, lt=1)]
-"""Part of a whole that is not the whole."""
-WorldSize = Annotated[int, Meta(ge=1, le=2**20)]
+from mprun.records.policy_columns import Count, Legal, NotNegative, PolicyColumns, Positive, Share
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 """The kinds that `mprun.devices` knows."""

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from hydra.core.override_parser.types import Override
 from msgspec import Meta
@@ -18,18 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import GROUPS, Field, keys_called, leaves, walk
-from mprun.config.schema import Count, NotNegative, Number, Positive, Share, WorldSize
 from mprun.errors import UsageError, did_you_mean, first_line, hint
-from mprun.records.mode_names import FURTHER_FORMATS
-from mprun.records.policy_columns import Legal
-from mprun.results.estimates import GPUS, LINK_BANDWIDTHS
+from mprun.records.policy_columns import Count, Legal, Number, Positive, Share
+
+T = TypeVar("T")
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
 Margin = Annotated[float, Meta(gt=0, le=0.1)]
 """0.5, written for half a point, would make everything equivalent."""
 RelativeMargin = Annotated[float, Meta(gt=0, le=1)]
-USUAL_LINKS = ("nvlink4", "pcie4", "infiniband_ndr", "ethernet_10g")
 PROCESSES = 4
 """Processes of a study if `launcher.processes` is null."""
 LAUNCHER = "launcher.name"
@@ -129,80 +127,6 @@ class DoubleSettings:
 
 
 @dataclass
-class DoctorSettings:
-    """How a machine is examined."""
-
-    json: bool = False
-    """Whether one JSON object is printed instead of tables."""
-    budget_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
-    """About how many seconds rates are measured; at least six rounds are made."""
-    steps: Number = 40
-    """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
-    gpus: list[Annotated[str, Legal(*GPUS)]] = field(default_factory=lambda: ["h100", "b200"])
-    """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
-    world_size: WorldSize = 1
-    """With a recipe: estimate its step on this many processes, each with train.batch_size."""
-    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
-    """How they share the step: ddp (all-reduce) or fsdp2 (all-gather and reduce-scatter)."""
-    links: list[Annotated[str, Legal(*LINK_BANDWIDTHS)]] = field(
-        default_factory=lambda: [*USUAL_LINKS]
-    )
-    """Links to estimate it for."""
-
-
-@dataclass
-class MemorySettings:
-    """What `mprun memory` shows."""
-
-    against: str | None = None
-    """Precision mode the others are compared with; null: the first of several, else fp32."""
-    fits: str | None = None
-    """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
-    depth: Count | None = None
-    """Modules are shown down to this depth, deeper ones are added up; null for all."""
-    picture: bool = True
-    """Whether the plots are drawn."""
-    world_size: WorldSize = 1
-    """Plan one of this many processes; each takes train.batch_size samples."""
-    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
-    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
-    checkpointing: bool = False
-    """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
-
-
-@dataclass
-class NumericsSettings:
-    """Which steps are inspected, and what their numbers must keep."""
-
-    steps: Count = 20
-    """Number of steps that are inspected, evenly spread over the span."""
-    warmup: Number = 3
-    """Steps before the first one that may be inspected."""
-    span: Count = 200
-    """The last step that may be inspected; at most the run's last step."""
-    headroom: Annotated[float, Meta(ge=1, le=2**20)] = 2.0
-    """How many times larger gradients may become before one overflows at the recommended scale."""
-    needed_db: NotNegative = 20.0
-    """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
-    try_scales: bool = False
-    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
-    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
-    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
-    top: Count = 20
-    """Rows of the table, the worst first; all are in numerics.json."""
-    plots: bool = True
-    """Whether the plots are drawn."""
-
-
-@dataclass
-class TraceSettings:
-    """What `mprun trace` shows."""
-
-    ops: bool = False
-    """Whether every op is listed below the summary."""
-
-
-@dataclass
 class SearchOpsSettings:
     """How ops that must stay in float32 are searched, and the tolerance for the others."""
 
@@ -236,7 +160,10 @@ class SearchOpsSettings:
 
 @dataclass
 class Settings:
-    """The settings of all commands."""
+    """The settings of studies, and those that several commands take.
+
+    A command's own section is a dataclass in its module of `mprun.results`: `own` returns it.
+    """
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
@@ -248,14 +175,6 @@ class Settings:
     """How a mode is recommended."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
     """How a doubled batch is judged."""
-    doctor: DoctorSettings = field(default_factory=DoctorSettings)
-    """How a machine is examined."""
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    """What `mprun memory` shows."""
-    trace: TraceSettings = field(default_factory=TraceSettings)
-    """What `mprun trace` shows."""
-    numerics: NumericsSettings = field(default_factory=NumericsSettings)
-    """Which steps are inspected, and what their numbers must keep."""
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
     """How ops that must stay in float32 are searched."""
     seeds: Count | None = None
@@ -263,11 +182,29 @@ class Settings:
     first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
     """The first seed; the others follow. A higher one makes a study with fresh seeds."""
 
+    def own(self, section: type[T]) -> T:
+        """The section of a command, of the class that was given to `take`."""
+        value: T = getattr(self, section_of(section))
+        return value
 
-def fields(sections: Sequence[str] = ()) -> dict[str, Field]:
-    """Key to field, for keys whose first part is in `sections`; all keys if it is empty."""
-    known = {f.key: f for f in map(_as_typed, walk(Settings))}
-    return {k: f for k, f in known.items() if not sections or k.partition(".")[0] in sections}
+
+def section_of(part: str | type) -> str:
+    """The first part of a section's keys: `search_ops` of the class `SearchOpsSettings`."""
+    name = part if isinstance(part, str) else part.__name__.removesuffix("Settings")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def fields(sections: Sequence[str | type] = ()) -> dict[str, Field]:
+    """Key to field, for keys whose first part is in `sections`; all of `Settings` if it is empty.
+
+    Args:
+        sections: first parts of keys ("compare", "seeds"), and classes of commands' own sections.
+    """
+    classes = [x for x in sections if isinstance(x, type)]
+    own = [f for cls in classes for f in walk(cls, f"{section_of(cls)}.")]
+    known = {f.key: f for f in (*own, *map(_as_typed, walk(Settings)))}
+    names = {*map(section_of, sections)}
+    return {k: f for k, f in known.items() if not names or k.partition(".")[0] in names}
 
 
 def _as_typed(field: Field) -> Field:
@@ -281,22 +218,25 @@ def _field_of(key: str, known: Mapping[str, Field]) -> Field | None:
     return known.get(key) or (above if above and isinstance(above.default, dict) else None)
 
 
-def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]:
+def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, list[str]]:
     """The settings among the overrides, and the other overrides.
 
     Args:
         overrides: `name=value`.
-        sections: first parts of the keys that the command takes: "compare", "seeds".
+        sections: what the command takes, as in `fields`.
 
     Raises:
         UsageError: there is no such setting, or its value is not legal.
     """
     settings, rest = OmegaConf.structured(Settings), []
-    known = fields(sections)
+    OmegaConf.set_struct(settings, False)
+    for cls in (x for x in sections if isinstance(x, type)):
+        settings[section_of(cls)] = OmegaConf.structured(cls)
+    known, names = fields(sections), {*map(section_of, sections)}
     given: dict[str, Override] = {}
     for text in overrides:
         name = text.lstrip("+~").partition("=")[0]
-        if name.partition(".")[0] not in sections:
+        if name.partition(".")[0] not in names:
             if near := did_you_mean([] if "." in name else _called(name, known)):
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)

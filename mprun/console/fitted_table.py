@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -25,7 +24,6 @@ from mprun.console.table_text import (
     csv_text,
     html_table,
     markdown_table,
-    markdown_text,
     one_line,
 )
 from mprun.errors import printable
@@ -123,8 +121,8 @@ class FittedTable:
         elsewhere: str = "the output into a pipe",
         caption: str = "",
     ) -> None:
-        self.columns, self.caption = columns, caption
-        self._title, self._elsewhere = without_controls(title), elsewhere
+        self.columns, self.caption = columns, without_controls(caption)
+        self.title, self._elsewhere = without_controls(title), elsewhere
         self._rows: list[_TableRow] = []
         for row in rows:
             self.add_row(*(column.cell(row) for column in columns))
@@ -142,8 +140,7 @@ class FittedTable:
     @property
     def csv(self) -> str:
         """The headings and the rows as CSV; a cell of `-`, which has no figure, is empty."""
-        rows = [[one_line(x) for x in row] for row in self._texts()]
-        return csv_text(["" if x == "-" else x for x in row] for row in rows)
+        return csv_text(["" if x == "-" else one_line(x) for x in row] for row in self._texts())
 
     @property
     def markdown(self) -> str:
@@ -151,18 +148,9 @@ class FittedTable:
         return markdown_table(self._texts(), [x.is_right for x in self.columns])
 
     @property
-    def markdown_block(self) -> str:
-        """Title, table and caption as paragraphs of Markdown."""
-        title = f"**{markdown_text(self._title)}**" if self._title else ""
-        caption = markdown_text(without_controls(self.caption))
-        return "\n\n".join(filter(None, (title, self.markdown, caption)))
-
-    @property
     def html(self) -> str:
-        """Title, table and caption as HTML."""
-        table = html_table(self._texts(), [x.is_right for x in self.columns], self._title)
-        caption = without_controls(self.caption)
-        return table + (f"\n<p>{escape(caption)}</p>" if caption else "")
+        """Title, headings and rows as a table of HTML."""
+        return html_table(self._texts(), [x.is_right for x in self.columns], self.title)
 
     def __str__(self) -> str:
         return "\n".join(line.plain for line in self.lines(None))
@@ -180,9 +168,9 @@ class FittedTable:
     def lines(self, width: int | None, rule: str = "-") -> Iterator[Text]:
         """The lines for a terminal of this width; None for no terminal."""
         places, widths = self._fit(width)
-        if self._title:
+        if self.title:
             yield Text()
-            yield from (Text(line, "bold") for line in broken(self._title, width))
+            yield from (Text(line, "bold") for line in broken(self.title, width))
         headings = [TableCell(self.columns[place].heading) for place in places]
         yield from self._row_lines(places, widths, headings, "bold", at_bottom=True)
         yield Text(rule * (sum(widths) + len(BETWEEN) * (len(widths) - 1)))
@@ -194,7 +182,7 @@ class FittedTable:
             ]
             yield from self._row_lines(places, widths, cells, row.style)
         note = self._note(places, any(head is not None for head in heads))
-        for text in filter(None, (without_controls(self.caption), note)):
+        for text in filter(None, (self.caption, note)):
             yield from (Text(line, "dim") for line in broken(text, width))
 
     def _row_lines(

@@ -14,7 +14,7 @@ from mprun.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.settings import MemorySettings, parse_size
+from mprun.config.settings import parse_size
 from mprun.config.study_request import with_every_mode
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.machine import versions
@@ -30,6 +30,7 @@ from mprun.results import Result
 from mprun.results.memory_result import (
     LargestBatch,
     MemoryRecord,
+    MemorySettings,
     ModeMemory,
     OptimizerChoice,
     ParallelKind,

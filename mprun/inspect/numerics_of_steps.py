@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
-from mprun.config.settings import NumericsSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
 from mprun.data.batches import halves
@@ -55,7 +54,12 @@ from mprun.numerics.updates import (
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.results import Result
-from mprun.results.numerics_result import Float32Loss, NumericsResult, numerics_parts
+from mprun.results.numerics_result import (
+    Float32Loss,
+    NumericsResult,
+    NumericsSettings,
+    numerics_parts,
+)
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.signals import StopSignals
 

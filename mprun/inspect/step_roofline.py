@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeVar, cast
 
@@ -30,7 +31,6 @@ from mprun.assemble.planned_memory import (
     gathered_itemsizes,
 )
 from mprun.config import compose
-from mprun.config.settings import DoctorSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
@@ -52,7 +52,7 @@ from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.rates import in_threads
 from mprun.records.run_record import StepTimes
 from mprun.results import Result
-from mprun.results.doctor_result import Examination, renderables
+from mprun.results.doctor_result import DoctorSettings, Examination, renderables
 from mprun.results.estimates import (
     GPUS,
     NO_FORMATS,
@@ -97,20 +97,21 @@ class MeasuredStep(NamedTuple):
     """The time of each group's ops; None where mprun computes some ops itself."""
 
 
-def plan_step(overrides: Sequence[str]) -> PlannedRun:
+def plan_step(overrides: Sequence[str], config_dir: Path | None = None) -> PlannedRun:
     """Plan a run whose step is examined, on generated data unless the user chose others.
 
     The time of a step does not depend on the values of its samples.
 
     Args:
         overrides: of a run.
+        config_dir: a further folder of configs.
 
     Raises:
         UsageError: the run cannot be planned.
     """
     if any(text.lstrip("+~").startswith("data.") for text in overrides):
-        return plan_run(compose(overrides), "doctor")
-    composed = compose([*overrides, "data.source=generated"])
+        return plan_run(compose(overrides, config_dir), "doctor")
+    composed = compose([*overrides, "data.source=generated"], config_dir)
     given = tuple(key for key in composed.given if key != "data.source")
     return plan_run(replace(composed, given=given), "doctor")
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+from msgspec import Meta
+
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
 """Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`."""
@@ -42,6 +44,13 @@ class Legal:
         self.values = values
 
 
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Number = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+"""Part of a whole that is not the whole."""
+WorldSize = Annotated[int, Meta(ge=1, le=2**20)]
 FloatDtype = Annotated[str, Legal(*FLOAT_DTYPES)]
 MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
 

@@ -70,22 +70,23 @@ class Result:
     @property
     def markdown(self) -> str:
         """All sentences and tables as Markdown."""
-        blocks = [
-            markdown_text(without_controls(part)).strip().replace("\n", "  \n")
-            if isinstance(part, str)
-            else part.markdown_block
-            for part in self.parts
-        ]
+        blocks = []
+        for part in self.parts:
+            if isinstance(part, str):
+                blocks.append(markdown_text(without_controls(part)).strip().replace("\n", "  \n"))
+            else:
+                blocks += [f"**{markdown_text(part.title)}**" if part.title else "", part.markdown]
+                blocks.append(markdown_text(part.caption))
         return "\n\n".join(filter(None, blocks)) + "\n"
 
     def _repr_html_(self) -> str:
         """All sentences and tables as HTML, for a notebook."""
-        return "\n".join(
-            f"<p>{escape(without_controls(part)).replace(chr(10), '<br>')}</p>"
-            if isinstance(part, str)
-            else part.html
-            for part in self.parts
-        )
+        blocks = []
+        for part in self.parts:
+            blocks += [part.html] if isinstance(part, FittedTable) else []
+            text = escape(without_controls(part if isinstance(part, str) else part.caption))
+            blocks += [f"<p>{text}</p>".replace("\n", "<br>")] if text else []
+        return "\n".join(blocks)
 
     def __str__(self) -> str:
         """All sentences and tables, as in a pipe."""

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mprun.console.fitted_table import (
     ALWAYS,
@@ -22,9 +22,30 @@ from mprun.console.fitted_table import (
     text_column,
 )
 from mprun.console.formatting import UNITS, change_text, joined, size_text, unit_for
+from mprun.records.policy_columns import Count, Legal, WorldSize
 from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
 
 ParallelKind = Literal["ddp", "fsdp2"]
+
+
+@dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are compared with; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: Count | None = None
+    """Modules are shown down to this depth, deeper ones are added up; null for all."""
+    picture: bool = True
+    """Whether the plots are drawn."""
+    world_size: WorldSize = 1
+    """Plan one of this many processes; each takes train.batch_size samples."""
+    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
+    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
+    checkpointing: bool = False
+    """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
 
 
 @dataclass(frozen=True)

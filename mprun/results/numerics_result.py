@@ -11,12 +11,40 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import listed, share_text
+from mprun.records.mode_names import FURTHER_FORMATS
+from mprun.records.policy_columns import Count, Legal, NotNegative, Number
 from mprun.results.search_result import Deviation, Reference, SearchTolerance
+
+
+@dataclass
+class NumericsSettings:
+    """Which steps are inspected, and what their numbers must keep."""
+
+    steps: Count = 20
+    """Number of steps that are inspected, evenly spread over the span."""
+    warmup: Number = 3
+    """Steps before the first one that may be inspected."""
+    span: Count = 200
+    """The last step that may be inspected; at most the run's last step."""
+    headroom: Annotated[float, Meta(ge=1, le=2**20)] = 2.0
+    """How many times larger gradients may become before one overflows at the recommended scale."""
+    needed_db: NotNegative = 20.0
+    """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
+    try_scales: bool = False
+    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
+    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
+    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
+    top: Count = 20
+    """Rows of the table, the worst first; all are in numerics.json."""
+    plots: bool = True
+    """Whether the plots are drawn."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ MAX_KINDS = 25
 ELSEWHERE = "trace.json"
 
 
+@dataclass
+class TraceSettings:
+    """What `mprun trace` shows."""
+
+    ops: bool = False
+    """Whether every op is listed below the summary."""
+
+
 class CastRecord(msgspec.Struct, frozen=True, rename={"from_dtype": "from", "to_dtype": "to"}):
     """A conversion of a tensor's dtype; `from` is a keyword of Python, so fields are renamed."""
 

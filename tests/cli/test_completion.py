@@ -12,7 +12,7 @@ from mprun.cli.completion import SHELLS, completion_script
 from mprun.cli.main import COMMANDS, main
 from mprun.config.reference import leaves, options
 
-SECTIONS = {command.name: command.settings for command in COMMANDS}
+NAMES = [command.name for command in COMMANDS]
 MODES = set(options("precision"))
 CASES: dict[str, set[str]] = {
     "mprun adv": {"advise"},
@@ -41,7 +41,7 @@ CASES: dict[str, set[str]] = {
 
 def written(shell: str) -> Path:
     path = Path(f"mprun.{shell}")
-    path.write_text(completion_script(shell, SECTIONS), encoding="utf-8")
+    path.write_text(completion_script(shell, COMMANDS), encoding="utf-8")
     return path
 
 
@@ -63,7 +63,7 @@ def test_a_script_has_every_name_and_is_valid(shell: str) -> None:
     path = written(shell)
     text = path.read_text(encoding="utf-8")
     assert "@" not in text.replace("$@", "").replace("[@]", "")  # every place is filled
-    for name in (*SECTIONS, *(f"{key}=" for key in leaves() if key != "precision.name"), *MODES):
+    for name in (*NAMES, *(f"{key}=" for key in leaves() if key != "precision.name"), *MODES):
         if not name.endswith(".name="):
             assert name in text
     if shutil.which(shell):
@@ -72,7 +72,7 @@ def test_a_script_has_every_name_and_is_valid(shell: str) -> None:
 
 def test_the_command_prints_it_or_names_the_shells(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--completion", "fish"]) == 0
-    assert capsys.readouterr().out == completion_script("fish", SECTIONS)
+    assert capsys.readouterr().out == completion_script("fish", COMMANDS)
     assert main(["--completion", "bsh"]) == 2
     assert "'bsh' is no such shell; legal: bash, zsh, fish; did you mean 'bash'?" in (
         capsys.readouterr().err

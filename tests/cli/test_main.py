@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mprun import __version__, devices
 from mprun.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
-from mprun.cli.main import main
+from mprun.cli.main import BY_NAME, main
 from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.errors import UsageError
@@ -370,11 +370,11 @@ def assert_answered_in_one_line(before: list[str], override: str) -> None:
 
 def test_options_are_taken_apart() -> None:
     args = ["seed=1", "--config-dir", "a b", "--show-config", "device=cpu"]
-    known = parse_arguments("train", args)
+    known = parse_arguments(BY_NAME["train"], args)
     assert (known.overrides, known.config_dir) == (["seed=1", "device=cpu"], Path("a b"))
     assert (known.show_config, known.multirun) == (True, False)
-    assert parse_arguments("train", ["--config-dir=a=b"]).config_dir == Path("a=b")
-    none = parse_arguments("train", [])
+    assert parse_arguments(BY_NAME["train"], ["--config-dir=a=b"]).config_dir == Path("a=b")
+    none = parse_arguments(BY_NAME["train"], [])
     assert (none.overrides, none.config_dir) == ([], None)
 
 
@@ -384,7 +384,7 @@ def test_options_are_taken_apart() -> None:
 )
 def test_only_train_takes_these_options(command: str, option: str) -> None:
     with pytest.raises(UsageError, match=f"mprun {command} has no option '{option}'"):
-        parse_arguments(command, [option, "seed=0,1"])
+        parse_arguments(BY_NAME[command], [option, "seed=0,1"])
 
 
 @pytest.mark.parametrize("command", [[], ["train"]])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.settings import NumericsSettings, take
+from mprun.config.settings import take
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.inspect import numerics_of_steps as built
@@ -28,7 +28,7 @@ from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
 from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
-from mprun.results.numerics_result import NumericsResult
+from mprun.results.numerics_result import NumericsResult, NumericsSettings
 from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -341,9 +341,9 @@ def test_a_loss_in_float16_bounds_the_scale() -> None:
 
 
 def inspected(*words: str) -> list[int]:
-    settings, rest = take(words, "numerics")
+    settings, rest = take(words, NumericsSettings)
     chosen = make_plan(compose([*LINEAR, *rest]).config, ())
-    return steps_to_inspect(chosen, settings.numerics)
+    return steps_to_inspect(chosen, settings.own(NumericsSettings))
 
 
 def test_steps_are_spread_behind_the_warm_up() -> None:

@@ -6,10 +6,11 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
+from mprun.cli.main import COMMANDS
 from mprun.config import settings
 from mprun.config.reference import docs_of, leaves
 from mprun.config.schema import Config
-from mprun.config.settings import Settings, parse_size, take
+from mprun.config.settings import Settings, parse_size, section_of, take
 from mprun.errors import UsageError
 
 
@@ -55,13 +56,15 @@ def test_a_mistake_names_what_is_legal(word: str, text: str) -> None:
 
 def test_no_setting_has_the_name_of_a_part_of_a_run() -> None:
     runs = {key.partition(".")[0] for key in leaves()} | {f.name for f in fields(Config)}
-    assert not runs & {f.name for f in fields(Settings)}
+    own = {section_of(x) for command in COMMANDS for x in command.settings}
+    assert not runs & {*own, *(f.name for f in fields(Settings))}
 
 
 def test_every_setting_is_documented() -> None:
     sections = [f.type for f in fields(Settings)]
     classes = [getattr(settings, str(name), None) for name in sections]
-    for cls in (Settings, *(c for c in classes if is_dataclass(c))):
+    own = [x for command in COMMANDS for x in command.settings]
+    for cls in (Settings, *(c for c in (*classes, *own) if is_dataclass(c))):
         assert set(docs_of(cls)) == {f.name for f in fields(cls)}  # type: ignore[arg-type]
         assert all(text.endswith(".") for text in docs_of(cls).values())  # type: ignore[arg-type]
 

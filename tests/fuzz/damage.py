@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 
+from mprun.cli.main import COMMANDS as ALL
 from mprun.config.settings import Field, fields
 
 NOTHING = ("???", "${x}", "${oc.env:MPRUN_NO_SUCH_VARIABLE}", "${", "${nope:1}")
@@ -71,16 +72,7 @@ class Case:
 
 # ---- settings ------------------------------------------------------------------------------------
 
-COMMANDS = {
-    "compare": ("compare",),
-    "sweep": ("compare", "seeds", "first_seed"),
-    "advise": ("advise", "compare", "seeds", "first_seed"),
-    "double": ("double", "compare", "seeds", "first_seed"),
-    "doctor": ("doctor",),
-    "memory": ("memory",),
-    "numerics": ("numerics",),
-    "search-ops": ("search_ops", "seeds"),
-}
+COMMANDS = {command.name: command.settings for command in ALL if command.settings}
 
 
 def wrong_setting(chance: Random) -> Case:
