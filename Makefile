@@ -12,7 +12,7 @@ PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --
 SHARD   ?=
 SPLIT   := $(if $(SHARD),--splitting-algorithm least_duration --group $(subst /, --splits ,$(SHARD)))
 
-.PHONY: run install-dev test test-exhaustive test-all check docs bench clean help
+.PHONY: run install-dev test test-exhaustive test-all check docs site bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make test-exhaustive  the sweeps that make test leaves out (SHARD=3/8: the third of eight parts)"
 	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
-	@echo "make docs   rewrite the page of fields and the quick example outputs (EXAMPLES='timed long': others)"
+	@echo "make docs   rewrite the quick example outputs of the docs (EXAMPLES='timed long': others)"
+	@echo "make site   build the documentation into site/ (open site/index.html)"
 	@echo "make bench  mprun against other ways to train, in under 15 minutes (installs Lightning, Accelerate, Keras)"
 	@echo "make clean  remove the virtual environment and the caches"
 
@@ -61,12 +62,15 @@ check: $(VENV)/.installed-dev
 
 # Other example outputs: make docs EXAMPLES="timed sweep", by cost or by name (docs/examples.py)
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/reference/configuration.md
 	$(BIN)/python -m docs.examples $(EXAMPLES)
+
+# The site of docs/ (mkdocs.yml), strictly
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Options: make bench BENCH="--threads 1 --readme"
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info mprun/kernels/_prebuilt.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info mprun/kernels/_prebuilt.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,18 +1,14 @@
-"""The help and the page of fields, made from the commands, conf/ and the texts of the schema."""
+"""The help, made from the commands, conf/ and the texts of the schema."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from omegaconf import MISSING
-
 from mprun.config import settings
 from mprun.config.recipe_file import RecipeFile, recipe_text
-from mprun.config.reference import GROUPS, Field, leaves, options
-from mprun.records.mode_names import ALIASES
+from mprun.config.reference import GROUPS, leaves, options
 from mprun.records.run_config import yaml_text
 
 COMMON = (
@@ -149,40 +145,3 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
         wrapper.initial_indent = f"  {name}".ljust(column)
         lines.append(wrapper.fill(text))
     return "\n".join(lines) + "\n"
-
-
-PAGE_INTRO = """\
-# Configuration: every field
-
-`make docs` writes this page from the schema. Set a field with `name=value` on the command line.
-Each line has a field with its default, its legal values and its meaning. A group chooses a file in
-`conf/`, which sets the fields without a default. `mprun COMMAND --help` lists the settings of a
-command, `mprun recipe=my.py --help` the parameters of a recipe.
-
-## Groups
-
-"""
-
-
-def configuration_page() -> str:
-    """docs/reference/configuration.md: groups with their options, then every field."""
-    groups = [f"- `{g}`: " + ", ".join(f"`{name}`" for name in options(g)) for g in GROUPS]
-    other_names = ", ".join(f"`{name}` ({mode})" for name, mode in ALIASES.items())
-    groups.append(f"\nOther names of modes, recorded under mprun's: {other_names}.")
-    fields = [_item(f) for f in leaves().values() if f.key not in {f"{g}.name" for g in GROUPS}]
-    return PAGE_INTRO + "\n".join([*groups, "\n## Fields\n", *fields]) + "\n"
-
-
-def _item(field: Field) -> str:
-    """A field as a line, without legal values that its text or default already shows."""
-    default = "" if field.default == MISSING else f"={field.default_text}"
-    legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(" [name, ...]", "")
-    legal = legal.removesuffix(", or null") if field.default is None else legal
-    has_value = field.default is not None and field.default != MISSING  # which shows its type
-    shown = _names_all(field) if field.choices else has_value
-    return f"- `{field.key}{default}`" + ("" if shown else f" ({legal})") + f": {field.doc}"
-
-
-def _names_all(field: Field) -> bool:
-    """Whether a field's text names each of its legal values."""
-    return all(re.search(rf"\b{choice}\b", field.doc) for choice in field.choices)

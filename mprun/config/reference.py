@@ -1,6 +1,6 @@
 """Each field's name, legal values and meaning, read from the schema.
 
-One source for three readers: error messages, `mprun --help`, and docs/reference/configuration.md.
+One source for three readers: error messages, `mprun --help`, and docs/site_build.py.
 """
 
 from __future__ import annotations

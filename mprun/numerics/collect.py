@@ -97,7 +97,8 @@ class Statistics(StepListener):
     """Statistics of a model's steps.
 
     Args:
-        model, optimizer: without an optimizer updates are left out.
+        model: the model of the steps.
+        optimizer: its optimizer; without it updates are left out.
         loss_scale: the factor of the loss: a number, a `torch.amp.GradScaler`, one of
             mprun's loss scales, or a function that gives it.
         formats: kinds whose noise in other formats is wanted; it takes most of the time.

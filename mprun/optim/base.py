@@ -195,10 +195,11 @@ class GradScaledOptimizer(EagerOptimizer, ScaledOptimizer):
 class LowPrecisionOptimizer(GradScaledOptimizer):
     """The base of all optimizers; a subclass gives its formula, its moments and its constants.
 
+    The other arguments are described in `StorageOptions`.
+
     Args:
         params: as for any optimizer, in float32, float16 or bfloat16; each stays in its dtype.
         defaults: the subclass's options.
-        rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `StorageOptions`.
 
     Raises:
         ValueError: an option that is none of those.

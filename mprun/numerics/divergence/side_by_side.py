@@ -171,8 +171,8 @@ def diff(
     Both run in training without dropout, from the same random numbers; nothing of them changes.
 
     Args:
-        a, b: models of the same modules: in two precisions, versions, or compiled and eager.
-            `Side(model, autocast=torch.bfloat16)` runs one under autocast.
+        a: a model, or `Side(model, autocast=torch.bfloat16)`, which runs it under autocast.
+        b: one of the same modules, in another precision or version, or compiled.
         batch: a tensor, a tuple of arguments, or a mapping of named ones; with `loss`, a pair of
             that and the target. Floating inputs are brought to each side's dtype.
         loss: `loss(output, target)`, a scalar. None: the output's own `loss`, else a fixed random
