@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from benchmarks.alternate import BLOCKS, HEAPS, Ratio, compared, heap_environment
 from mprun import devices
 from mprun.assemble import Plan, build_parts, make_plan
-from mprun.assemble.optimizer import CLASSES, build_schedule
+from mprun.assemble.optimizer import build_schedule, class_of
 from mprun.assemble.parts import batch_form
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
@@ -102,7 +102,7 @@ def raw_optimizer(plan: Plan, model: nn.Module, **more: Any) -> Optimizer:
         options["momentum"] = config.momentum
     if config.name == "rmsprop":
         options |= {"alpha": config.alpha, "eps": config.eps}
-    return CLASSES[config.name](model.parameters(), **options, **more)
+    return class_of(config)(model.parameters(), **options, **more)
 
 
 def _rows(index: Tensor, x: Tensor) -> Tensor:

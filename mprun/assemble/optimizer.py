@@ -1,8 +1,8 @@
 """Which optimizer a run gets.
 
-By name, PyTorch's, or the one of `mprun.optim` that stores parameters and state in 16 bits. By
-import path, or made by the recipe, any other: one that computes in its parameters' dtype, so with
-16-bit parameters it gets float32 masters.
+By name (`config.schema.OPTIMIZERS`), PyTorch's, or its namesake of `mprun.optim` that stores
+parameters and state in 16 bits. One without namesake, by import path or made by the recipe computes
+in its parameters' dtype, so with 16-bit parameters it gets float32 masters.
 
 An optimizer by import path: its class, and the arguments that it takes.
 
@@ -35,8 +35,7 @@ from mprun import optim
 from mprun._torch import eager_optimizer
 from mprun.assemble.file_recipe import imported
 from mprun.config import Config
-from mprun.config.schema import OptimizerConfig, TrainConfig
-from mprun.config.validate import stored_moments
+from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError, first_line, hint, nearest
 from mprun.numerics.memory_recorder import fake_tensors
@@ -134,16 +133,16 @@ def made_of_class(
     """An optimizer of the class, with the user's arguments.
 
     Raises:
-        UsageError: the class refuses them.
+        UsageError: the class at an import path refuses them.
     """
-    options: dict[str, Any] = {"lr": lr}
-    if config.weight_decay and takes(kind, "weight_decay"):
-        options["weight_decay"] = config.weight_decay
+    given = options_of(config, kind)
+    options = {"lr": lr, **{name: _as_argument(value) for name, value in given.items()}}
     if implementation not in ("own", "masters"):
         names = [n for n in ("foreach", "fused") if takes(kind, n)]
-        if not any(name in config.args for name in names):
+        if not any(name in given for name in names):
             options |= {name: implementation == name for name in names}
-    options |= {name: _as_argument(value) for name, value in config.args.items()}
+    if config.target is None:
+        return eager_optimizer(kind)(parameters, **options)  # type: ignore[arg-type]
     try:
         return kind(parameters, **options)
     except Exception as error:  # the class may be the user's
@@ -250,29 +249,33 @@ def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
     return schedule
 
 
-CLASSES: dict[str, type[Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "rmsprop": torch.optim.RMSprop,
-    "adamw": torch.optim.AdamW,
-}
+def class_of(config: OptimizerConfig, untrusted: Path | None = None) -> type[Optimizer]:
+    """The class of an optimizer by name or import path; raises as `optimizer_class`."""
+    if config.target is not None:
+        return optimizer_class(config.target, untrusted)
+    return getattr(torch.optim, OPTIMIZERS[config.name].kind)  # type: ignore[no-any-return]
 
 
-def named_options(config: OptimizerConfig) -> dict[str, Any]:
-    """What an optimizer by name is told, without lr."""
-    options: dict[str, Any] = {"weight_decay": config.weight_decay}
-    if config.name == "adamw":
-        return options | {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    options["momentum"] = config.momentum
-    if config.name == "rmsprop":
-        options |= {"alpha": config.alpha, "eps": config.eps}
-    return options
+def import_path(config: OptimizerConfig) -> str:
+    """The import path of the class."""
+    return config.target or f"torch.optim.{OPTIMIZERS[config.name].kind}"
+
+
+def options_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
+    """What its class is told, without lr: the fields of its name, or the user's arguments."""
+    if config.target is None:
+        fields = OPTIMIZERS[config.name].fields.items()
+        values = {name: [getattr(config, x) for x in of] for name, of in fields}
+        return {name: x[0] if len(x) == 1 else tuple(x) for name, x in values.items()}
+    decays = config.weight_decay and takes(kind, "weight_decay")
+    return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
 
 
 def stores_low_precision(
     policy: Policy, layers: Mapping[str, str], config: OptimizerConfig
 ) -> bool:
     """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
-    moments = {getattr(policy, f"{moment}_dtype") for moment in stored_moments(config)}
+    moments = {getattr(policy, f"{moment}_dtype") for moment in config.stored_moments}
     in_layers = {x.stored for x in own_precisions(layers.values(), policy.casting)}
     return {policy.param_dtype, *moments} != {"float32"} or not in_layers <= {torch.float32}
 
@@ -330,7 +333,7 @@ def check_optimizer(
     Raises:
         UsageError: see `build_optimizer` and `build_schedule`.
     """
-    is_named = config.train.optimizer.target is None and not recipe.makes_optimizer
+    is_named = config.train.optimizer.stores_low and not recipe.makes_optimizer
     try:
         if is_named and not recipe.makes_schedule:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -358,7 +361,7 @@ def choose_implementation(
     chosen: str,
     untrusted: Path | None = None,
 ) -> str | None:
-    """The implementation of an optimizer that has no name in mprun: masters, own, or PyTorch's.
+    """The implementation of an optimizer without namesake in `mprun.optim`: see `SpeedChoice`.
 
     Args:
         config: the optimizer section.
@@ -368,23 +371,24 @@ def choose_implementation(
         untrusted: a folder whose code is not run.
 
     Returns:
-        None for one with a name.
+        None for one with a namesake.
 
     Raises:
         UsageError: there is no such class, or it does not take the arguments.
     """
     if recipe.makes_optimizer:
         return "masters" if low else "own"
-    if config.target is None:
+    if config.stores_low:
         return None
-    kind = optimizer_class(config.target, untrusted)
-    check_arguments(kind, config.args)
+    kind = class_of(config, untrusted)
+    given = options_of(config, kind)
+    check_arguments(kind, given)
     if low and issubclass(kind, torch.optim.SparseAdam):
         raise UsageError(
             f"train.optimizer.target={config.target} takes sparse gradients, and parameters in 16 "
             "bits have none; legal: another optimizer, or precision=bf16_mixed"
         )
-    return "masters" if low else implementation(kind, config.args, chosen)
+    return "masters" if low else implementation(kind, given, chosen)
 
 
 def build_optimizer(
@@ -403,14 +407,16 @@ def build_optimizer(
             does not take its arguments.
     """
     check_trainable(model, recipe)
-    if not recipe.makes_optimizer and config.target is None:
-        return _named(config, model, lr, policy, speed, seed)
+    engine = speed.optimizer_impl
+    if engine in engines.ENGINES:
+        kind = class_of(config)
+        given = {"lr": lr, **options_of(config, kind)}
+        return low_precision(policy, kind, trained(model), seed, engine, **given)
 
     def make() -> Optimizer:
         if recipe.makes_optimizer:
             return _recipes_optimizer(recipe, model)
-        kind = optimizer_class(str(config.target))
-        return made_of_class(kind, trained(model), config, lr, speed.optimizer_impl)
+        return made_of_class(class_of(config), trained(model), config, lr, engine)
 
     if speed.optimizer_impl != "masters":
         return make()
@@ -471,21 +477,3 @@ def _with_masters(
             f"legal is train.optimizer.name={type(inner).__name__.lower()}"
         )
     return with_masters(policy, inner, masters, seed)
-
-
-def _named(
-    config: OptimizerConfig,
-    model: nn.Module,
-    lr: float,
-    policy: Policy,
-    speed: SpeedChoice,
-    seed: int,
-) -> Optimizer:
-    kind = CLASSES[config.name]
-    options = {"lr": lr, **named_options(config)}
-    if speed.optimizer_impl not in engines.ENGINES:
-        options |= speed.optimizer_options()
-        if config.name == "rmsprop":
-            del options["fused"]  # RMSprop has no fused kernels
-        return eager_optimizer(kind)(trained(model), **options)  # type: ignore[arg-type]
-    return low_precision(policy, kind, trained(model), seed, speed.optimizer_impl, **options)

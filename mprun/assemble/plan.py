@@ -31,6 +31,7 @@ from mprun.assemble.optimizer import (
     FUSED,
     check_optimizer,
     choose_implementation,
+    import_path,
     stores_low_precision,
     unused_by,
     unused_weight_decay,
@@ -273,7 +274,7 @@ def choose_speed(
         low: whether the optimizer writes anything in 16 bits.
     """
     optimizer = config.train.optimizer
-    named = "adamw" if optimizer.target in FUSED else optimizer.name
+    named = "adamw" if import_path(optimizer) in FUSED else optimizer.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
     if earlier:

@@ -163,11 +163,46 @@ class PresetConfig:
     """Fail the run unless the mean loss of its last third is below that of its first third."""
 
 
+@dataclass(frozen=True)
+class OptimizerRow:
+    """An optimizer that has a name."""
+
+    kind: str
+    """The class of `torch.optim`."""
+    fields: dict[str, tuple[str, ...]]
+    """Argument of the class to the fields of `OptimizerConfig` that it is made of."""
+    moments: tuple[str, ...] | None = None
+    """The moments ("momentum", "variance") of the class of the same name in `mprun.optim`.
+
+    They are stored in the mode's dtypes; a moment with a field of its name is kept where that is
+    not 0. None: `mprun.optim` has no such class, and 16-bit parameters get float32 masters.
+    """
+
+
+def _of(*names: str) -> dict[str, tuple[str, ...]]:
+    """Arguments that are called as their fields."""
+    return {name: (name,) for name in names}
+
+
+OPTIMIZERS = {
+    "sgd": OptimizerRow("SGD", _of("weight_decay", "momentum"), ("momentum",)),
+    "rmsprop": OptimizerRow(
+        "RMSprop", _of("weight_decay", "momentum", "alpha", "eps"), ("momentum", "variance")
+    ),
+    "adamw": OptimizerRow(
+        "AdamW",
+        {**_of("weight_decay"), "betas": ("beta1", "beta2"), **_of("eps")},
+        ("momentum", "variance"),
+    ),
+}
+"""Every name that train.optimizer.name can be."""
+
+
 @dataclass
 class OptimizerConfig:
     """The optimizer and its own parameters; the learning rate is train.lr."""
 
-    name: Annotated[str, Legal("sgd", "rmsprop", "adamw")] = "adamw"
+    name: Annotated[str, Legal(*OPTIMIZERS)] = "adamw"
     """Which optimizer."""
     target: str | None = None
     """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
@@ -185,6 +220,18 @@ class OptimizerConfig:
     """AdamW's decay of the second moment."""
     eps: NotNegative = 1e-8
     """Term added to the denominator of RMSprop and AdamW."""
+
+    @property
+    def stores_low(self) -> bool:
+        """Whether a class of `mprun.optim` stores its parameters and moments in 16 bits."""
+        return self.target is None and OPTIMIZERS[self.name].moments is not None
+
+    @property
+    def stored_moments(self) -> set[str]:
+        """Which of "momentum" and "variance" are stored, in the mode's dtypes."""
+        row = OPTIMIZERS[self.name]
+        moments = row.moments or () if self.target is None else ()
+        return {x for x in moments if x not in row.fields or getattr(self, x)}
 
 
 @dataclass

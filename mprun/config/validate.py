@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from mprun.config.reference import leaves
-from mprun.config.schema import DEVICES, Config, LoggerConfig, OptimizerConfig
+from mprun.config.schema import DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
 from mprun.records.mode_names import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
 from mprun.records.policy_columns import COMPENSATED
@@ -92,12 +92,6 @@ PATHS = {
 
 NAMES = ("recipe.name", "precision.name", "op_lists.name", "logger.name", "preset.name")
 """Names that the terminal shows; in a resumed folder they may be someone else's."""
-
-OPTIMIZER_FIELDS = {
-    "sgd": {"name", "momentum", "weight_decay"},
-    "rmsprop": {"name", "momentum", "weight_decay", "alpha", "eps"},
-    "adamw": {"name", "weight_decay", "beta1", "beta2", "eps"},
-}
 
 SATURATES = (
     "precision.overflow=saturate with a dynamic loss scale, which needs to see the overflows "
@@ -190,20 +184,21 @@ def _check_optimizer(config: Config) -> None:
     train = config.train
     if train.min_lr > train.lr:
         raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
-    target = train.optimizer.target
-    if target is None:
-        return
-    if not _is_import_path(target):
+    optimizer, target = train.optimizer, train.optimizer.target
+    if target is not None and not _is_import_path(target):
         raise UsageError(
             f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
             "such as torch.optim.Adagrad"
         )
-    if config.precision.rounding == "split":
+    if config.precision.rounding == "split" and not optimizer.stores_low:
+        given = f"name={optimizer.name}" if target is None else f"target={target}"
+        own = "|".join(name for name, row in OPTIMIZERS.items() if row.moments is not None)
         raise UsageError(
-            f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
-            "masters; legal: precision.rounding=nearest, or train.optimizer.name"
+            f"precision.rounding=split with train.optimizer.{given}, which gets float32 masters; "
+            "legal: precision.rounding=nearest, or train.optimizer.name"
+            + (f"={own}" if target is None else "")
         )
-    if "lr" in train.optimizer.args:
+    if target is not None and "lr" in optimizer.args:
         raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
 
 
@@ -213,7 +208,7 @@ def _is_import_path(text: str) -> bool:
 
 
 def _check_coded_moments(config: Config) -> None:
-    for moment in stored_moments(config.train.optimizer):
+    for moment in config.train.optimizer.stored_moments:
         if _is_coded(config, moment) and config.parallel.name == "fsdp2":
             raise UsageError(
                 f"precision.{moment}_dtype=uint8 with parallel=fsdp2: codes of 8 bits have a scale "
@@ -338,7 +333,7 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.train.scheduler == "none":
         yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
-    used = OPTIMIZER_FIELDS.get(optimizer.name, set()) | {"target"}
+    used = {"name", "target"}.union(*OPTIMIZERS[optimizer.name].fields.values())
     why = f"{optimizer.name} does not use it"
     if optimizer.target is not None:
         used = {"target", "args", "weight_decay"}
@@ -389,11 +384,11 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.precision.rounding_scope == "update" and low <= {"variance"}:
         always = "a second moment in 16 or 8 bits is always rounded stochastically"
         yield "precision.rounding", always if low else nothing
-    moments = stored_moments(optimizer)
+    moments = optimizer.stored_moments
     yield from _overflow_reasons(config, low, nothing)
-    if optimizer.target is not None:
+    if not optimizer.stores_low:
         for key in ("precision.momentum_dtype", "precision.variance_dtype"):
-            yield key, f"{optimizer.target} keeps its state in float32"
+            yield key, f"{optimizer.target or optimizer.name} keeps its state in float32"
         return
     if "momentum" not in moments:
         yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
@@ -410,26 +405,13 @@ def _overflow_reasons(config: Config, low: set[str], nothing: str) -> Iterator[t
         yield "precision.overflow", "codes of 8 bits have scales, and never overflow"
 
 
-def stored_moments(optimizer: OptimizerConfig) -> set[str]:
-    """The moments an optimizer stores in the mode's dtypes: "momentum", "variance", both or none.
-
-    An optimizer by import path keeps its state in float32.
-    """
-    if optimizer.target is not None:
-        return set()
-    if optimizer.name == "adamw":
-        return {"momentum", "variance"}
-    second = {"variance"} if optimizer.name == "rmsprop" else set()
-    return second | ({"momentum"} if optimizer.momentum else set())
-
-
 def stored_low(config: Config) -> set[str]:
     """Which of "parameters", "momentum" and "variance" are stored in 16 bits between steps.
 
     The content of `precision.layers_file` is not known here; it may store parameters in 16 bits.
     """
     row = config.precision
-    low = {m for m in stored_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
+    low = {m for m in config.train.optimizer.stored_moments if _is_low(getattr(row, f"{m}_dtype"))}
     layers = {*row.layers.values()}
     low_layers = layers & LAYERS_STORED_LOW or (row.casting == "none" and layers & {"fp16", "bf16"})
     if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:

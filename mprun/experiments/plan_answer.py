@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mprun.assemble import Plan, make_plan, recipe_of
 from mprun.assemble.file_recipe import record_of
-from mprun.assemble.optimizer import CLASSES, named_options, optimizer_class, takes
+from mprun.assemble.optimizer import class_of, import_path, options_of
 from mprun.assemble.recipe_loading import source_of
 from mprun.config import compose
 from mprun.config.recipe_file import as_text, quoted
@@ -55,7 +55,7 @@ def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
         lists=None if plan.op_lists is None else _lists(plan.op_lists),
         layers=dict(plan.layers),
         scale=_scale(config, plan.layers),
-        optimizer=None if own else _path(config.train.optimizer),
+        optimizer=None if own else import_path(config.train.optimizer),
         optimizer_args={} if own else _options(config.train.optimizer),
         lr=plan.lr,
         clip_norm=config.train.clip_norm,
@@ -104,17 +104,13 @@ def _scale(config: Config, layers: Mapping[str, str]) -> ScaleAnswer:
     )
 
 
-def _path(config: OptimizerConfig) -> str:
-    return config.target or f"torch.optim.{CLASSES[config.name].__name__}"
-
-
 def _options(config: OptimizerConfig) -> dict[str, Any]:
     """The arguments without lr; of a named class without those that are 0 by its own default."""
+    kind = class_of(config)
+    options, default = options_of(config, kind), inspect.signature(kind).parameters
     if config.target is not None:
-        decays = takes(optimizer_class(config.target), "weight_decay") and config.weight_decay
-        return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
-    default = inspect.signature(CLASSES[config.name]).parameters
-    return {k: v for k, v in named_options(config).items() if v or default[k].default}
+        return options
+    return {k: v for k, v in options.items() if v or default[k].default}
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

@@ -13,8 +13,8 @@ from mprun.assemble import build_optimizer
 from mprun.assemble.dtype_choices import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import Range, leaves
-from mprun.config.schema import OptimizerConfig
-from mprun.config.validate import OPTIMIZER_FIELDS, check, get
+from mprun.config.schema import OPTIMIZERS, OptimizerConfig
+from mprun.config.validate import check, get
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError
 from mprun.recipes.linear import Linear
@@ -24,6 +24,7 @@ NUMBERS = {key: field.limits for key, field in leaves().items() if field.limits}
 
 LINEAR = compose(["recipe=linear"]).config
 OPTIMIZER_DEFAULTS = OptimizerConfig("sgd")
+OPTIMIZER_FIELDS = {n: set().union(*row.fields.values()) for n, row in OPTIMIZERS.items()}
 
 
 def with_value(key: str, value: float) -> Config:
@@ -132,7 +133,7 @@ UNUSED = [
     (optimizer, field)
     for optimizer, used in OPTIMIZER_FIELDS.items()
     for field in vars(OPTIMIZER_DEFAULTS)
-    if field not in {*used, "target", "args"}  # of a class by import path
+    if field not in {*used, "name", "target", "args"}  # of a class by import path
 ]
 
 
