@@ -79,7 +79,7 @@ tf32-bias precision/switches.py The gradient of a convolution's bias is a sum of
 _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result => result
 dampening optim/optimizers.py The first step of SGD is dampened.
 isinstance(step, Tensor) else step > 1 => isinstance(step, Tensor) else step > 0
-infinite-decay optim/formulas.py An infinite weight becomes NaN.
+infinite-decay optim/optimizers.py An infinite weight becomes NaN.
 decay = torch.where(torch.isfinite(w), w * h[5], 0.0) => decay = w * h[5]
 root-zero optim/formulas.py Small roots of second moments become 0, and are divided by.
 torch.where(floor, codes.clamp(min=1), codes).to(DTYPE) => codes.to(DTYPE)

@@ -4,8 +4,6 @@ By name (`config.schema.OPTIMIZERS`), PyTorch's, or its namesake of `mprun.optim
 parameters and state in 16 bits. One without namesake, by import path or made by the recipe computes
 in its parameters' dtype, so with 16-bit parameters it gets float32 masters.
 
-An optimizer by import path: its class, and the arguments that it takes.
-
 The learning-rate schedule of a run: the configuration's, or the recipe's own.
 """
 
@@ -257,16 +255,14 @@ def class_of(config: OptimizerConfig, untrusted: Path | None = None) -> type[Opt
 
 
 def import_path(config: OptimizerConfig) -> str:
-    """The import path of the class."""
     return config.target or f"torch.optim.{OPTIMIZERS[config.name].kind}"
 
 
 def options_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
     """What its class is told, without lr: the fields of its name, or the user's arguments."""
     if config.target is None:
-        fields = OPTIMIZERS[config.name].fields.items()
-        values = {name: [getattr(config, x) for x in of] for name, of in fields}
-        return {name: x[0] if len(x) == 1 else tuple(x) for name, x in values.items()}
+        values = {**vars(config), "betas": (config.beta1, config.beta2)}
+        return {name: values[name] for name in OPTIMIZERS[config.name].arguments}
     decays = config.weight_decay and takes(kind, "weight_decay")
     return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
 

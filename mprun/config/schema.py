@@ -169,31 +169,19 @@ class OptimizerRow:
 
     kind: str
     """The class of `torch.optim`."""
-    fields: dict[str, tuple[str, ...]]
-    """Argument of the class to the fields of `OptimizerConfig` that it is made of."""
+    arguments: tuple[str, ...]
+    """Of the class: fields of `OptimizerConfig`, or betas."""
     moments: tuple[str, ...] | None = None
-    """The moments ("momentum", "variance") of the class of the same name in `mprun.optim`.
-
-    They are stored in the mode's dtypes; a moment with a field of its name is kept where that is
-    not 0. None: `mprun.optim` has no such class, and 16-bit parameters get float32 masters.
-    """
+    """Of the class of this name in `mprun.optim`, in the mode's dtypes; None: there is none, and
+    16-bit parameters get float32 masters. A moment with a field is kept where that is not 0."""
 
 
-def _of(*names: str) -> dict[str, tuple[str, ...]]:
-    """Arguments that are called as their fields."""
-    return {name: (name,) for name in names}
-
-
+MOMENTS = ("momentum", "variance")
+BETAS = {"betas": ("beta1", "beta2")}
 OPTIMIZERS = {
-    "sgd": OptimizerRow("SGD", _of("weight_decay", "momentum"), ("momentum",)),
-    "rmsprop": OptimizerRow(
-        "RMSprop", _of("weight_decay", "momentum", "alpha", "eps"), ("momentum", "variance")
-    ),
-    "adamw": OptimizerRow(
-        "AdamW",
-        {**_of("weight_decay"), "betas": ("beta1", "beta2"), **_of("eps")},
-        ("momentum", "variance"),
-    ),
+    "sgd": OptimizerRow("SGD", ("weight_decay", "momentum"), ("momentum",)),
+    "rmsprop": OptimizerRow("RMSprop", ("weight_decay", "momentum", "alpha", "eps"), MOMENTS),
+    "adamw": OptimizerRow("AdamW", ("weight_decay", "betas", "eps"), MOMENTS),
 }
 """Every name that train.optimizer.name can be."""
 
@@ -231,7 +219,7 @@ class OptimizerConfig:
         """Which of "momentum" and "variance" are stored, in the mode's dtypes."""
         row = OPTIMIZERS[self.name]
         moments = row.moments or () if self.target is None else ()
-        return {x for x in moments if x not in row.fields or getattr(self, x)}
+        return {x for x in moments if x not in row.arguments or getattr(self, x)}
 
 
 @dataclass

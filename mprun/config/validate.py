@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from mprun.config.reference import leaves
-from mprun.config.schema import DEVICES, OPTIMIZERS, Config, LoggerConfig
+from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
 from mprun.records.mode_names import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
 from mprun.records.policy_columns import COMPENSATED
@@ -333,7 +333,8 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.train.scheduler == "none":
         yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
-    used = {"name", "target"}.union(*OPTIMIZERS[optimizer.name].fields.values())
+    arguments = OPTIMIZERS[optimizer.name].arguments
+    used = {"name", "target"}.union(*(BETAS.get(x, (x,)) for x in arguments))
     why = f"{optimizer.name} does not use it"
     if optimizer.target is not None:
         used = {"target", "args", "weight_decay"}

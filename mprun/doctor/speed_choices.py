@@ -46,13 +46,6 @@ class SpeedChoice:
         parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
         return ", ".join([*parts, "compiled"] if self.compile else parts)
 
-    def optimizer_options(self) -> dict[str, bool]:
-        """The implementation as arguments of a torch.optim class."""
-        return {
-            "foreach": self.optimizer_impl == "foreach",
-            "fused": self.optimizer_impl == "fused",
-        }
-
     @property
     def torch_memory_format(self) -> torch.memory_format:
         """The memory format as torch's object."""

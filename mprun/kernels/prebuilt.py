@@ -113,7 +113,7 @@ def _words(low: int, high: int) -> Any:
 def _storage(defines: Defines) -> Any:
     """The struct `Storage` of steps.h."""
     return (ctypes.c_int32 * 9)(
-        next(n for n, name in enumerate(FORMULAS) if f"OPTIMIZER_{name}" in defines),
+        FORMULAS.index(defines["FORMULA"]),
         FORMATS.index(defines["PARAM"]),
         FORMATS.index(defines["GRAD"]),
         FORMATS.index(defines["FIRST"]) if "HAS_FIRST" in defines else 0,

@@ -108,7 +108,7 @@ static inline float *moment(void *stored, const float *scales, const float *map,
   return scratch;
 }
 
-/* The formulas are those of mprun/optim/formulas.py, term by term. With `root` the second moment is
+/* The formulas are those of mprun/optim/optimizers.py, term by term. With `root` the second moment is
 its square root, before and after. */
 
 static inline void adamw(const float *h, int root, int n, const float *w, const float *g,

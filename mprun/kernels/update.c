@@ -3,7 +3,7 @@
 -DPARAM -DGRAD -DFIRST -DSECOND  how parameter, gradient and the two moments are stored
 -DRULE_...    how parameters are rounded: NEAREST, STOCHASTIC, KAHAN or SPLIT
 -DFIRST_...   how the first moment is: NEAREST or STOCHASTIC (the second one always is stochastic)
--DOPTIMIZER_...  ADAMW, SGD, NESTEROV or RMSPROP
+-DFORMULA     that of the optimizer, as steps.h calls it
 -DHAS_FIRST, -DHAS_SECOND  whether there is such a moment; -DROOT: the second one is kept as its root
 
 The compiler knows them all, and drops the branches of steps.h that are not taken. */
@@ -13,13 +13,7 @@ The compiler knows them all, and drops the branches of steps.h that are not take
 static const Storage STORAGE = {
     .param = NAME(FORMAT_, PARAM),
     .grad = NAME(FORMAT_, GRAD),
-#if defined(OPTIMIZER_SGD)
-    .formula = SGD,
-#elif defined(OPTIMIZER_NESTEROV)
-    .formula = NESTEROV,
-#elif defined(OPTIMIZER_RMSPROP)
-    .formula = RMSPROP,
-#endif
+    .formula = FORMULA,
 #ifdef HAS_FIRST
     .first = NAME(FORMAT_, FIRST),
 #endif

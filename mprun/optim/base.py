@@ -273,7 +273,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
         """Whether the first moment is stored between steps."""
-        return True
+        return bool(group.get("momentum", True))
 
     zero_grad = zero_grad
 

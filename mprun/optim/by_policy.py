@@ -22,19 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.optim import formulas
+from mprun.optim import formulas, optimizers  # noqa: F401 (its classes are `NAMESAKES`)
 from mprun.optim.base import LowPrecisionOptimizer, StorageOptions, kept_in
 from mprun.optim.masters import MasterWeights, masters_of
-from mprun.optim.optimizers import SGD, AdamW, RMSprop
 from mprun.precision.policy import Policy, dtype_name, policy, torch_dtype
 from mprun.precision.products import LOW
 
 NAMESAKES: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
-    torch.optim.SGD: SGD,
-    torch.optim.RMSprop: RMSprop,
-    torch.optim.AdamW: AdamW,
+    getattr(torch.optim, kind.__name__): kind for kind in LowPrecisionOptimizer.__subclasses__()
 }
-"""PyTorch's class, and the one that rounds what it stores."""
+"""PyTorch's class, and the one of its name in `optimizers`, which rounds what it stores."""
 KERNELS = ("foreach", "fused")
 """Options of PyTorch's classes that choose kernels, not results."""
 
@@ -121,7 +118,7 @@ def with_masters(
 
 def low_moments(mode: Policy, kind: type[Optimizer], options: Mapping[str, Any]) -> bool:
     """Whether an optimizer of a class in `NAMESAKES` stores a moment in 16 bits."""
-    first = kind is torch.optim.AdamW or bool(options.get("momentum"))
+    first = bool(options.get("momentum", "momentum" not in inspect.signature(kind).parameters))
     second = NAMESAKES[kind].second is not None
     stored = [mode.momentum_dtype] * first + [mode.variance_dtype] * second
     return any(dtype != "float32" for dtype in stored)

@@ -143,7 +143,7 @@ def _defines(storage: Storage) -> dict[str, str | None]:
         "GRAD": C_TYPES[storage.grad],
         "FIRST": _moment_type(storage.first, storage.first_scale),
         "SECOND": _moment_type(storage.second, storage.second_scale),
-        f"OPTIMIZER_{storage.formula.upper()}": None,
+        "FORMULA": storage.formula.upper(),
     }
     flags = {
         f"RULE_{storage.rounding.upper()}": storage.param != torch.float32,

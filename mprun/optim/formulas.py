@@ -1,4 +1,4 @@
-"""The formulas of the optimizers, for one element in float32, and how their results are stored.
+"""What a formula of `optimizers` is, for one element in float32, and how its results are stored.
 
 A formula takes the parameter w, the gradient g and two moments m and v. It returns the change that
 is subtracted from w, and the new moments. `hyper` has the constants of a step; the gradient was
@@ -71,36 +71,6 @@ def scale(dtype: torch.dtype | None) -> float:
     return SCALE if dtype == torch.float16 else 1.0
 
 
-def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
-    """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
-    m = m * h[1] + g * h[2]
-    v = v * h[3] + (g * g) * h[4]
-    decay = torch.where(torch.isfinite(w), w * h[5], 0.0)  # infinity less infinity would be NaN
-    return decay + h[6] * (m / (root(v) * h[7] + h[8])), m, v
-
-
-def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
-    """SGD with momentum, as in PyTorch."""
-    g = g + w * h[1]
-    m = m * h[2] + g * h[4]
-    return h[3] * m, m, v
-
-
-def nesterov(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
-    """SGD with Nesterov's momentum (Sutskever et al., 2013, as in PyTorch)."""
-    g = g + w * h[1]
-    m = m * h[2] + g
-    return h[3] * (g + m * h[2]), m, v
-
-
-def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
-    """RMSprop (Hinton, lecture 6e, 2012), eps outside the root, momentum as in PyTorch."""
-    g = g + w * h[1]
-    v = v * h[2] + (g * g) * h[3]
-    m = m * h[4] + g / (root(v) + h[5])
-    return h[6] * m, m, v
-
-
 def root(x: Tensor) -> Tensor:
     """The square root, correctly rounded as C's.
 
@@ -111,7 +81,14 @@ def root(x: Tensor) -> Tensor:
     return x.sqrt()
 
 
-FORMULAS: dict[str, Formula] = {f.__name__: f for f in (adamw, sgd, nesterov, rmsprop)}
+FORMULAS: dict[str, Formula] = {}
+QUOTIENTS: set[str] = set()
+"""Formulas whose update is a quotient of moments: see `SCALE`."""
+
+
+def formula(function: Formula) -> Formula:
+    FORMULAS[function.__name__] = function
+    return function
 
 
 @dataclass(frozen=True)
@@ -126,8 +103,8 @@ class Storage:
     second: torch.dtype | None
     """The second moment's; in 16 or 8 bits its square root is stored: it needs half the exponents.
 
-    In float16 it is stored times `SCALE`, and so is AdamW's first moment. In uint8 a moment has
-    scales beside it.
+    In float16 it is stored times `SCALE`, and so is the first moment of a quotient. In uint8 a
+    moment has scales beside it.
     """
     rounding: str
     """nearest, stochastic, kahan or split, of the parameters.
@@ -148,7 +125,7 @@ class Storage:
     @property
     def first_scale(self) -> float:
         """The factor of the stored first moment."""
-        return scale(self.first) if self.formula == "adamw" else 1.0
+        return scale(self.first) if self.formula in QUOTIENTS else 1.0
 
     @property
     def second_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""AdamW, SGD and RMSprop over parameters and moments in 16 bits.
+"""AdamW, SGD and RMSprop over parameters and moments in 16 bits, each with its formula.
 
 Their options are those of `torch.optim`, and those of `StorageOptions` (`rounding`, ...).
 """
@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mprun.optim.base import LowPrecisionOptimizer, StorageOptions
+from mprun.optim.formulas import QUOTIENTS, Results, formula, root
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on
+
+
+@formula
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
+    m = m * h[1] + g * h[2]
+    v = v * h[3] + (g * g) * h[4]
+    decay = torch.where(torch.isfinite(w), w * h[5], 0.0)  # infinity less infinity would be NaN
+    return decay + h[6] * (m / (root(v) * h[7] + h[8])), m, v
+
+
+QUOTIENTS.add("adamw")
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -46,6 +60,22 @@ class AdamW(LowPrecisionOptimizer):
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         decays = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"]]
         return [*decays, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, group["eps"]]
+
+
+@formula
+def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """SGD with momentum, as in PyTorch."""
+    g = g + w * h[1]
+    m = m * h[2] + g * h[4]
+    return h[3] * m, m, v
+
+
+@formula
+def nesterov(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """SGD with Nesterov's momentum (Sutskever et al., 2013, as in PyTorch)."""
+    g = g + w * h[1]
+    m = m * h[2] + g
+    return h[3] * (g + m * h[2]), m, v
 
 
 class SGD(LowPrecisionOptimizer):
@@ -83,15 +113,21 @@ class SGD(LowPrecisionOptimizer):
     def formula_of(self, group: dict[str, Any]) -> str:
         return "nesterov" if group["nesterov"] else "sgd"
 
-    def keeps_first(self, group: dict[str, Any]) -> bool:
-        return bool(group["momentum"])
-
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         # As in PyTorch, the first step adds the whole gradient to the momentum, and without
         # momentum nothing is dampened.
         later = (step > 1).to(step.dtype) if isinstance(step, Tensor) else step > 1
         undamped = 1 - group["dampening"] * later if group["momentum"] else 1.0
         return [group["weight_decay"], group["momentum"], float(group["lr"]), undamped]
+
+
+@formula
+def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """RMSprop (Hinton, lecture 6e, 2012), eps outside the root, momentum as in PyTorch."""
+    g = g + w * h[1]
+    v = v * h[2] + (g * g) * h[3]
+    m = m * h[4] + g / (root(v) + h[5])
+    return h[6] * m, m, v
 
 
 class RMSprop(LowPrecisionOptimizer):
@@ -124,9 +160,6 @@ class RMSprop(LowPrecisionOptimizer):
 
     def formula_of(self, group: dict[str, Any]) -> str:
         return "rmsprop"
-
-    def keeps_first(self, group: dict[str, Any]) -> bool:
-        return bool(group["momentum"])
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         alpha, lr = group["alpha"], float(group["lr"])

@@ -64,7 +64,7 @@ def complete_state(
     if storage.second and name_of_second not in state:
         _change_root(state, f"{second}")
     if storage.first:
-        _complete_moment(state, p, first, storage.first, storage.formula == "adamw")
+        _complete_moment(state, p, first, storage.first, storage.formula in formulas.QUOTIENTS)
     if storage.second:
         _complete_moment(state, p, name_of_second, storage.second, True)
     if storage.remainder:

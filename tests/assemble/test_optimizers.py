@@ -228,8 +228,8 @@ def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> No
 @pytest.fixture
 def adamax(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A row of the table is all that a further optimizer by name takes."""
-    fields = {"weight_decay": ("weight_decay",), "betas": ("beta1", "beta2"), "eps": ("eps",)}
-    monkeypatch.setitem(OPTIMIZERS, "adamax", OptimizerRow("Adamax", fields))
+    row = OptimizerRow("Adamax", ("weight_decay", "betas", "eps"))
+    monkeypatch.setitem(OPTIMIZERS, "adamax", row)
     _forget_fields()
     yield [f"train.optimizer.{x}" for x in ("name=adamax", "beta2=0.99", "weight_decay=0.1")]
     _forget_fields()

@@ -13,7 +13,7 @@ from mprun.assemble import build_optimizer
 from mprun.assemble.dtype_choices import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import Range, leaves
-from mprun.config.schema import OPTIMIZERS, OptimizerConfig
+from mprun.config.schema import BETAS, OPTIMIZERS, OptimizerConfig
 from mprun.config.validate import check, get
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError
@@ -24,7 +24,10 @@ NUMBERS = {key: field.limits for key, field in leaves().items() if field.limits}
 
 LINEAR = compose(["recipe=linear"]).config
 OPTIMIZER_DEFAULTS = OptimizerConfig("sgd")
-OPTIMIZER_FIELDS = {n: set().union(*row.fields.values()) for n, row in OPTIMIZERS.items()}
+OPTIMIZER_FIELDS = {
+    name: {x for argument in row.arguments for x in BETAS.get(argument, (argument,))}
+    for name, row in OPTIMIZERS.items()
+}
 
 
 def with_value(key: str, value: float) -> Config:

@@ -37,15 +37,6 @@ def test_the_table(
     assert choose(speed, device, dtype, optimizer, amx) == expected
 
 
-@pytest.mark.parametrize("implementation", ["forloop", "foreach", "fused"])
-def test_an_implementation_is_one_of_torchs(implementation: str) -> None:
-    options = SpeedChoice("contiguous", implementation).optimizer_options()
-    expected = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-    assert options == expected
-    group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **options).param_groups[0]
-    assert {name: group[name] for name in expected} == expected
-
-
 def test_images_take_the_memory_format_and_keep_their_values() -> None:
     images, rows = torch.rand(2, 3, 4, 4), torch.rand(2, 3)
     last = SpeedChoice("channels_last", "forloop")
