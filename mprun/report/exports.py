@@ -32,7 +32,7 @@ from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.comparison_report import comparison_table
 from mprun.report.plots.canvas import Plot, key
-from mprun.report.theme import DARK, LIGHT, TONES, declarations
+from mprun.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 
 SCHEMA_VERSION = 1
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
@@ -60,6 +60,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "recipe": plain(comparison.recipe),
         "metric_name": cells.metric_name(comparison),
         "counted": counted,
+        "nothing": cells.NONE,
         "data": plain(comparison.data),
         "baseline": plain(comparison.baseline),
         "margin": cells.difference_text(comparison, comparison.margin, signed=False),
@@ -70,16 +71,17 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "headline": answer.headline(comparison),
         "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
+        "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
         "variants": _variants(comparison),
         "memory_unit": cells.memory_unit(comparison)[0],
         "memory_headings": SHOWN_MEMORY,
-        "plots": [(plot, Markup(plot.svg)) for plot in plots],
+        "plots": plots,
         "published": published.rows(comparison),
         "published_headings": published.HEADINGS,
         "hardware": plain(comparison.hardware),
         "code": plain(comparison.code),
         "versions": _versions(comparison),
-        "warnings": [plain(warning) for warning in comparison.warnings],
+        "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],
         "failures": answer.failures(comparison),
         "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
@@ -98,7 +100,8 @@ def _variants(comparison: Comparison) -> list[dict[str, Any]]:
             "label": rows[place].label[0],
             "key": Markup(key(place, cells.is_emulated(variant))),  # its marker, as in the plots
             "word": variant.verdict.word,
-            "tone": TONES.get(variant.verdict.word, "none"),
+            "tone": TONES.get(variant.verdict.word, ""),
+            "sign": SIGNS.get(variant.verdict.word, ""),
             "row": rows[place],
             "sentence": sentences[place],
             "reason": plain(variant.verdict.reason),

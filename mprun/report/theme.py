@@ -70,6 +70,9 @@ DARK = Theme(
 TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
 """The word of a verdict to the role of its colour."""
 
+SIGNS = {"better": "+", "equivalent": "=", "worse": "\u2212", "inconclusive": "?"}
+"""The sign before the word on a page, for readers who do not see the colour."""
+
 TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
 """Roles to the terminal's own colours."""
 

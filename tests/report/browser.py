@@ -62,6 +62,9 @@ function* tooWide(page, width) {
     if (box.width && (box.right > width + 0.5 || box.left < -0.5) && !scrolls(element))
       yield `${name(element)}: ${box.left.toFixed(1)} to ${box.right.toFixed(1)} px`;
   }
+  for (const box of page.querySelectorAll(".wide:has(> .cards)"))
+    if (box.scrollWidth > box.clientWidth + 1)
+      yield `a table is cut off: ${box.scrollWidth} of ${box.clientWidth} px`;
   for (const text of page.querySelectorAll("svg.plot text")) {
     const box = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
     if (box.width && (box.right > room.right + 0.5 || box.left < room.left - 0.5))

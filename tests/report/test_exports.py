@@ -145,10 +145,21 @@ def test_the_answer_comes_before_the_table_and_the_table_before_the_plots(
     pages: dict[str, str],
 ) -> None:
     text = pages["ten"]
-    places = [text.index(f'id="{name}"') for name in ("answer", "figures", "plots", "reasons")]
+    places = [text.index(f'id="{name}"') for name in ("answer", "figures", "plots", "variants")]
     assert places == sorted(places)
     assert "keeps the accuracy, trains 1.90 times as fast as fp32" in text
     assert text.index("trains 1.90 times") < places[1]
+
+
+def test_a_verdict_has_a_sign_and_its_reason_is_folded(pages: dict[str, str]) -> None:
+    text = pages["ten"]
+    signs = dict(re.findall(r'class="chip \w+"><b aria-hidden="true">(.)</b>(\w+)<', text))
+    assert signs == {"=": "equivalent", "+": "better", "\u2212": "worse", "?": "inconclusive"}
+    for index in range(1, 10):
+        assert f'<a href="#variant-{index}">' in text.partition('id="figures"')[0]
+        before, _, after = text.partition(f'<p id="variant-{index}">')
+        assert before.count("<details>") == before.count("</details>") + 1
+        assert f"what decided about {index}" in after.partition("</details>")[0]
 
 
 def test_every_plot_stands_in_a_figure_with_a_caption(pages: dict[str, str]) -> None:
@@ -175,8 +186,8 @@ def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
     assert all(f"{shown}{label}" in everything for label in compared)
     for place in (
         f"on {shown}, against",  # the data
-        f"hardware{shown}",
-        f"better: {shown}",  # a reason
+        f"Machine{shown}",
+        f"Better: {shown}",  # a reason
         f"seed 0: {shown}",  # an error
         f"{shown} in {shown}: {shown}",  # a substitution
         f"mprun{cells.plain(HOSTILE, 60)}",  # a version, cut

@@ -13,7 +13,7 @@ import pytest
 from tests.report.browser import browser, measured
 from tests.report.pages import FURTHER, KINDS, Pages
 
-WIDTHS = (1280, 390)
+WIDTHS = (1280, 1000, 390)
 needs_browser = pytest.mark.skipif(browser() is None, reason="no Chromium on the PATH")
 
 
@@ -46,6 +46,8 @@ def test_what_is_wrong_with_a_page_is_noticed(tmp_path: Path) -> None:
     bodies = {
         "wide": wide,
         "scrolls in its box": f'<div style="overflow-x: auto">{wide}</div>',
+        "table": '<div class="wide" style="overflow-x: auto"><table class="cards"><tr>'
+        '<td style="min-width: 500px">a cell</td></tr></table></div>',
         "left": '<p style="margin-left: -20px">left</p>',
         "script": "<script>nothing()</script>",
         "image": '<img src="data:image/png;base64,x">',
@@ -61,6 +63,7 @@ def test_what_is_wrong_with_a_page_is_noticed(tmp_path: Path) -> None:
     for name, text in (
         ("wide", "the page scrolls: 5"),
         ("wide", "<p class="),
+        ("table", "a table is cut off: 5"),
         ("left", "<p class="),
         ("script", "nothing is not defined"),
         ("image", "not loaded: IMG"),

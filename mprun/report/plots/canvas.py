@@ -71,6 +71,8 @@ class Plot(NamedTuple):
     """Data that is missing from it."""
     svg: str = ""
     """An element for a page; empty without a drawing."""
+    narrow_svg: str = ""
+    """The same for a page of a phone's width."""
     png: bytes = b""
 
     def drawn(self, alt: str, draw: Callable[[], Figure]) -> Plot:
