@@ -133,7 +133,7 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
         (["doctor=1"], ["doctor"]),
         (["-m"], ["mprun doctor has no option '-m'"]),
         (["--show-config"], ["mprun doctor has no option '--show-config'"]),
-        (["--config-dir=x"], ["mprun doctor has no option '--config-dir=x'"]),
+        (["--config-dir=x"], ["--config-dir x cannot be read"]),
         (["--json"], ["mprun doctor has no option '--json'"]),
     ],
     ids=str,
