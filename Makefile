@@ -22,7 +22,7 @@ help:
 	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
 	@echo "make docs   rewrite the quick example outputs of the docs (EXAMPLES='timed long': others)"
-	@echo "make site   build the documentation into site/ (open site/index.html)"
+	@echo "make site   build the documentation into site/ (python -m http.server -d site)"
 	@echo "make bench  mprun against other ways to train, in under 15 minutes (installs Lightning, Accelerate, Keras)"
 	@echo "make clean  remove the virtual environment and the caches"
 

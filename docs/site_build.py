@@ -71,6 +71,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, target))):
             return match[0]
         goal = posixpath.normpath(posixpath.join(top, folder, target))
+        if goal == "README.md":
+            return f"[{text}]({posixpath.relpath('index.md', folder or '.')}{anchor})"
         if not (ROOT / goal).exists():
             return match[0]  # which MkDocs reports
         return f"[{text}]({source}/blob/main/{goal}{anchor})" if source else f"{text} (`{goal}`)"

@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import re
+import runpy
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
@@ -21,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from docs.examples import RECIPES, Example
@@ -39,6 +41,7 @@ from mprun.results.search_tables import answer_sentence, outcome_table, proof_li
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
 from tests.experiments import comparison, variant
+from tests.experiments.machine import measure_nothing
 from tests.results.test_search_tables import CONTENT, PROOF, measure, outcome, row
 from tests.summaries import example as example_summary
 
@@ -270,6 +273,23 @@ def halted(example: Example) -> str:
     return printed(*shlex.split(run)[1:], *SMALL, "train.max_steps=20", "train.lr=0.1", status=1)
 
 
+def replayed(_: Example) -> str:
+    """A loop of the docs, and its saved step."""
+    script = str(RECIPES / "pairs.py")
+    with redirect_stdout(io.StringIO()):
+        runpy.run_path(script, run_name="__main__")
+    return printed("replay", "runs/pairs/nonfinite_step_31.pt", script)
+
+
+def formats(example: Example) -> str:
+    """Of a model with layers that gain; this machine is not measured."""
+    words = ["recipe=mnist", "recipe.model.units=8192", "train.batch_size=8192", "device=cpu"]
+    run = example.run.replace("recipe=transformer preset=llama_7b", " ".join(words))
+    with pytest.MonkeyPatch.context() as patch:
+        measure_nothing(patch)
+        return in_small(replace(example, run=run))
+
+
 # ---- a recipe in a file --------------------------------------------------------------------------
 
 SPIRALS = "spirals.py"
@@ -321,6 +341,8 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "search-ops": search_ops,
     "your-model-sweep": own_sweep,
     "halt": halted,
+    "replay": replayed,
+    "eight-bits": formats,
 }  # fmt: skip
 """An example's name to its output; programs are run as they are."""
 

@@ -167,7 +167,9 @@ def test_the_public_names_exist(module: ModuleType) -> None:
     assert names <= set(module.__all__)
 
 
-def test_the_recipe_of_the_page_about_your_model_is_the_one_that_its_outputs_are_of() -> None:
-    page = (ROOT / "docs" / "tutorials" / "your_model.md").read_text(encoding="utf-8")
-    recipe = (ROOT / "docs" / "recipes" / "spirals.py").read_text(encoding="utf-8")
-    assert f"```python\n{recipe}```\n" in page
+@pytest.mark.parametrize(("page", "script"), [("your_model", "spirals"), ("a_nan", "pairs")])
+def test_the_script_of_a_tutorial_is_the_one_that_its_outputs_are_of(
+    page: str, script: str
+) -> None:
+    text = text_of(ROOT / "docs" / "recipes" / f"{script}.py")
+    assert f"```python\n{text}```\n" in text_of(ROOT / "docs" / "tutorials" / f"{page}.md")

@@ -1,7 +1,7 @@
 """Every block of Python on every page runs.
 
-Those of docs/tutorials/your_loop.md run as the page says, one after the other. Those of other
-pages may be parts of a program: the names that they need are made here.
+Those of docs/tutorials/your_loop.md run one after the other, and those of docs/how-to/loops.md
+behind them. Those of other pages may be parts of a program: the names they need are made here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from mprun.data import TensorSet
 from mprun.records.run_record import read_summary
 
 ROOT = Path(__file__).resolve().parent.parent
+YOUR_LOOP = [ROOT / "docs" / "tutorials" / "your_loop.md", ROOT / "docs" / "how-to" / "loops.md"]
+"""Pages whose blocks are one program."""
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)} {number}")
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    if page.name != "your_loop.md"
+    if page not in YOUR_LOOP
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     )
@@ -75,17 +77,15 @@ def test_there_are_blocks() -> None:
     assert [many for many in FEWER if many not in text] == []
 
 
-YOUR_LOOP = ROOT / "docs" / "tutorials" / "your_loop.md"
-
-
 @pytest.mark.usefixtures("native_is_fast")
 def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", YOUR_LOOP.read_text(encoding="utf-8"), re.DOTALL)
+    text = "".join(page.read_text(encoding="utf-8") for page in YOUR_LOOP)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) > 8
     for number, block in enumerate(blocks):
-        exec(compile(block, f"{YOUR_LOOP.name}, block {number}", "exec"), names)
+        exec(compile(block, f"your_loop.md and loops.md, block {number}", "exec"), names)
     summary = read_summary(tmp_path / "runs" / "fp32")
     assert (summary.status, summary.steps, summary.precision) == ("completed", 40, "fp32")
     loaded, state = names["again"][0].state_dict(), names["saved"][0]
@@ -93,7 +93,8 @@ def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_modules_that_the_page_names_have_the_callback() -> None:
+    text = YOUR_LOOP[0].read_text(encoding="utf-8")
     for name in ("transformers", "lightning"):
-        assert f"mprun.integrations.{name}" in YOUR_LOOP.read_text(encoding="utf-8")
+        assert f"mprun.integrations.{name}" in text
         module = pytest.importorskip(f"mprun.integrations.{name}")
         assert module.MprunCallback

@@ -233,7 +233,7 @@ def test_blocks_are_written_from_commands(page: Path, capsys: pytest.CaptureFixt
     assert block == (
         f"{date.today()}\n-->\n```\n"
         '$ echo "one $COLUMNS $TERM"; ls *.py; false\n'
-        "one 77 dumb\nnorms.py\nspirals.py\nvit.py\n```\n"
+        "one 77 dumb\nnorms.py\npairs.py\nspirals.py\nvit.py\n```\n"
     )
     assert tool.main(["quick"]) == 0
     assert capsys.readouterr().out.splitlines() == [
