@@ -123,7 +123,7 @@ class StudyJob:
 
     def _errors(self, stop: BudgetSignals, console: Console) -> list[str]:
         plan = self.study.plan
-        progress = StudyProgress(console, list(plan.variants), len(plan.seeds))
+        progress = StudyProgress(console, list(plan.variants), len(plan.seeds), verbose=True)
         drop = None if self.screening is None else self.screening.drop(self.study)
         outcomes = self.study.run(stop, progress, drop).outcomes
         return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from mprun.console import ProgressDisplay, duration
 from mprun.console.fitted_table import FittedTable, text_column
 from mprun.console.formatting import substitution_label
 from mprun.records.run_record import Summary, number
+
+FIGURES = re.compile(r"\d[\d.,]*")
+"""What differs between warnings that are alike."""
 
 
 @dataclass
@@ -69,16 +73,25 @@ class StudyProgress(ProgressDisplay):
         variants: the names of the variants.
         seeds: how many runs each variant has.
         processes: how many processes run them at once.
+        verbose: whether warnings and speeds are shown when a run begins, each once; else alike
+            warnings are one line at the end, with their count.
     """
 
     def __init__(
-        self, console: Console, variants: Sequence[str], seeds: int, processes: int = 1
+        self,
+        console: Console,
+        variants: Sequence[str],
+        seeds: int,
+        processes: int = 1,
+        verbose: bool = False,
     ) -> None:
         self._variants = {name: _VariantProgress(planned=seeds) for name in variants}
         self._run_s: list[float] = []
         self._ended: set[str] = set()
         self._processes = processes
         self._run, self._text, self._fraction = "", "", 0.0
+        self._verbose, self._told = verbose, set[str]()
+        self._warnings: dict[str, list[str]] = {}
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
         super().__init__(console, live)
 
@@ -106,6 +119,32 @@ class StudyProgress(ProgressDisplay):
         elif self._live is None:
             _, ms, score = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
+
+    def notices(self, mode: str, warnings: Iterable[str], speed: str) -> None:
+        """What is to be known of the run that begins: its warnings, and how its speed was chosen.
+
+        Args:
+            mode: the run's precision mode.
+            warnings: sentences.
+            speed: a sentence; empty if nothing was chosen.
+        """
+        texts = [f"warning: {text}" for text in warnings]
+        if not self._verbose:
+            for text in texts:
+                alike = FIGURES.sub("", text.replace(mode, ""))
+                self._warnings.setdefault(alike, []).append(text)
+            return
+        texts += [f"{mode}, {speed}"] if speed else []
+        for text in dict.fromkeys(x for x in texts if x not in self._told):
+            self._told.add(text)
+            self.line(text)
+
+    def stop(self) -> None:
+        """End the live display, and show the warnings of runs."""
+        super().stop()
+        for first, *others in self._warnings.values():
+            self.line(first + (f" (in {len(others) + 1} runs)" if others else ""))
+        self._warnings.clear()
 
     def wait_for(self, runs: Sequence[str]) -> None:
         """Other processes are at these runs."""

@@ -135,7 +135,6 @@ class Trials:
         self._folder, self._config_dir = folder, config_dir
         self._stop, self._view, self._load = stop, view, load
         self._untrusted = untrusted
-        self._warnings: set[str] = set()
         self._warm = False
 
     def has_ended(self, trial: Trial) -> bool:
@@ -184,7 +183,8 @@ class Trials:
         watch = Stopwatch()
         plan = self._plan(composed, choices)
         plan = plan if choices else with_fastest(plan)
-        self._warn(plan)
+        speed = (plan.speed_reason or "").removesuffix(KEPT)
+        self._view.notices(plan.policy.name, plan.warnings, speed)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
         return run(plan, composed.resolved, self._stop, [progress], saved, watch).summary
@@ -192,15 +192,6 @@ class Trials:
     def _plan(self, composed: Composed, choices: Mapping[str, Any] | None) -> Plan:
         config, given = composed.config, composed.given
         return make_plan(config, given, choices, self._load, self._untrusted)
-
-    def _warn(self, plan: Plan) -> None:
-        """Print warnings, and how the speed was chosen, each once."""
-        speed = (plan.speed_reason or "").removesuffix(KEPT)
-        reason = (f"{plan.policy.name}, {speed}",) if speed else ()
-        for text in (*(f"warning: {x}" for x in plan.warnings), *reason):
-            if text not in self._warnings:
-                self._warnings.add(text)
-                self._view.line(text)
 
 
 def run_steps(plan: Plan, steps: int) -> None:

@@ -29,8 +29,8 @@ LINEAR = ("recipe=linear", "train.max_steps=4")
 class ProgressLog(StudyProgress):
     """Keeps what it is notified of."""
 
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True), [], seeds=1)
+    def __init__(self, verbose: bool = False) -> None:
+        super().__init__(Console(quiet=True), [], seeds=1, verbose=verbose)
         self.lines: list[str] = []
         self.ended: list[tuple[str, str | None, str | None]] = []
         self.fractions: list[float] = []
@@ -109,12 +109,28 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
     assert (Path("study") / "b-seed0.abandoned-1").is_dir()
 
 
-def test_a_warning_is_told_once() -> None:
-    view = ProgressLog()
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_warning_is_told_once(verbose: bool) -> None:
+    view = ProgressLog(verbose)
     words = (*LINEAR, "loss_scale.growth_interval=7")
     carry_out(view, Trial("a", 0, words), Trial("a", 1, words))
-    assert len(view.lines) == 1
-    assert view.lines[0].startswith("warning: loss_scale.growth_interval has no effect")
+    assert len(view.lines) == verbose  # in short at the end
+    view.stop()
+    (line,) = view.lines
+    assert line.startswith("warning: loss_scale.growth_interval has no effect")
+    assert line.endswith(" (in 2 runs)") != verbose
+
+
+def test_alike_warnings_of_modes_are_one_line_with_their_count() -> None:
+    view = ProgressLog()
+    for mode, factor in (("bf16_true", 3.2), ("bf16_sr", 4.1), ("bf16_sr", 4.0)):
+        view.notices(mode, [f"{mode} is {factor} times as slow"], speed="channels_last")
+    view.notices("fp32", ["another one"], speed="")
+    view.stop()
+    assert view.lines == [
+        "warning: bf16_true is 3.2 times as slow (in 3 runs)",
+        "warning: another one",
+    ]
 
 
 def test_samples_are_loaded_once_where_the_seed_does_not_change_them(
