@@ -3,6 +3,7 @@
     mprun advise recipe=mnist
     mprun advise recipe=mnist advise.objective=memory compare.margin=0.01
     mprun advise recipe=mnist advise.budget_min=10    (an answer in ten minutes)
+    mprun advise recipe=mnist --verbose               (all figures, and why not each other mode)
     mprun --config-dir outputs/DATE/TIME preset=advised
 
 Beside the preset it writes the advised mode as code for other loops: snippets/pytorch.py,
@@ -17,6 +18,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command
@@ -63,12 +65,8 @@ def advise_command(args: Sequence[str]) -> int:
     own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
     launcher = launcher_of(request, "advise.objective=time" if objective == "time" else "")
-    study = study_of(
-        request,
-        new_advise_study,
-        lambda n, why: print_line(stdout_console(), f"not tried: {n}: {why}"),
-    )
-    ran = run_study(study, launcher, budget, screening)
+    study = study_of(request, new_advise_study)  # the answer says what was not tried
+    ran = run_study(study, launcher, budget, screening, request.verbose)
     outcomes = ran.outcomes
     dropped = screening.drop(study)(outcomes)
     settings = for_choice(request, study, outcomes)
@@ -81,17 +79,17 @@ def advise_command(args: Sequence[str]) -> int:
         **without_trial(study, ran, dropped, budget.text),
     }
     advice = advise(comparison, alarms, objective, dropped, not_tried)
-    advice = replace(advice, notes=(*advice.notes, *budget_note(study, ran, budget)))
+    advice = replace(advice, notes=(*budget_note(study, ran, budget), *advice.notes))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
-    report_study(study, comparison, settings)
-    # the first line is the answer, above the table
-    show(Result(advice, ["", *advice_lines(comparison)[1:]]))
-    _write_preset(study, comparison, advice)
+    report_study(study, comparison, settings, request.verbose)
+    if request.verbose:  # the first line is the answer, above the table
+        show(Result(advice, ["", *advice_lines(comparison)[1:]]))
+    _write_preset(study, comparison, advice, request.verbose)
     has_others = len(comparison.variants) > 1  # not all were screened out
     return study_status(outcomes, comparison, settings.fail_if if has_others else "none")
 
 
-def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
+def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose: bool) -> None:
     from mprun.experiments.preset import copy_options, preset_text, recipe_files, write_preset
 
     advised = next(v for v in comparison.variants if v.label == advice.label)
@@ -108,7 +106,8 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
     except OSError as error:
         raise MprunError(f"{study.folder} cannot be written ({error.strerror})") from None
     words = ["--config-dir", str(study.folder), f"preset={PRESET}", *recipe_files(overrides)]
-    print_line(stdout_console(), f"written: {path}; use it: mprun {shlex.join(words)}")
+    written = f"written: {path}; " if verbose else ""
+    print_line(stdout_console(), f"{written}use it: mprun {shlex.join(words)}")
     _write_snippets(study, overrides, comments)
 
 
@@ -119,5 +118,6 @@ def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ..
     from mprun.report.snippets import snippets
 
     answer = advised_answer(study, overrides, notes)
-    names = write_files(study.folder, snippets(answer))
-    print_line(stdout_console(), f"in your own loop: {study.folder}/{', '.join(names)}")
+    first, *others = map(Path, write_files(study.folder, snippets(answer)))
+    names = ", ".join([str(study.folder / first), *(path.name for path in others)])
+    print_line(stdout_console(), f"in your own loop: {names}")

@@ -57,8 +57,11 @@ class Arguments(argparse.Namespace):
     resolve: bool = False
     save: Path | None = None
     """Of diff: where one side is written."""
+    verbose: bool = False
 
 
+VERBOSE = ("--verbose", "-v")
+"""Of the commands that compare: everything on the terminal, not the short answer."""
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 HYDRAS = {
     ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
@@ -104,6 +107,9 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     if command.name == "diff":
         parser.add_argument("--save", type=Path)
         legal = ["--save", *legal]
+    if command.name in ("sweep", "advise", "double"):
+        parser.add_argument(*VERBOSE, action="store_true")
+        legal = ["--verbose", *legal]
     if command.name == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")

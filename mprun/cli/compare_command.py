@@ -1,10 +1,10 @@
 """`mprun compare`: what many runs show together.
 
-    mprun compare outputs/DATE/TIME [compare.margin=0.01 ...]
+    mprun compare outputs/DATE/TIME [compare.margin=0.01 ...] [--verbose]
 
-Takes folders of runs, folders that contain such folders, and globs. Prints the answer in words and
-a row for each variant, and writes a report into a folder. An argument that is a path, or that
-matches one, is never a setting.
+Takes folders of runs, folders that contain such folders, and globs. Prints the answer in words, a
+line for each variant and at most five notes (--verbose or -v: all figures and notes), and writes a
+report into a folder. An argument that is a path, or that matches one, is never a setting.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import Command
+from mprun.cli.arguments import VERBOSE, Command
 from mprun.console import print_line, stdout_console
+from mprun.console.formatting import counted
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.results import Result, show
 
@@ -33,9 +34,9 @@ ACCEPTED = {
 
 def compare_command(args: Sequence[str]) -> int:
     """Run `mprun compare`; the exit status."""
-    paths, settings = parse(args)
+    paths, settings = parse([text for text in args if text not in VERBOSE])
     comparison = compared(paths, settings)
-    report(comparison, settings, default_folder(paths))
+    report(comparison, settings, default_folder(paths), any(x in VERBOSE for x in args))
     check(comparison, settings.fail_if)
     return EXIT_OK
 
@@ -65,7 +66,11 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
 
 
 def report(
-    comparison: Comparison, settings: CompareSettings, folder: Path, answer: str = ""
+    comparison: Comparison,
+    settings: CompareSettings,
+    folder: Path,
+    verbose: bool,
+    answer: str = "",
 ) -> list[Path]:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
@@ -73,6 +78,7 @@ def report(
         comparison: of runs.
         settings: of the command.
         folder: the default folder.
+        verbose: whether all figures and notes are printed.
         answer: printed first; by default the comparison's own.
 
     Returns:
@@ -81,17 +87,25 @@ def report(
     Raises:
         UsageError: the report cannot be written.
     """
+    from mprun.report import comparison_report as shown
     from mprun.report.answer import headline
-    from mprun.report.comparison_report import comparison_table, footer, write_report
 
     sentences = map(printable, [answer] if answer else headline(comparison))
-    below = map(printable, footer(comparison))  # names of folders in it may have any characters
-    show(Result(comparison, [*sentences, comparison_table(comparison), *below]))
+    table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
+    notes = shown.footer(comparison) if verbose else shown.short_notes(comparison)
+    most = len(notes) if verbose else shown.MOST_NOTES
+    below = map(printable, notes[:most])  # names of folders in it may have any characters
+    show(Result(comparison, [*sentences, table, *below]))
+    more = f"{counted(len(notes) - most, 'more note')} and " if len(notes) > most else ""
+    rest = [] if verbose else [f"{more}all figures with --verbose"]
     if not settings.report:
+        for line in rest:
+            print_line(stdout_console(), line)
         return []
     folder = Path(settings.dir) if settings.dir else folder
-    written = write_report(comparison, folder)
-    print_line(stdout_console(), f"written to {folder}: {', '.join(x.name for x in written)}")
+    written = shown.write_report(comparison, folder)
+    names = ", ".join(x.name for x in written) if verbose else written[0].name
+    print_line(stdout_console(), "; ".join([f"written to {folder}: {names}", *rest]))
     return written
 
 

@@ -20,7 +20,7 @@ from mprun.errors import UsageError, hint
 
 SHELLS = ("bash", "zsh", "fish")
 OPTIONS = (
-    *("--config-dir", "--help", "--multirun", "-m"),
+    *("--config-dir", "--help", "--multirun", "-m", "--verbose"),
     *("--show-config", "--cfg", "--info", "--package", "--resolve", "--version", "--completion"),
 )
 MODES = ("memory.against", "compare.baseline")

@@ -4,7 +4,8 @@
     mprun double recipe=fashion_mnist precision=half_sr double.until_oom=true    (CUDA)
 
 Compares the base batch with twice its size and each learning-rate rule, after equal epochs, paired
-by seed, on validation data. With `double.until_oom=true` it searches the largest batch that fits.
+by seed, on validation data. --verbose shows all figures and notes. With `double.until_oom=true` it
+searches the largest batch that fits.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def double_command(args: Sequence[str]) -> int:
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
-    ran = run_study(study, launcher_of(request), Budget())
+    ran = run_study(study, launcher_of(request), Budget(), verbose=request.verbose)
     settings = for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
-    report_study(study, comparison, settings, f"{doubling.answer}: {doubling.reason}")
+    answer = f"{doubling.answer}: {doubling.reason}"
+    report_study(study, comparison, settings, request.verbose, answer)
     return study_status(ran.outcomes, comparison, settings.fail_if)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import note, print_line, stderr_console, stdout_console
+from mprun.console.formatting import by_reason
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
@@ -40,7 +41,7 @@ def request_of(
     if request.listed_seeds:
         seeds = ", ".join(map(str, request.listed_seeds))
         note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")
-    return request
+    return replace(request, verbose=known.verbose)
 
 
 def launcher_of(request: StudyRequest, needs_times: str = "") -> StudyLauncher:
@@ -62,20 +63,24 @@ def study_of(
     Args:
         request: the arguments.
         new: makes a new study.
-        report: called with name and reason for each variant that a new study leaves out.
+        report: called with names and reason of the variants that a new study leaves out.
     """
     from mprun.experiments.study import resumed_study
 
     if request.resume is not None:
         return resumed_study(request.command, request.resume, request.trust)
     study = new(request)
-    for name, reason in study.plan.not_tried.items():
-        report(name, reason)
+    for reason, names in by_reason(study.plan.not_tried).items():
+        report(", ".join(names), reason)
     return study
 
 
 def run_study(
-    study: Study, launcher: StudyLauncher, budget: Budget, screening: Screening | None = None
+    study: Study,
+    launcher: StudyLauncher,
+    budget: Budget,
+    screening: Screening | None = None,
+    verbose: bool = False,
 ) -> StudyResult:
     """Run a study's trials; what was run.
 
@@ -84,6 +89,7 @@ def run_study(
         launcher: which processes run it.
         budget: its time.
         screening: how variants are dropped; None if none is.
+        verbose: whether each warning of a run is shown when it begins.
 
     Raises:
         StoppedError: a signal ended it, or no run was completed.
@@ -94,7 +100,8 @@ def run_study(
 
     plan = study.plan
     count = launcher.count
-    progress = StudyProgress(stdout_console(), list(plan.variants), len(plan.seeds), count)
+    variants, seeds = list(plan.variants), len(plan.seeds)
+    progress = StudyProgress(stdout_console(), variants, seeds, count, verbose)
     progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
     stop = BudgetSignals(budget)
     with stop:
@@ -153,11 +160,15 @@ def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome])
 
 
 def report_study(
-    study: Study, comparison: Comparison, settings: CompareSettings, answer: str = ""
+    study: Study,
+    comparison: Comparison,
+    settings: CompareSettings,
+    verbose: bool,
+    answer: str = "",
 ) -> None:
     """Show a study's comparison, and give the report to the logger of its trials; see `report`."""
     from mprun.cli.compare_command import report
     from mprun.experiments.study import log_report
 
-    files = report(comparison, settings, study.folder, answer)
+    files = report(comparison, settings, study.folder, verbose, answer)
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))

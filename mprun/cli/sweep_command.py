@@ -3,6 +3,7 @@
     mprun sweep recipe=mnist seeds=5
     mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
     mprun sweep recipe=mnist sweep.budget_min=30    (what fits into half an hour)
+    mprun sweep recipe=mnist --verbose              (all figures and notes on the terminal)
     mprun sweep run.resume=outputs/DATE/TIME
     mprun sweep recipe=mnist seeds=10 launcher=joblib launcher.processes=4
     mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
@@ -50,10 +51,10 @@ def sweep_command(args: Sequence[str]) -> int:
     study = study_of(
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
-    ran = run_study(study, launcher, budget)
+    ran = run_study(study, launcher, budget, verbose=request.verbose)
     settings = request.settings.compare
     comparison = compared([study.folder], settings)
-    notes = (*comparison.notes, *budget_note(study, ran, budget))
+    notes = (*budget_note(study, ran, budget), *comparison.notes)
     comparison = replace(comparison, notes=notes, not_run=ran.not_run)
-    report_study(study, comparison, settings)
+    report_study(study, comparison, settings, request.verbose)
     return study_status(ran.outcomes, comparison, settings.fail_if)

@@ -18,8 +18,17 @@ from mprun.compare.measures import (
     RunGroup,
 )
 from mprun.compare.mixing import MAX_KINDS
-from mprun.console.formatting import counted, readable, substitution_label
+from mprun.console.formatting import by_reason, counted, readable, substitution_label
 from mprun.records.run_record import Summary
+
+BASELINE, ADJUSTED, EMULATED = "baseline", "verdicts: Holm", "emulated"
+SUBSTITUTED = "this machine has no float16 kernel"
+OF_TABLE = (BASELINE, ADJUSTED, EMULATED, SUBSTITUTED)
+
+
+def is_in_table(note: str) -> bool:
+    """Whether the rows of a short table show what a note says."""
+    return note.startswith(OF_TABLE)
 
 
 def comparison_notes(
@@ -39,7 +48,7 @@ def comparison_notes(
         yield "generated data: accuracies do not carry over to real data"
     yield from _changed_recipes(summaries)
     if by_default:
-        yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
+        yield f"{BASELINE}: {base.label}, by default; compare.baseline=LABEL takes another"
     if split == "train":
         yield "the metric is of the training samples: new samples may give another result"
         yield from _last_parts(summaries)
@@ -47,18 +56,18 @@ def comparison_notes(
     yield from _seeds(base, others, split)
     if tested > 1:
         yield (
-            f"verdicts: Holm over {tested} variants; each interval of a difference is the one that "
+            f"{ADJUSTED} over {tested} variants; each interval of a difference is the one that "
             "decided, with its level"
         )
     emulated = [group.label for group in groups if not group.is_native]
     if emulated:
-        yield f"emulated, so no gain in time or memory is claimed: {', '.join(emulated)}"
-    for group in groups:
-        if label := substitution_label(group.by_seed.values()):
-            yield (
-                f"{group.label}: {label}, because this machine has no float16 kernel: its time is "
-                "that of the mode here, not that of float16 arithmetic, so no gain is claimed"
-            )
+        yield f"{EMULATED}, so no gain in time or memory is claimed: {', '.join(emulated)}"
+    labels = {group.label: substitution_label(group.by_seed.values()) for group in groups}
+    for label, names in by_reason({k: v for k, v in labels.items() if v}).items():
+        yield (
+            f"{SUBSTITUTED}, so {label}: {', '.join(names)}; the times are those of the modes "
+            "here, not those of float16 arithmetic, so no gain is claimed"
+        )
     if any((summary.git_commit or "").endswith("-dirty") for summary in summaries):
         yield "the code had uncommitted changes: runs may differ in them"
 
@@ -117,16 +126,15 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         labels = [v.label for v in variants if v.no_time_verdict == reason]
         if labels:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
-    for v in variants:
-        if v.untimed:
-            yield f"the times of {v.label} are without {v.untimed}"
+    for untimed, labels in by_reason({v.label: v.untimed for v in variants if v.untimed}).items():
+        yield f"the times of {', '.join(labels)} are without {untimed}"
     yield from _unknown_quality(variants)
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:
         missed = (1 - COLLAPSE) ** min(pairs)
         yield (
-            f"{min(pairs)} seeds can miss a rare failure: a mode that collapses on 1 seed in "
-            f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * missed:.0f} %"
+            f"{min(pairs)} seeds can miss a rare failure: a failure on 1 seed in "
+            f"{1 / COLLAPSE:.0f} is missed with probability {100 * missed:.0f} %"
         )
 
 

@@ -53,6 +53,8 @@ class StudyRequest:
     """Overrides of Hydra's launcher."""
     listed_seeds: tuple[int, ...] = ()
     """Those of `seed=0,1,2`, which `seeds` and `first_seed` otherwise count."""
+    verbose: bool = False
+    """`--verbose`."""
 
     @property
     def seeds(self) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mprun.errors import printable
 from mprun.records.run_record import Substitution, Summary
@@ -31,6 +31,14 @@ def joined(names: Sequence[str]) -> str:
     """Names as a sentence has them: `a`, `a and b`, or `a, b and c`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Each reason once, with the names it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return names
 
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

@@ -8,7 +8,8 @@ A mode is a candidate if all of these are true:
     for the time, that gain is not lost again by a need for more samples to equal quality
 
 The candidate with the smallest ratio is taken; without a candidate, the baseline. A mode with an
-inconclusive result is no candidate: it was shown neither to be worse nor to be equivalent.
+inconclusive result is no candidate: it was shown neither to be worse nor to be equivalent. What
+stands before the colon of a reason is the reason in short.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.compare.measures import OVERLAPPED, is_timed_pair, overlapping
 from mprun.config import compose
 from mprun.config.study_request import BASELINE, StudyRequest, variants
-from mprun.console.formatting import counted
+from mprun.console.formatting import by_reason, counted
 from mprun.errors import UsageError
 from mprun.experiments.study import Study, StudyResult, held_out, new_study
 from mprun.experiments.trials import Outcome
@@ -36,6 +37,7 @@ SAME_MEMORY = 1.01
 SKIPPED_SHARE = 0.05
 """A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
 stable by then."""
+REFUSED = "cannot run here: "
 NEEDS = {"time": "step time", "memory": "peak memory"}
 """What an objective minimizes."""
 
@@ -56,11 +58,11 @@ def new_advise_study(request: StudyRequest) -> Study:
         try:
             planned = make_plan(composed.config, composed.given, load=load)
         except UsageError as error:
-            not_tried[name] = str(error)
+            not_tried[name] = f"{REFUSED}{error}"
             continue
         if planned.execution == "emulated":
             why = planned.why_emulated or "execution=emulated was given"
-            not_tried[name] = f"emulated here, so what it costs elsewhere is unknown: {why}"
+            not_tried[name] = f"emulated here: {why}; what it costs elsewhere is unknown"
             continue
         if not native:
             of_trials = held_out(composed, load)
@@ -70,22 +72,14 @@ def new_advise_study(request: StudyRequest) -> Study:
         if planned.policy.name == BASELINE:
             baselines.append(name)
     if not native:
-        raise UsageError(next(iter(not_tried.values())))
+        raise UsageError(next(iter(not_tried.values())).removeprefix(REFUSED))
     if len(native) == 1:
         raise UsageError(
             f"there is nothing to choose from: only {next(iter(native))} can be tried"
-            f"{_by_reason(not_tried)}"
+            + "".join(f"; {', '.join(x)}: {why}" for why, x in by_reason(not_tried).items())
         )
     ordered = {name: native[name] for name in sorted(native, key=lambda n: n not in baselines)}
     return new_study(request, ordered, of_trials=of_trials, not_tried=not_tried, load=load)
-
-
-def _by_reason(not_tried: Mapping[str, str]) -> str:
-    """`; a, b: reason` for each reason."""
-    names: dict[str, list[str]] = {}
-    for name, reason in not_tried.items():
-        names.setdefault(reason, []).append(name)
-    return "".join(f"; {', '.join(modes)}: {reason}" for reason, modes in names.items())
 
 
 def advise(
@@ -114,7 +108,7 @@ def advise(
         if v is not best:
             tie = _is_tie(v, best, objective)
             gain = _tie_breaker(best) if tie else "needs less"
-            rejected[v.label] = f"{_ratio_text(v, objective)}; {best.label} {gain}"
+            rejected[v.label] = f"{best.label} {gain}: {_ratio_text(v, objective)}"
     if best is baseline:
         reason = f"no other mode was shown to need less {NEEDS[objective]} at an equal metric"
     else:
@@ -199,8 +193,8 @@ def _no_gain(variant: Variant, objective: str) -> str:
     pairs = counted(ratio.n, "pair")
     if variant.no_time_verdict:
         pairs += f"; {variant.no_time_verdict}"
-    proven = "not proven" if ratio.value < 1 else "no gain"
-    return f"step time over the baseline's: {ratio.value:.2f} measured, {proven} ({pairs})"
+    proven = "not proven faster" if ratio.value < 1 else "no gain"
+    return f"{proven}: {ratio.value:.2f} of the baseline's step time measured ({pairs})"
 
 
 def _is_smaller(variant: Variant, objective: str) -> bool:

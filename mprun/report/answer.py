@@ -208,12 +208,16 @@ def advice_lines(comparison: Comparison) -> list[str]:
     return [] if comparison.advice is None else [plain(line) for line in comparison.advice.lines]
 
 
+def margin_text(comparison: Comparison) -> str:
+    """What difference of the metric does not matter."""
+    margin = difference_text(comparison, comparison.margin, signed=False)
+    return f"differences of {metric_name(comparison)} within {margin} do not matter"
+
+
 def terms(comparison: Comparison) -> list[str]:
     """Baseline, margin, data, hardware and code."""
-    margin = difference_text(comparison, comparison.margin, signed=False)
     return [
-        f"baseline {plain(comparison.baseline)}; differences of "
-        f"{metric_name(comparison)} within {margin} do not matter",
+        f"baseline {plain(comparison.baseline)}; {margin_text(comparison)}",
         f"data: {plain(comparison.data)}",
         f"hardware: {plain(comparison.hardware)}",
         f"code: {plain(comparison.code)}",

@@ -81,14 +81,13 @@ def headings(comparison: Comparison) -> VariantCells:
 
 def _row(comparison: Comparison, variant: Variant) -> VariantCells:
     emulated = is_emulated(variant)
-    ratio = None if emulated else variant.step_time_ratio
     samples, runs = variant.samples_per_second, len(variant.runs)
     more = variant.verdict.more_seeds
     return VariantCells(
         (plain(variant.label), plain(variant.substituted)),
         (f"{runs} of {runs + len(variant.failed)}" if variant.failed else f"{runs}", ""),
         _step_time(variant.step_time_ms),
-        ("EMULATED", "") if emulated else _ratio(ratio),
+        time_ratio(variant, variant.step_time_ratio),
         (
             NONE if samples is None else f"{samples:.0f}",
             "" if emulated or not variant.throughput_ratio else _ratio(variant.throughput_ratio)[0],
@@ -105,6 +104,11 @@ def _step_time(step: StepPercentiles | None) -> tuple[str, str]:
         return NONE, ""
     # The percentiles of a single step are equal: that is no spread.
     return ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}" if step.p10 < step.p90 else ""
+
+
+def time_ratio(variant: Variant, ratio: Estimate | None) -> tuple[str, str]:
+    """A ratio of times or rates of a variant; an emulated one has none."""
+    return ("EMULATED", "") if is_emulated(variant) else _ratio(ratio)
 
 
 def _ratio(ratio: Estimate | None) -> tuple[str, str]:
@@ -156,6 +160,12 @@ def deciding(variant: Variant) -> tuple[Interval | None, str]:
 def peak(variant: Variant) -> int | None:
     """Bytes at the peak of a step."""
     return variant.memory_bytes.get("peak")
+
+
+def beside(value: str, around: str) -> str:
+    """A figure with its interval beside it: `0.82x [0.80, 0.85]`."""
+    interval = around.replace(" to ", ", ")
+    return f"{value} [{interval}]" if interval != around else f"{value} {around}".rstrip()
 
 
 def ms(value: float) -> str:

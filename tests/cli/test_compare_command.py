@@ -110,6 +110,27 @@ def test_no_report_is_left_where_none_is_wanted(capsys: pytest.CaptureFixture[st
     assert left() == before
 
 
+def test_verbose_shows_all_of_it_and_the_short_form_counts_what_it_leaves_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_sweep()
+    for n in range(5):  # five reasons, each with a seed of its own
+        changes = {"status": "failed", "error": f"reason {n}"}
+        write_run(Path(f"sweep/bad{n}"), f"mode{n}", 0, **changes)
+    shown = {}
+    for words in ((), ("--verbose",), ("-v",)):
+        assert main(["compare", "sweep", "compare.report=false", *words]) == 0
+        shown[words] = capsys.readouterr().out
+    full, short = shown["--verbose",], shown[()]
+    assert shown["-v",] == full
+    assert "reason 4" in full
+    assert "hardware: " in full
+    assert "--verbose" not in full
+    assert "reason 4" not in short
+    assert len(short.splitlines()) <= 22
+    assert short.splitlines()[-1].endswith("all figures with --verbose")
+
+
 def test_comparing_again_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     write_sweep()
     Path("sweep/empty").mkdir()
@@ -215,7 +236,7 @@ def write_artefact(fp32_faults: float, bf16_faults: float) -> None:
 
 def everything_said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What the terminal and each file of the report say."""
-    assert main(["compare", "sweep"]) == 0
+    assert main(["compare", "sweep", "--verbose"]) == 0
     files = {name: Path("sweep", f"comparison.{name}") for name in ("md", "csv", "json")}
     files["html"] = Path("sweep/report.html")
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}

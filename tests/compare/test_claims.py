@@ -480,6 +480,6 @@ def test_a_collapse_is_unseen_as_often_as_the_note_says(n: int) -> None:
     low, high = stats.binom.ppf([1e-4, 1 - 1e-4], studies, 0.9**n)
     assert low <= equivalent <= high
     found = simulated(Study(n, spread=0.02), np.random.default_rng(0))
-    (note,) = [note for note in found.notes if "collapses on 1 seed in 10" in note]
+    (note,) = [note for note in found.notes if "a failure on 1 seed in 10" in note]
     assert f"{n} seeds can miss" in note
     assert note.endswith(f"with probability {100 * 0.9**n:.0f} %")

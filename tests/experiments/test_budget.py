@@ -175,7 +175,7 @@ def test_advice_in_a_budget_names_the_modes_it_knows_nothing_of(
     assert main(["advise", *OVERRIDES, "seeds=3", "advise.budget_min=1.2"]) == 0
     output = capsys.readouterr().out
     assert "take fp32" in output
-    assert "not tried: bf16_mixed: advise.budget_min=1.2 ended before its first trial" in output
+    assert "not tried (advise.budget_min=1.2 ended before its first trial" in output
     assert "note: advise.budget_min=1.2 left out 5 of 6 trials" in output
     advice = compared()["advice"]
     assert "bf16_mixed" in advice["not_tried"]  # type: ignore[index]

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.compare.comparison import Comparison, Estimate, Interval, Skipped, Variant, Verdict
+from mprun.compare.comparison import (
+    Advice,
+    Artefact,
+    Comparison,
+    Estimate,
+    Interval,
+    Skipped,
+    Variant,
+    Verdict,
+)
 from mprun.console import print_table
+from mprun.console.fitted_table import FittedTable
 from mprun.errors import UsageError
 from mprun.report import answer, cells, exports
-from mprun.report.comparison_report import comparison_table, footer, write_report
+from mprun.report.comparison_report import (
+    comparison_table,
+    footer,
+    short_notes,
+    short_table,
+    write_report,
+)
 from mprun.report.plots import draw
 from tests.report.compared import HOSTILE, comparison, hostile, of_losses
 
 
-def shown(found: Comparison, width: int = 120) -> str:
+def shown(
+    found: Comparison,
+    width: int = 120,
+    table: Callable[[Comparison], FittedTable] = comparison_table,
+) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_table(console, comparison_table(found))
+    print_table(console, table(found))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -211,6 +232,96 @@ def test_failed_runs_are_told_with_their_errors() -> None:
     run.summary.error = "the loss became nan"
     found = changed(found, 1, failed=(run,))
     assert "failed: bf16_mixed, seed 0: the loss became nan" in footer(found)
+
+
+# ---- in short ------------------------------------------------------------------------------------
+
+
+def test_in_short_each_variant_is_one_line_of_100_columns() -> None:
+    found = changed(comparison(10), 2, substituted="matmuls in fp32")
+    lines = shown(found, 100, short_table).splitlines()
+    assert lines[1] == (
+        "mnist: 10 variants, 3 seeds each; differences of test accuracy within 0.50 points do not "
+        "matter"
+    )
+    rows = lines[5:15]
+    for row, variant in zip(rows, found.variants, strict=True):
+        assert row.startswith(variant.label)
+        assert row.split()[-1] == variant.verdict.word
+    assert "left out" not in "".join(lines)
+    assert "0.91x [0.88, 0.94]" in rows[1]
+    assert "-0.07 [-0.23, +0.09]" in rows[1]
+    assert "EMULATED" in rows[3]
+    assert rows[2].startswith("half_sr * ")
+    assert lines[15].startswith("* matmuls in fp32, as this machine has no float16 kernel")
+    narrow = shown(found, 80, short_table)
+    assert "0.91x [0.88, 0.94]" in narrow
+    assert "-0.07 [-0.23, +0.09]" in narrow
+
+
+def test_in_short_rates_are_compared_where_batches_differ() -> None:
+    found = comparison(2)
+    assert "time ratio" in shown(found, 120, short_table)
+    found.variants[1].runs[0].summary.batch_size = 256
+    text = shown(found, 120, short_table)
+    assert "samples/s ratio" in text
+    assert "1.10x [1.05, 1.15]" in text
+
+
+def test_the_levels_of_the_intervals_that_decided_are_in_the_heading() -> None:
+    found = comparison(3)
+    assert "[95 %]" in shown(found, 120, short_table).splitlines()[3].partition("%")[2]
+    for index, level in ((1, 0.9), (2, 0.975)):
+        judged = Verdict("equivalent", "so", None, Interval(-0.001, 0.001), level)
+        found = changed(found, index, verdict=judged)
+    assert "[90 to 97.5 %]" in shown(found, 120, short_table)
+
+
+def test_in_short_one_reason_is_one_note_the_most_important_first() -> None:
+    found = comparison(10)  # fp16_mixed and half_sr_full are inconclusive
+    artefact = Artefact("load", "other processes ...", "run again while nothing else runs", 0.9)
+    for index in (1, 3):
+        found = changed(found, index, artefacts=(artefact,))
+    run = found.variants[2].runs[0]
+    run.summary.error = "the loss became nan"
+    found = changed(found, 2, failed=(run,))
+    found = changed(found, 7, verdict=Verdict("worse", "1 of 3 runs ended with loss nan"))
+    shown_in_table = Verdict("worse", "so", None, Interval(-0.01, -0.006), 0.95)
+    found = changed(found, 3, verdict=shown_in_table)
+    notes = ("baseline: fp32, by default", "verdicts: Holm over 9 variants", "A note.")
+    skipped = (Skipped(Path("a"), "still running"), Skipped(Path("b"), "still running"))
+    lines = short_notes(replace(found, notes=notes, skipped=skipped))
+    assert lines == [
+        "failed: half_sr 1 of 4 runs; half_sr, seed 0: the loss became nan",
+        "worse: bf16_sr (1 of 3 runs ended with loss nan)",
+        "not settled: fp16_mixed, half_sr_full (about 4 more seeds)",
+        "note: no verdict on the times of bf16_mixed, tf32: load by other processes; run again "
+        "while nothing else runs",
+        "skipped 2 folders: 2 x still running",
+        "note: A note.",
+    ]
+
+
+def test_in_short_an_advice_groups_the_modes_that_are_not_taken() -> None:
+    found = comparison(5)
+    advice = Advice(
+        "bf16_mixed",
+        "0.50 of the baseline's step time, accuracy equivalent",
+        {
+            "fp32": "bf16_mixed needs 0.50",
+            "half_sr": "slower: 1.20",
+            "tf32": "slower: 1.30",
+            "fp16_mixed": "inconclusive: about 4 more seeds: neither",
+        },
+        {"mxfp8": "emulated here: no products", "nvfp4": "emulated here: none of these"},
+        ("bf16_sr is as fast",),
+    )
+    assert short_notes(replace(found, advice=advice)) == [
+        "not taken: half_sr, tf32 (slower), fp16_mixed (inconclusive: about 4 more seeds)",
+        "not tried (emulated here): mxfp8, nvfp4",
+        "note: bf16_sr is as fast",
+        "note: A note.",
+    ]
 
 
 # ---- the answer ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mprun.console.fitted_table import CUT, FittedTable
 from mprun.experiments.study_progress import StudyProgress
 from mprun.records.run_record import Summary
 from mprun.report import tables
-from mprun.report.comparison_report import comparison_table
+from mprun.report.comparison_report import comparison_table, short_table
 from mprun.results import doctor_result, memory_result, numerics_result, search_tables, trace_result
 from tests.report.compared import comparison, of_losses
 from tests.results import test_doctor_result as doctor
@@ -117,6 +117,8 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "kinds of ops": lambda: trace_result.kinds_table(of_trace().rows),
     "ops": lambda: trace_result.step_table(of_trace().rows),
     "comparison": lambda: comparison_table(comparison(10)),
+    "comparison in short": lambda: short_table(comparison(10)),
+    "comparison of losses in short": lambda: short_table(of_losses(comparison(12))),
     "comparison of losses": lambda: comparison_table(of_losses(comparison(12))),
 }
 
