@@ -287,8 +287,9 @@ def choose_speed(
     if not low:
         return speed
     # All engines give the same bits on one device; eager needs no compiler.
-    eager = config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager"
-    return replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
+    if config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager":
+        return replace(speed, optimizer_impl="eager")
+    return replace(speed, optimizer_impl=engines.fastest(device, optimizer.name))
 
 
 def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:

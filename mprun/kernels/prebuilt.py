@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,9 @@ SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
 """What the library is built from."""
 FORMATS = (None, "F32", "F16", "BF16", "S16", "C8")
 """The formats of blocks.h by number, as the macros of the other kernels name them."""
-FORMULAS = ("ADAMW", "SGD", "NESTEROV", "RMSPROP")
-RULES = ("NEAREST", "STOCHASTIC", "KAHAN", "SPLIT")
+_ENUMS = re.findall(r"^enum \{ (.*) \};$", (FOLDER / "steps.h").read_text("utf-8"), re.MULTILINE)
+FORMULAS, RULES = (names.split(", ") for names in _ENUMS)
+"""The optimizers' formulas that there are in C, and the rules of rounding, by number."""
 
 LEVELS = {"AVX2": 256, "AVX512": 512}
 """What PyTorch finds of a processor, to the level of the library: bits of a vector."""

@@ -372,7 +372,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             raise ValueError(
                 f"engine='c' for a parameter on {p.device}; legal there: None, 'inductor', 'eager'"
             )
-        return self.engine or engines.fastest(p.device, storage)
+        return self.engine or engines.fastest(p.device, storage.formula, storage)
 
     def _on_host(self, update: _Update, factor: Tensor | None) -> Tensor:
         """The formula's constants, computed in float64, as float32 [HYPERS]."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mprun import devices, kernels
 from mprun._torch import is_fake
+from mprun.kernels import prebuilt
 from mprun.optim import formulas
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
@@ -58,11 +59,15 @@ class Operands(NamedTuple):
         )
 
 
-def fastest(device: torch.device, storage: Storage | None = None) -> str:
-    """The fastest engine of a device; with `storage`, c only if its kernel compiles."""
+def fastest(device: torch.device, formula: str, storage: Storage | None = None) -> str:
+    """The fastest engine of a device; c for a formula that `kernels/steps.h` has.
+
+    With `storage`, c only if its kernel compiles.
+    """
     if device.type == "cuda":
         return "inductor"
-    if device.type != "cpu" or kernels.why_not() is not None:
+    in_c = formula.upper() in prebuilt.FORMULAS
+    if device.type != "cpu" or not in_c or kernels.why_not() is not None:
         return "eager"
     return "c" if storage is None or _compiles(storage) else "eager"
 

@@ -142,7 +142,7 @@ def test_the_wheels_library_is_used_where_there_is_no_compiler(
     use(fresh_wheel, monkeypatch)
     assert kernels.why_not() is None
     assert kernels.origin() == (f"compiled at installation ({kernels.NO_COMPILER})")
-    assert engines.fastest(torch.device("cpu")) == "c"
+    assert engines.fastest(torch.device("cpu"), "adamw") == "c"
     assert prebuilt.levels()[-1] == 0
     x = torch.cat([random_patterns(1000), edges()])
     for dtype, overflow in product(LOW, OVERFLOWS):
@@ -285,7 +285,7 @@ def test_no_kernels_when_none_are_wanted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MPRUN_NO_KERNELS", "1")
     forget()
     assert kernels.why_not() == "MPRUN_NO_KERNELS is set"
-    assert engines.fastest(torch.device("cpu")) == "eager"
+    assert engines.fastest(torch.device("cpu"), "adamw") == "eager"
 
 
 REQUIRES = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"

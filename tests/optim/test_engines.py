@@ -294,10 +294,11 @@ def test_every_element_and_site_and_step_and_tensor_gets_bits_of_its_own() -> No
 
 def test_cpu_engine_is_c_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "why_not", lambda: None)
-    assert engines.fastest(torch.device("cpu")) == "c"
+    assert engines.fastest(torch.device("cpu"), "adamw") == "c"
+    assert engines.fastest(torch.device("cpu"), "formula_without_c") == "eager"
     monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
-    assert engines.fastest(torch.device("cpu")) == "eager"
-    assert engines.fastest(torch.device("cuda")) == "inductor"
+    assert engines.fastest(torch.device("cpu"), "adamw") == "eager"
+    assert engines.fastest(torch.device("cuda"), "adamw") == "inductor"
 
 
 @pytest.fixture
