@@ -87,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, engine {fastest(device, "adamw")}; {size} parameters, "
+        f"torch {torch.__version__}, engine {fastest(device, 'adamw')}; {size} parameters, "
         f"{BLOCKS} alternating steps"
     )
     rows = {}

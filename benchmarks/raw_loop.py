@@ -182,7 +182,8 @@ def planned(case: Case, precision: str, device: str = "cpu") -> Plan:
     given = [*case.overrides, f"precision={precision}", "speed=plain", f"device={device}"]
     plan = make_plan(compose([*given, "data.fallback=generated"]).config, ())
     if plan.speed.optimizer_impl == "eager":
-        plan = replace(plan, speed=replace(plan.speed, optimizer_impl=fastest(plan.device, "adamw")))
+        engine = fastest(plan.device, plan.config.train.optimizer.name)
+        plan = replace(plan, speed=replace(plan.speed, optimizer_impl=engine))
     if plan.speed.optimizer_impl == "foreach" and plan.config.train.optimizer.name == "adamw":
         plan = replace(plan, speed=replace(plan.speed, optimizer_impl="fused"))
     return plan
