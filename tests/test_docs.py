@@ -134,7 +134,7 @@ def check_overrides(line: str) -> None:
     args = shlex.split(line, comments=True)[1:]
     by_name = {command.name: command for command in COMMANDS}
     command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]
-    if command.name in ("compare", "data"):  # the rest are paths and names of sets
+    if command.name in ("compare", "data", "show"):  # the rest are paths and names of sets
         args = [x for x in args if x.startswith(f"{command.name}.")]
     words = ("-m", "check")
     own = [x for x in args if x not in words and not x.lstrip("+").startswith(("hydra/", "hydra."))]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mprun.console import note
 from mprun.errors import UsageError, did_you_mean, hint
+from mprun.records.listing import RUNS, STUDIES, resolved_last
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Command:
     """The sections that it takes, as in `config.settings.fields`."""
     instead: tuple[str, ...] | None = None
     """What it takes in place of the overrides of a run; None if it takes those."""
+    folders_of: tuple[str, ...] = ()
+    """Of which commands it takes folders: `last` is then the newest of them."""
 
     @property
     def _function(self) -> str:
@@ -107,7 +111,7 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     if command.name == "diff":
         parser.add_argument("--save", type=Path)
         legal = ["--save", *legal]
-    if command.name in ("sweep", "advise", "double"):
+    if command.name in ("sweep", "advise", "double", "show"):
         parser.add_argument(*VERBOSE, action="store_true")
         legal = ["--verbose", *legal]
     if command.name == "train":
@@ -139,6 +143,31 @@ def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:
         raise UsageError(
             f"{prog} has no option '{option}'; fields are written name=value, without dashes{near}"
         )
+
+
+def with_last(command: Command, args: Sequence[str]) -> list[str]:
+    """The arguments with a folder in place of each `last`; standard error names it.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    resumed = (command.name,) if command.name in (*RUNS, *STUDIES) else ()
+    of_fields = {"run.resume": resumed, "train.init_from": RUNS}
+    found = []
+    for text in args:
+        key, is_field, value = text.rpartition("=")
+        makers = of_fields.get(key, ()) if is_field else command.folders_of
+        path = resolved_last(value, *makers) if makers else value
+        if path != value:
+            note(f"{text} is {path}")
+            if is_field:
+                from mprun.config.recipe_file import as_text, quoted
+
+                text = f"{key}={quoted(as_text(path))}"
+            else:
+                text = path
+        found.append(text)
+    return found
 
 
 def _folder(text: str) -> Path:

@@ -17,13 +17,14 @@ from mprun.cli.arguments import VERBOSE, Command
 from mprun.console import print_line, stdout_console
 from mprun.console.formatting import counted
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
+from mprun.records.listing import STUDIES
 from mprun.results import Result, show
 
 if TYPE_CHECKING:
     from mprun.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
 
-COMMAND = Command("compare", ("compare",), instead=())
+COMMAND = Command("compare", ("compare",), instead=(), folders_of=STUDIES)
 EXAMPLE = "mprun compare outputs/DATE/TIME"
 ACCEPTED = {
     "worse": ("equivalent", "better", "inconclusive"),

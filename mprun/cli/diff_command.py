@@ -17,9 +17,10 @@ from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import UsageError
+from mprun.records.listing import RUNS
 from mprun.results import show
 
-COMMAND = Command("diff", instead=())
+COMMAND = Command("diff", instead=(), folders_of=RUNS)
 USAGE = "mprun diff RUN_A RUN_B, or mprun diff RUN --save FILE"
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
+from mprun.records.listing import RUNS
 
 USAGE = "write mprun export RUN FILE, such as mprun export outputs/DATE/TIME model.safetensors"
 TRUST = "run.trust=true"
-COMMAND = Command("export", instead=(TRUST,))
+COMMAND = Command("export", instead=(TRUST,), folders_of=RUNS)
 
 
 def export_command(args: Sequence[str]) -> int:

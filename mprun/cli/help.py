@@ -54,7 +54,8 @@ what it saves.
   mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
   mprun memory precision=fp32,half_sr       (what a step's memory holds)
   mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
-  mprun run.resume=outputs/DATE/TIME        (resume a run)
+  mprun run.resume=last                     (resume the newest run)
+  mprun ls                                  (runs and studies so far)
 """
 
 OTHER_NAMES = """\

@@ -13,7 +13,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from mprun import cli
-from mprun.cli.arguments import Command
+from mprun.cli.arguments import Command, with_last
 from mprun.cli.processes import in_all_processes
 from mprun.cli.standard_streams import patient_streams
 from mprun.cli.train_command import train_command
@@ -34,7 +34,7 @@ from mprun.records.files import leave_if_forked, own_records, reserve_descriptor
 from mprun.train.stopwatch import process_start
 
 ORDER = (
-    *("train", "sweep", "compare", "advise", "double", "trace", "doctor", "memory"),
+    *("train", "sweep", "compare", "advise", "double", "ls", "show", "trace", "doctor", "memory"),
     *("numerics", "search-ops", "diff", "replay", "export", "data", "new-recipe"),
 )
 """The commands as help lists them; one that is not named here comes behind these."""
@@ -103,6 +103,7 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return EXIT_OK
     if "--completion" in args:
         return _print_completion(args)
+    args = with_last(BY_NAME.get(first, BY_NAME["train"]), args)
     if first == "train":
         return train_command(args[1:], started_at)
     if first in BY_NAME:

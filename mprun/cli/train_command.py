@@ -19,6 +19,7 @@ from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.parallel.launch import launch_of
+from mprun.results import Result, show
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
 
@@ -91,7 +92,7 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
     from mprun.experiments.planned_run import plan_or_resume
     from mprun.inspect.device_check import checked_before
-    from mprun.report.tables import guard_lines, result, time_line
+    from mprun.report.tables import closing
     from mprun.run import run
 
     plan, saved = plan_or_resume(composed)
@@ -103,10 +104,7 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     init_from = plan.config.train.init_from if plan.weights.state else None
     view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
-    print_table(console, result(summary))
-    for line in guard_lines(summary, folder):
-        print_line(console, line)
-    print_line(console, time_line(summary))
+    show(Result(summary, closing(summary, folder)))
     if summary.status == "completed":
         return EXIT_OK
     again = shlex.quote(f"run.resume={folder}")
@@ -120,7 +118,7 @@ def _sweep(arguments: Arguments) -> int:
 
     def run_all(stop: StopSignals) -> int:
         overrides, config_dir = arguments.overrides, arguments.config_dir
-        return _show_sweep(sweep(overrides, config_dir, dated_folder_if_used, sweep_job))
+        return show_sweep(sweep(overrides, config_dir, dated_folder_if_used, sweep_job))
 
     return interruptible(run_all, " between two runs")
 
@@ -138,7 +136,7 @@ def sweep_job(composed: Composed, folder: Path) -> int:
     return status
 
 
-def _show_sweep(folder: Path) -> int:
+def show_sweep(folder: Path) -> int:
     from mprun.records.run_folder import TRACKERS
     from mprun.records.run_record import read_summary
     from mprun.report.tables import sweep_table

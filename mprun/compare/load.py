@@ -23,17 +23,16 @@ from mprun.compare.comparison import Run, Skipped
 from mprun.compare.measures import RunGroup, has_result
 from mprun.console.formatting import readable
 from mprun.errors import UsageError
+from mprun.records.listing import NOT_SEARCHED
 from mprun.records.run_config import (
     UnreadableConfigError,
     config_fields,
     read_config,
     variant_config,
 )
-from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
-NOT_SEARCHED = ("checkpoints", TRACKERS)
 REPORT = "comparison.json"
 """A file of an earlier comparison; a folder with it is not reported as skipped."""
 

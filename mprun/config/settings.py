@@ -237,7 +237,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for text in overrides:
         name = text.lstrip("+~").partition("=")[0]
         if name.partition(".")[0] not in names:
-            if near := did_you_mean([] if "." in name else _called(name, known)):
+            if near := did_you_mean(_called(name, known) if "=" in text else []):
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue

@@ -23,6 +23,7 @@ from mprun.experiments.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import SHIPPED_MODES, policy
 from mprun.recipe import Recipe
+from mprun.records.listing import RUNS, resolved_last
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
@@ -149,7 +150,7 @@ def load(run: str | Path, *, trust: bool = False) -> SavedModel:
         UsageError: there is no run or no checkpoint, or the recipe cannot be loaded: its file was
             changed since, or is not to be trusted.
     """
-    path = Path(run)
+    path = Path(resolved_last(str(run), *RUNS))
     recipe, config = _recipe_of(path, trust)
     model, weights = model_to_fill(recipe), weights_of(path)
     fill(model, weights)

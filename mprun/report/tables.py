@@ -188,6 +188,11 @@ def _figure(value: Number | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{number(value):{form}}{unit}"
 
 
+def closing(summary: Summary, folder: Path) -> list[FittedTable | str]:
+    """What a run ends with: its table, what its guard found, what its time was spent on."""
+    return [result(summary), *guard_lines(summary, folder), time_line(summary)]
+
+
 def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> FittedTable:
     """A row for each run of a sweep; a run without a record has None."""
     table = FittedTable(

@@ -16,7 +16,7 @@ NAMES = [command.name for command in COMMANDS]
 MODES = set(options("precision"))
 CASES: dict[str, set[str]] = {
     "mprun adv": {"advise"},
-    "mprun s": {"sweep", "search-ops", "seed=", "speed=", "speed."},
+    "mprun s": {"sweep", "search-ops", "show", "seed=", "speed=", "speed."},
     "mprun prec": {"precision=", "precision."},
     "mprun train.optimizer.m": {"train.optimizer.momentum="},
     "mprun recipe=mnist prec": {"precision=", "precision."},

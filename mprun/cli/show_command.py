@@ -1,0 +1,154 @@
+"""`mprun show`: the result of a run, a study or a measurement again, as its command printed it.
+
+    mprun show outputs/DATE/TIME
+    mprun show last --verbose
+
+Reads records alone: nothing is measured, written or opened. Of a study the comparison is made again
+from its runs, with the margin and baseline of its report. Names the pages in the folder.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mprun.cli.arguments import Command, parse_arguments
+from mprun.compare.comparison import Advice
+from mprun.console import print_line, stdout_console
+from mprun.console.fitted_table import FittedTable
+from mprun.console.formatting import readable
+from mprun.errors import EXIT_OK, UsageError
+from mprun.records.listing import MULTIRUN_FILE, RUN_FILES, RUNS, STUDIES
+from mprun.records.reader import read_json
+from mprun.records.run_folder import FILE as STUDY_FILE
+from mprun.records.run_folder import read_study_plan
+from mprun.records.run_record import Summary, read_summary
+from mprun.report.answer import advice_lines
+from mprun.report.tables import closing
+from mprun.results import Result, show
+from mprun.results.memory_result import MemoryRecord, memory_parts
+from mprun.results.numerics_result import NumericsResult, NumericsSettings, numerics_parts
+from mprun.results.trace_result import TraceRecord, kinds_table, totals
+
+COMMAND = Command("show", instead=(), folders_of=(*RUNS, "observe", *STUDIES))
+USAGE = "write mprun show RUN, such as mprun show outputs/DATE/TIME"
+
+Parts = Iterable[FittedTable | str]
+MEASUREMENTS: dict[str, tuple[type, int, Callable[[Any], Parts]]] = {
+    "memory.json": (MemoryRecord, 1, lambda record: memory_parts(record, None)),
+    "trace.json": (TraceRecord, 1, lambda record: (totals(record), kinds_table(record.rows))),
+    "numerics.json": (NumericsResult, 2, lambda x: numerics_parts(x, NumericsSettings().top)),
+}
+"""Files of results, to the record in each, its newest schema_version, and what is shown of it."""
+
+
+def show_command(args: Sequence[str]) -> int:
+    """Run `mprun show`; the exit status."""
+    known = parse_arguments(COMMAND, args)
+    given = known.overrides
+    if len(given) != 1:
+        raise UsageError(f"mprun show takes one folder, not {len(given)}; {USAGE}")
+    folder = Path(given[0])
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}; {USAGE}")
+    names = {path.name for path in folder.iterdir()}
+    measured = MEASUREMENTS.keys() & names
+    if names & RUN_FILES:
+        summary = read_summary(folder)
+        show(Result(summary, [*_closing(summary, folder)]))
+    elif STUDY_FILE in names:
+        _show_study(folder, known.verbose)
+    elif MULTIRUN_FILE in names:
+        from mprun.cli.train_command import show_sweep
+
+        show_sweep(folder)
+    elif not any(name.endswith(".json") for name in names):
+        raise UsageError(f"{folder} has no run, no study and no result; {USAGE}")
+    for name in sorted(measured):
+        show(_measurement(folder / name))
+    pages = sorted(name for name in names if name.endswith(".html"))
+    others = sorted(x for x in names - measured - {"summary.json"} if x.endswith(".json"))
+    for kind, files in (("page", pages), ("record", others)):
+        for name in files:
+            print_line(stdout_console(), f"{kind}: {folder / name}")
+    return EXIT_OK
+
+
+def _closing(summary: Summary, folder: Path) -> Iterator[FittedTable | str]:
+    """What the run printed at its end, and how it goes on if it did not complete."""
+    yield from closing(summary, folder)
+    if summary.error is not None:
+        yield f"{summary.status}: {readable(summary.error, 500)}"
+    if summary.status != "completed" and not summary.observed:
+        what = "still running, or killed" if summary.status == "running" else summary.status
+        yield f"{what}; resume with: mprun {shlex.quote(f'run.resume={folder}')}"
+
+
+class _ComparedRun(msgspec.Struct):
+    path: str
+
+
+class _ComparedVariant(msgspec.Struct):
+    runs: list[_ComparedRun]
+    failed: list[_ComparedRun]
+
+
+class _Report(msgspec.Struct):
+    """What is read of a study's comparison.json: which runs it compared, and by what terms."""
+
+    margin: float
+    is_relative: bool
+    baseline: str
+    split: str
+    variants: list[_ComparedVariant]
+    notes: tuple[str, ...] = ()
+    advice: Advice | None = None
+    not_run: dict[str, list[int]] = {}
+
+
+def _show_study(folder: Path, verbose: bool) -> None:
+    """Compare a study's runs again, in the terms of its report; without one, all of them."""
+    from mprun.cli.compare_command import compared, report
+    from mprun.config.settings import CompareSettings
+
+    settings, command = CompareSettings(report=False), read_study_plan(folder).command
+    try:
+        earlier = read_json(folder / "comparison.json", _Report, 1)
+    except FileNotFoundError:  # it was stopped before
+        comparison = compared([folder], settings)
+    else:
+        margin = "relative_margin" if earlier.is_relative else "margin"
+        terms: dict[str, Any] = {margin: earlier.margin, "split": earlier.split}
+        settings = replace(settings, baseline=earlier.baseline, **terms)
+        runs = (Path(x.path).name for v in earlier.variants for x in (*v.runs, *v.failed))
+        comparison = replace(
+            compared([folder / name for name in runs], settings),
+            notes=earlier.notes,
+            advice=earlier.advice,
+            not_run=earlier.not_run,
+        )
+    answer = ""
+    if command == "double":
+        from mprun.experiments.double import double
+
+        doubling = double(comparison)
+        answer = f"{doubling.answer}: {doubling.reason}"
+    report(comparison, settings, folder, verbose, answer)
+    if verbose:
+        show(Result(comparison, advice_lines(comparison)[1:]))
+
+
+def _measurement(path: Path) -> Result:
+    """A measurement from its file; a sentence that names the file where it cannot be shown."""
+    kind, newest, parts = MEASUREMENTS[path.name]
+    try:
+        content = read_json(path, dict[str, Any], newest)
+        record: Any = msgspec.convert(content, kind, strict=False)  # which takes "inf" for a number
+        return Result(record, list(parts(record)))
+    except (UsageError, msgspec.ValidationError) as error:
+        return Result(None, [f"the result is in {path}, and cannot be shown again: {error}"])
