@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages and the file that are made here."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     made = {
-        "index.md": readme.replace("](docs/", "]("),
+        "index.md": "---\nhide: [navigation]\n---\n" + readme.replace("](docs/", "]("),
         "reference/commands.md": commands_page(),
         REPORT: example_report(),
     }
@@ -88,14 +88,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def commands_page() -> str:
-    """Every command: its help, and its settings as fields."""
+    """Every command: its help, and its settings as fields; those of `compare` once."""
     parts = ["# Every command\n"]
     for command in COMMANDS:
-        title, _, text = command.text.partition("\n")
-        parts.append(f"## {command.name}\n\n{title}\n\n```\n{text.strip()}\n```\n")
-        if command.settings:
-            parts += map(_line, settings.fields(command.settings).values())
-            parts.append("")
+        shared = "compare" in command.settings and command.name != "compare"
+        own = [name for name in command.settings if name != "compare" or not shared]
+        lines = [_line(field) for field in settings.fields(own).values()] if own else []
+        lines += ["- the settings of [compare](#compare)"] if shared else []
+        parts += [f"## {command.name}\n\n{command.text}\n", *lines, ""]
     return "\n".join(parts)
 
 
@@ -176,8 +176,8 @@ def example_report() -> str:
                     recipe="example",
                     data={"name": "made-up figures", "source": "generated"},
                     hardware__name="made-up CPU",
-                    accuracy=accuracy + 0.003 * seed + 0.0004 * (len(mode) * seed % 3),
-                    step_ms=ms * (1 + 0.02 * ((seed + len(mode)) % 3)),
+                    accuracy=accuracy + 0.003 * seed + 5e-4 * math.sin(ms * (seed + 1)),
+                    step_ms=ms * (1 + 0.05 * math.sin(accuracy * 1e4 * (seed + 1))),
                     memory_bytes__peak=peak * 2**20,
                 )
                 rows = "".join(json.dumps(row) + "\n" for row in _rows(seed, ms, accuracy))
