@@ -79,6 +79,17 @@ def test_links_and_anchors_lead_somewhere_and_nothing_is_loaded_from_elsewhere(
     assert wrong == []
 
 
+def test_lists_are_lists(site: Path) -> None:
+    """GitHub takes a list behind a line of text, MkDocs only one behind an empty line."""
+    wrong = [
+        f"{path.name}: {text[:80]}"
+        for path in site.rglob("*.html")
+        for text in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL)
+        if re.search(r"\n(- |\d\. |```|\|.*\|)", text)
+    ]
+    assert wrong == []
+
+
 def test_every_page_is_on_the_site_once(pages: dict[Path, Html], site: Path) -> None:
     expected = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in DOCS[1:]}
     made = {Path(name) for name in ("index.html", "reference/commands.html", "example_report.html")}
