@@ -69,6 +69,9 @@ function* tooWide(page, width) {
     const box = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
     if (box.width && (box.right > room.right + 0.5 || box.left < room.left - 0.5))
       yield `cut off in a plot: ${text.textContent}`;
+    const to = text.getScreenCTM();
+    const px = parseFloat(getComputedStyle(text).fontSize) * Math.hypot(to.a, to.b);
+    if (box.width && px < 9) yield `${px.toFixed(1)} px in a plot: ${text.textContent}`;
   }
 }
 function measured(frame) {

@@ -53,6 +53,7 @@ def test_what_is_wrong_with_a_page_is_noticed(tmp_path: Path) -> None:
         "image": '<img src="data:image/png;base64,x">',
         "asks": "<script>alert(1)</script>",
         "plot": '<svg class="plot" width="40"><text x="30">a label</text></svg>',
+        "small": '<svg class="plot" width="40"><text font-size="8">a</text></svg>',
         "console": '<script>console.error("something")</script>',
     }
     pages = {
@@ -69,6 +70,7 @@ def test_what_is_wrong_with_a_page_is_noticed(tmp_path: Path) -> None:
         ("image", "not loaded: IMG"),
         ("asks", "alert()"),
         ("plot", "cut off in a plot: a label"),
+        ("small", "8.0 px in a plot: a"),
         ("console", "something"),
     ):
         assert [x for x in texts if x.startswith(name) and text in x], (name, texts)

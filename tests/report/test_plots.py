@@ -186,7 +186,8 @@ def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]
     line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
     for name, plot in ten.items():
         width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
-        _, _, wide, high = map(float, ElementTree.fromstring(plot.svg).get("viewBox", "").split())
+        drawing = ElementTree.fromstring(plot.narrow_svg)
+        _, _, wide, high = map(float, drawing.get("viewBox", "").split())
         around = 2 * canvas.MARGIN_IN
         assert width == pytest.approx((wide / 72 + around) * canvas.PNG_DPI, abs=2), name
         assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
@@ -194,7 +195,7 @@ def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]
 
 def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
     def draw_one() -> Any:
-        made, (axes,) = canvas.panels(1)
+        made, (axes,) = canvas.panels(1, canvas.WIDTH_IN)
         axes.plot([1, 2], label="parameters")
         axes.set_title("panel")
         canvas.legend_above(made, axes)

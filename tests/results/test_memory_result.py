@@ -179,7 +179,7 @@ def test_a_picture_in_two_formats() -> None:
         assert wanted in colours, category
     text = files["memory.svg"].decode()
     ElementTree.fromstring(text)
-    assert "Memory during one training step of mnist on cpu: fp32, half, other, x" in text
+    assert "Memory during one training step of mnist on" in text
     assert "Bytes alive after each op of the step, by category" in text
     for word in ("half: -44 %", "10 MiB", "mm, a.b", "forward", "backward", "op of the step"):
         assert word in text

@@ -38,10 +38,12 @@ from mprun.console.formatting import counted
 from mprun.report import cells
 from mprun.report.theme import LIGHT, VARIABLES, colour, marker
 
-WIDTH_IN = 9.2
-"""At the page's width a point is about 1.45 CSS pixels: 8.5 points read as 12 pixels."""
+WIDTH_IN, NARROW_IN = 9.2, 4.2
+"""On a page of 1,280 pixels a point of a wide figure is 1.45 CSS pixels: 8.5 points read as 12
+pixels. On a phone, 390 pixels wide, a narrow figure's text reads as 10 pixels: as wide as that are
+the drawings for phones, and all picture files, which may be shown on one."""
 
-PNG_DPI = 110
+PNG_DPI = 220
 NO_METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
@@ -56,7 +58,7 @@ XLINK = "{http://www.w3.org/1999/xlink}href"
 TIMES_FACTOR = 8.0
 """Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
 
-MAX_LABEL = 30
+MAX_LABEL, MAX_NARROW_LABEL = 30, 20
 MARKER_SIZE = 6.5
 
 
@@ -75,14 +77,18 @@ class Plot(NamedTuple):
     """The same for a page of a phone's width."""
     png: bytes = b""
 
-    def drawn(self, alt: str, draw: Callable[[], Figure]) -> Plot:
-        """The plot with its drawing; `alt` is the title of its PNG, and describes its SVG to those
-        who cannot see it."""
+    def drawn(self, alt: str, draw: Callable[[float], Figure]) -> Plot:
+        """The plot with its drawings; `alt` is the title of its PNG, and describes its SVGs to
+        those who cannot see them. `draw` gets the figure's width in inches."""
         frame = PictureFrame(alt, " ".join((self.caption, *self.notes)))
+        name = f"plot-{self.name}"
         with style():
-            made = draw()
-            svg = _inline(_svg(made), f"plot-{self.name}", alt)
-            return self._replace(svg=svg, png=_file(made, frame, "png"))
+            wide, narrow = draw(WIDTH_IN), draw(NARROW_IN)
+            return self._replace(
+                svg=_inline(_svg(wide), name, alt),
+                narrow_svg=_inline(_svg(narrow), f"{name}-narrow", alt, "plot narrow"),
+                png=_file(narrow, frame, "png"),
+            )
 
 
 def seeds(comparison: Comparison) -> str:
@@ -201,7 +207,7 @@ def style() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _inline(text: str, name: str, alt: str) -> str:
+def _inline(text: str, name: str, alt: str, kind: str = "plot") -> str:
     """An SVG file as an element of a page."""
     root = ElementTree.fromstring(text)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))
@@ -220,7 +226,7 @@ def _inline(text: str, name: str, alt: str) -> str:
             "role": "img",
             "aria-labelledby": f"{name}-title",
             "stroke-linejoin": "round",
-            "class": "plot",
+            "class": kind,
         }
     )
     title = ElementTree.Element("title", {"id": f"{name}-title"})
@@ -252,29 +258,35 @@ def _restyled(value: str, name: str) -> str:
 # ---- figures and axes --------------------------------------------------------------------------
 
 
-def figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
-    """An empty figure, of the page's width by default."""
+def figure(height_in: float, width_in: float) -> Figure:
+    """An empty figure."""
     return Figure(figsize=(width_in, height_in), layout="constrained", dpi=72)
+
+
+def is_narrow(width_in: float) -> bool:
+    """Whether names stand above their rows, and legends have few columns."""
+    return width_in < WIDTH_IN / 2
+
+
+def _width_in(owner: Axes | Figure) -> float:
+    made = owner if isinstance(owner, Figure) else owner.figure
+    return float(made.bbox.width / made.dpi)
 
 
 COLUMNS = {1: 1, 2: 2, 4: 2}
 HEIGHT_IN = {1: 2.8, 2: 2.3}
 
 
-def panels(
-    count: int, share_x: bool = True, height_in: float | None = None
-) -> tuple[Figure, list[Axes]]:
-    """`count` axes in rows of up to three; the last row may be shorter.
+def panels(count: int, width_in: float) -> tuple[Figure, list[Axes]]:
+    """`count` axes with common scales, in rows of up to three; the last row may be shorter.
 
-    Args:
-        count: how many.
-        share_x: whether they share the x axis; they always share the y axis.
-        height_in: of a row; None for one that suits the number of columns.
+    A narrow figure has two in a row, or one of two.
     """
-    columns = COLUMNS.get(count, 3)
+    columns = 1 + (count > 2) if is_narrow(width_in) else COLUMNS.get(count, 3)
     lines = -(-count // columns)
-    made = figure((height_in or HEIGHT_IN.get(columns, 1.6)) * lines + 0.4)
-    grid = made.subplots(lines, columns, sharex=share_x, sharey=True, squeeze=False)
+    height_in = 1.5 if is_narrow(width_in) else HEIGHT_IN.get(columns, 1.6)
+    made = figure(height_in * lines + 0.4, width_in)
+    grid = made.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     flat = [axes for line in grid for axes in line]
     for axes in flat[count:]:
         axes.remove()
@@ -308,8 +320,10 @@ def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: A
     """A legend with the marker and the name of each variant, by its row in the table."""
     keys = [Line2D([], [], **mark(v, i, 5.0), label="name") for i, v in variants.items()]
     legend = owner.legend(handles=keys, fontsize=8.5, **LEGEND, **where)
+    is_small = is_narrow(_width_in(owner))
     for text, variant in zip(legend.get_texts(), variants.values(), strict=True):
-        text.set_text(label(variant))  # a handle's label may not begin with "_"
+        # a handle's label may not begin with "_"
+        text.set_text(cells.plain(variant.label, MAX_NARROW_LABEL) if is_small else label(variant))
 
 
 def name_panel(axes: Axes, variant: Variant, index: int) -> None:
@@ -337,25 +351,35 @@ def spread_axis(
 
 
 def legend_above(made: Figure, axes: Axes) -> None:
-    """A legend in one row above the axes."""
+    """A legend in one row above the axes, or in rows of three."""
     handles, labels = axes.get_legend_handles_labels()
     made.legend(
         handles,
         labels,
         loc="outside upper left",
-        ncols=len(labels),
+        ncols=3 if is_narrow(made.get_figwidth()) else len(labels),
         handleheight=0.9,
         fontsize=8,
         **LEGEND,
     )
 
 
-def name_rows(axes: Axes, names: Sequence[str], first: int = 0) -> None:
-    """Rows from the top, each with its name at the left."""
-    axes.set_yticks(range(first, first + len(names)), names)
-    for tick in axes.get_yticklabels():
-        tick.set_color(axes.title.get_color())
-    axes.set_ylim(first + len(names) - 0.4, first - 0.6)
+def name_rows(axes: Axes, names: Sequence[str], first: int = 0, above: float = 0.2) -> None:
+    """Rows from the top, each with its name at the left; or above, if the figure is narrow.
+
+    `above` is the distance of such a name from the middle of its row, as a share of a row.
+    """
+    rows, top = range(first, first + len(names)), first - 0.6
+    if is_narrow(_width_in(axes)):
+        top = first - above - 0.4
+        axes.set_yticks([])
+        for row, name in zip(rows, names, strict=True):
+            axes.text(0, row - above, name, transform=axes.get_yaxis_transform(), va="bottom")
+    else:
+        axes.set_yticks(rows, names)
+        for tick in axes.get_yticklabels():
+            tick.set_color(axes.title.get_color())
+    axes.set_ylim(first + len(names) - 0.4, top)
     axes.spines["left"].set_visible(False)
 
 

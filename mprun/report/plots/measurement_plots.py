@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from mprun.console.fitted_table import shortened
-from mprun.console.formatting import UNITS, change_text, share_text, size_text, unit_for
+from mprun.console.formatting import UNITS, change_text, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.plots.canvas import PictureFrame, figure, legend_above, panels, picture_files
+from mprun.report.plots.canvas import NARROW_IN, PictureFrame, figure, legend_above, picture_files
 from mprun.report.theme import FORMATS, LIGHT
 from mprun.results.memory_result import (
     NAMES,
@@ -39,8 +40,8 @@ SHADED = ("forward", "optimizer")
 """Phases with a shaded background, to separate them from the others."""
 POINTS, ALL_POINTS = 2000, 8000
 """The most ops drawn in a panel and in all: of each stretch of ops the one with the largest sum."""
-HEADROOM = 1.28
-"""The axis over the highest peak, for the phases' names."""
+HEADROOM = 1.5
+"""The axis over the highest peak, for its label and the phases' names."""
 
 
 def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
@@ -60,7 +61,8 @@ def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
 
 def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figure:
     """A panel for each mode that was counted; `alike` has how many others share its count."""
-    made, axes_of = panels(len(modes), share_x=False, height_in=3.2)
+    made = figure((2.6 if len(modes) < 3 else 1.9) * len(modes) + 0.5, NARROW_IN)
+    axes_of = list(made.subplots(len(modes), 1, sharey=True, squeeze=False)[:, 0])
     highest = max(mode.bytes["peak"] for mode in modes)
     unit = unit_for(highest)
     for axes, mode in zip(axes_of, modes, strict=True):
@@ -68,10 +70,10 @@ def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figur
         _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit])
         change = "" if mode is modes[0] or mode.ratio is None else f": {change_text(mode.ratio)}"
         others = f" and {alike[mode.label]} more" if alike[mode.label] else ""
-        axes.set_title(f"{mode.label}{others}{change}")
-        axes.set_xlabel("op of the step")
+        axes.set_title(f"{mode.label}{others}{change}", loc="left")
         axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))
         axes.set_ylim(0, highest / UNITS[unit] * HEADROOM)
+    axes_of[-1].set_xlabel("op of the step")
     made.supylabel(f"{unit} alive", fontsize=8.5, color=LIGHT.muted)
     legend_above(made, axes_of[0])
     return made
@@ -114,7 +116,7 @@ def _draw_phases(axes: Axes, phases: Sequence[str], highest: float) -> None:
             is_wide = (stop - start) * 8 > len(phases)
             axes.text(
                 (start + stop - 1) / 2,
-                highest * 1.26,
+                highest * (HEADROOM - 0.03),
                 phase,
                 color=LIGHT.muted,
                 ha="center",
@@ -153,8 +155,9 @@ LEAST = 1e-6
 """Smaller shares are not drawn."""
 MAX_ROWS = 12
 """The most layers drawn of a kind."""
-MAX_NAME = 36
-LETTER_SHARE, ROW_POINTS = 0.0075, 8
+MAX_NAME = 20
+ROW_IN = 0.15
+LETTER_SHARE, ROW_POINTS = 0.019, 9
 """A letter of a line's label, as a share of the width; the height of a row of labels."""
 
 
@@ -172,20 +175,23 @@ def exponents(result: NumericsResult) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
     panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
     if not panels:  # only zeros
-        return figure(1)
+        return figure(1, NARROW_IN)
     low, high = _span([row for _, rows in panels for row in rows])
-    heights = [2 + len(rows) for _, rows in panels]
-    made = figure(1.2 + 0.17 * sum(heights))
+    recommended = result.loss_scale.recommended
+    limits = [_limits(low, high, recommended if "gradients" in x else None) for x, _ in panels]
+    label_rows = [max((limit.row + 1 for limit in lines), default=0) for lines in limits]
+    heights = [len(rows) for _, rows in panels]
+    titles_in = sum(0.3 + ROW_POINTS / 72 * count for count in label_rows)
+    made = figure(1.3 + titles_in + ROW_IN * sum(heights), NARROW_IN)
     axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for panel, (kind, rows) in zip(axes, panels, strict=True):
-        image = _draw_shares(panel, rows, low, high)
-        scale = result.loss_scale.recommended if "gradients" in kind else None
-        label_rows = _draw_limits(panel, low, high, scale)
+    for n, (kind, rows) in enumerate(panels):
+        image = _draw_shares(axes[n], rows, low, high)
+        _draw_limits(axes[n], limits[n])
         title = _panel_title(kind, len(rows), len(_rows(result, kind)))
-        panel.set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows)
-    bar = made.colorbar(image, ax=list(axes), shrink=0.5, aspect=30, pad=0.01)
-    bar.ax.yaxis.set_major_formatter(lambda share, _: share_text(share))
-    bar.set_label("share of the row's non-zero values")
+        axes[n].set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows[n])
+    bar = made.colorbar(image, ax=list(axes), location="bottom", aspect=40, pad=0.01)
+    bar.ax.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
+    bar.set_label("share of the row's non-zero values (%)")
     axes[-1].set_xlabel("exponent e: values of magnitude 2^e up to 2^(e+1)")
     return made
 
@@ -239,8 +245,21 @@ def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) 
     return image
 
 
-def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> int:
-    """The formats' limits; dashed, float16's limits at a loss scale. The rows that labels take."""
+class _Limit(NamedTuple):
+    """A limit of a format, as a line with a label above the panel."""
+
+    place: float
+    text: str
+    style: str
+    colour: str
+    row: int
+    """Of its label, so that labels do not overlap."""
+    is_left: bool
+    """Whether its label stands left of the line: there is no room at the right."""
+
+
+def _limits(low: int, high: int, scale: float | None) -> list[_Limit]:
+    """The formats' limits that are shown; dashed, float16's limits at a loss scale."""
     lines = [
         (float(at), f"{name}: {limit}", "-", LIGHT.series[FORMATS[name]])
         for name, limits in LIMITS.items()
@@ -248,25 +267,33 @@ def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> int:
     ]
     if scale is not None:
         colour, shift = LIGHT.series[FORMATS["fp16"]], math.log2(scale)
-        at_scale = f"at scale {number(scale)}"
-        lines += [(at - shift, f"{x} {at_scale}", "--", colour) for at, x in LIMITS["fp16"]]
+        lines += [(at - shift, f"{x}, scaled", "--", colour) for at, x in LIMITS["fp16"]]
+    shown: list[_Limit] = []
     ends: list[float] = []  # of the last label in each row
     for place, text, style, colour in sorted(lines):
-        if not low <= place <= high + 1:
-            continue
-        row = next((n for n, end in enumerate(ends) if end <= place), len(ends))
-        ends[row : row + 1] = [place + len(text) * LETTER_SHARE * (high + 1 - low)]
-        panel.axvline(place, color=colour, lw=1, ls=style)
+        if low <= place <= high + 1:
+            wide = len(text) * LETTER_SHARE * (high + 1 - low)
+            is_left = place + wide > high + 1
+            begin = place - wide * is_left
+            row = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
+            ends[row : row + 1] = [begin + wide]
+            shown.append(_Limit(place, text, style, colour, row, is_left))
+    return shown
+
+
+def _draw_limits(panel: Axes, limits: Sequence[_Limit]) -> None:
+    for limit in limits:
+        panel.axvline(limit.place, color=limit.colour, lw=1, ls=limit.style)
         panel.annotate(
-            text,
-            (place, 1),
+            limit.text,
+            (limit.place, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(2, 2 + ROW_POINTS * row),
+            xytext=(-2 if limit.is_left else 2, 2 + ROW_POINTS * limit.row),
             textcoords="offset points",
-            fontsize=6,
-            color=colour,
+            ha="right" if limit.is_left else "left",
+            fontsize=7,
+            color=limit.colour,
         )
-    return len(ends)
 
 
 def _caption(result: NumericsResult) -> str:
@@ -297,7 +324,7 @@ def scales(advice: LossScaleResult) -> Figure:
     """The SQNR of float16 gradients at each loss scale that was tried."""
     tried = {math.log2(float(scale)): db for scale, db in advice.tried_db.items()}
     finite = {power: db for power, db in tried.items() if math.isfinite(db)}
-    made = figure(3.5, width_in=7)
+    made = figure(3, NARROW_IN)
     panel: Axes = made.subplots()
     panel.plot(list(finite), list(finite.values()), "o-", color=LIGHT.ink, ms=4)
     for power in tried.keys() - finite.keys():
@@ -309,7 +336,8 @@ def scales(advice: LossScaleResult) -> Figure:
     for scale, colour, name in marked:
         if scale is not None:
             panel.axvline(math.log2(scale), color=colour, ls="--", label=name)
-    panel.set_xlabel("log2 of the loss scale (shaded: a gradient overflowed)")
+    panel.set_xlabel("log2 of the loss scale")
     panel.set_ylabel("signal over noise of\nfloat16 gradients, dB")
-    panel.legend()
+    if panel.get_legend_handles_labels()[1]:
+        legend_above(made, panel)
     return made

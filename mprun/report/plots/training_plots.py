@@ -23,6 +23,7 @@ from mprun.report.plots.canvas import (
     Plot,
     counts,
     figure,
+    is_narrow,
     label,
     legend_above,
     mark,
@@ -81,7 +82,7 @@ def losses(comparison: Comparison, logs: Logs) -> Plot:
             notes.append(f"{cells.plain(variant.label)} is missing: it logged no finite loss.")
     return plot._replace(caption=" ".join(sentences), notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: training loss of each variant and of the baseline",
-        lambda: _draw_losses(comparison, logs.series),
+        lambda width_in: _draw_losses(comparison, logs.series, width_in),
     )
 
 
@@ -106,7 +107,7 @@ def loss_scales(comparison: Comparison, logs: Logs) -> Plot | None:
     )
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: history of the loss scale",
-        lambda: _draw_loss_scales(comparison, logs.series, scaling),
+        lambda width_in: _draw_loss_scales(comparison, logs.series, scaling, width_in),
     )
 
 
@@ -116,10 +117,12 @@ def in_epochs(comparison: Comparison) -> bool:
     return len(sizes) > 1
 
 
-def _draw_losses(comparison: Comparison, series: Sequence[Sequence[RunSeries]]) -> Figure:
+def _draw_losses(
+    comparison: Comparison, series: Sequence[Sequence[RunSeries]], width_in: float
+) -> Figure:
     bands = [loss_band(one) for one in series]
     others = [i for i in range(1, len(series)) if bands[i]] or [0]
-    made, axes_of = panels(len(others))
+    made, axes_of = panels(len(others), width_in)
     for index, axes in zip(others, axes_of, strict=True):
         for i in dict.fromkeys((0, index)):
             _loss(axes, comparison, series[i], bands[i], i)
@@ -203,8 +206,9 @@ def _draw_loss_scales(
     comparison: Comparison,
     series: Sequence[Sequence[RunSeries]],
     scaling: Sequence[int],
+    width_in: float,
 ) -> Figure:
-    made, axes_of = panels(len(scaling))
+    made, axes_of = panels(len(scaling), width_in)
     for index, axes in zip(scaling, axes_of, strict=True):
         for one in series[index]:
             _scale(axes, comparison, one, index)
@@ -272,7 +276,7 @@ def step_times(comparison: Comparison, logs: Logs) -> Plot:
         notes.append("Hollow: emulated, so its times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: distribution of step times of each variant",
-        lambda: _draw_distributions(comparison, times),
+        lambda width_in: _draw_distributions(comparison, times, width_in),
     )
 
 
@@ -289,7 +293,7 @@ def memory(comparison: Comparison) -> Plot:
     )
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: peak memory of a training step by category",
-        lambda: _draw_memory(comparison),
+        lambda width_in: _draw_memory(comparison, width_in),
     )
 
 
@@ -324,9 +328,9 @@ def timed_steps(
     return TimedSteps(rows, low, high, outside)
 
 
-def _draw_distributions(comparison: Comparison, times: TimedSteps) -> Figure:
+def _draw_distributions(comparison: Comparison, times: TimedSteps, width_in: float) -> Figure:
     variants = comparison.variants
-    made = figure(0.7 + 0.46 * len(variants))
+    made = figure(0.7 + (0.75 if is_narrow(width_in) else 0.46) * len(variants), width_in)
     axes: Axes = made.subplots()
     is_log = spread_axis(axes, "x", [times.low, times.high], TIMES_FACTOR)
     edges = (np.geomspace if is_log else np.linspace)(times.low, times.high, BINS + 1)
@@ -339,8 +343,8 @@ def _draw_distributions(comparison: Comparison, times: TimedSteps) -> Figure:
         if step is not None:
             axes.plot([step.p10, step.p90], [index, index], color=drawn, linewidth=1.4, zorder=3)
             axes.plot([step.median], [index], **mark(variant, index), zorder=4)
-    name_rows(axes, [label(v) for v in variants])
-    axes.set_ylim(top=-0.85)
+    name_rows(axes, [label(v) for v in variants], above=0.75)
+    axes.set_ylim(top=min(-0.85, axes.get_ylim()[1]))
     axes.set_xlabel("time per step (ms)")
     axes.margins(x=0.02)
     axes.grid(axis="x")
@@ -348,10 +352,10 @@ def _draw_distributions(comparison: Comparison, times: TimedSteps) -> Figure:
     return made
 
 
-def _draw_memory(comparison: Comparison) -> Figure:
+def _draw_memory(comparison: Comparison, width_in: float) -> Figure:
     variants = comparison.variants
     unit, size = cells.memory_unit(comparison)
-    made = figure(1.05 + 0.31 * len(variants))
+    made = figure(1.05 + (0.54 if is_narrow(width_in) else 0.31) * len(variants), width_in)
     axes: Axes = made.subplots()
     left = np.zeros(len(variants))
     for name, fill in zip(MEMORY_CATEGORIES, LIGHT.memory, strict=True):
@@ -370,8 +374,8 @@ def _draw_memory(comparison: Comparison) -> Figure:
     widest = max(float(left.max()), 1e-9)
     for index, variant in enumerate(variants):
         axes.text(left[index] + 0.012 * widest, index, _total(comparison, variant), va="center")
-    name_rows(axes, [label(v) for v in variants])
-    axes.set_xlim(0, widest * 1.2)
+    name_rows(axes, [label(v) for v in variants], above=0.32)
+    axes.set_xlim(0, widest * (1.45 if is_narrow(width_in) else 1.2))
     axes.set_xlabel(f"alive at the peak of a training step ({unit})")
     legend_above(made, axes)
     return made

@@ -17,6 +17,7 @@ from mprun.report.plots.canvas import (
     Plot,
     counts,
     figure,
+    is_narrow,
     label,
     mark,
     name_rows,
@@ -55,7 +56,7 @@ def against_time(comparison: Comparison) -> Plot:
         notes.append("Hollow markers are emulated: their times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: {name} against time per step",
-        lambda: _draw_against_time(comparison, points),
+        lambda width_in: _draw_against_time(comparison, points, width_in),
     )
 
 
@@ -81,7 +82,7 @@ def differences(comparison: Comparison) -> Plot | None:
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: paired differences of {comparison.metric} from "
         f"{baseline}",
-        lambda: _draw_differences(comparison),
+        lambda width_in: _draw_differences(comparison, width_in),
     )
 
 
@@ -108,8 +109,8 @@ def _points(comparison: Comparison) -> list[_Point]:
     return points
 
 
-def _draw_against_time(comparison: Comparison, points: Sequence[_Point]) -> Figure:
-    made = figure(4.3)
+def _draw_against_time(comparison: Comparison, points: Sequence[_Point], width_in: float) -> Figure:
+    made = figure(4.3, width_in)
     axes: Axes = made.subplots()
     for point in points:
         line: dict[str, Any] = {"color": colour(point.row), "linewidth": 0.9, "zorder": 3.0}
@@ -126,7 +127,9 @@ def _draw_against_time(comparison: Comparison, points: Sequence[_Point]) -> Figu
     axes.set_axisbelow(True)
     axes.margins(x=0.16, y=0.14)
     variants = {point.row: point.variant for point in points}
-    name_variants(made, variants, loc="outside upper left", ncols=NAMES_IN_A_ROW)
+    name_variants(
+        made, variants, loc="outside upper left", ncols=2 if is_narrow(width_in) else NAMES_IN_A_ROW
+    )
     return made
 
 
@@ -141,9 +144,9 @@ def _draw_margin(axes: Axes, comparison: Comparison) -> None:
     axes.axhspan(low, high, color=LIGHT.wash, linewidth=0, zorder=0)
 
 
-def _draw_differences(comparison: Comparison) -> Figure:
+def _draw_differences(comparison: Comparison, width_in: float) -> Figure:
     rows = list(enumerate(comparison.variants))[1:]
-    made = figure(0.75 + 0.33 * len(rows))
+    made = figure(0.75 + (0.42 if is_narrow(width_in) else 0.33) * len(rows), width_in)
     axes: Axes = made.subplots()
     scale = cells.DIFFERENCE_SCALE
     margin = comparison.margin * scale
@@ -160,16 +163,23 @@ def _draw_differences(comparison: Comparison) -> Figure:
                     [end * scale for end in interval], [index, index], linewidth=width, **line
                 )
         axes.plot([difference.value * scale], [index], **mark(variant, index), zorder=4)
-    name_rows(axes, [label(v) for _, v in rows], first=1)
-    right = axes.secondary_yaxis("right")
-    right.set_yticks([i for i, _ in rows], [v.verdict.word for _, v in rows], color=LIGHT.muted)
-    right.spines["right"].set_visible(False)
-    right.tick_params(length=0)
+    verdicts = [v.verdict.word for _, v in rows]
+    names = [label(v) for _, v in rows]
+    if is_narrow(width_in):
+        names = [f"{name}: {verdict}" for name, verdict in zip(names, verdicts, strict=True)]
+    else:
+        right = axes.secondary_yaxis("right")
+        right.set_yticks([i for i, _ in rows], verdicts, color=LIGHT.muted)
+        right.spines["right"].set_visible(False)
+        right.tick_params(length=0)
+    name_rows(axes, names, first=1)
     unit = {"difference %": "%", "points": "percentage points"}.get(
         cells.difference_unit(comparison), ""
     )
     name = cells.plain(comparison.baseline, MAX_LABEL)
+    blank = "\n" if is_narrow(width_in) else " "
     axes.set_xlabel(
-        f"{cells.metric_name(comparison)} minus that of {name}" + (f" ({unit})" if unit else "")
+        f"{cells.metric_name(comparison)} minus that of {name}"
+        + (f"{blank}({unit})" if unit else "")
     )
     return made
