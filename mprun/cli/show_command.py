@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.compare.comparison import Advice
 from mprun.console import print_line, stdout_console
 from mprun.console.fitted_table import FittedTable
 from mprun.console.formatting import readable
@@ -28,8 +27,6 @@ from mprun.records.reader import read_json
 from mprun.records.run_folder import FILE as STUDY_FILE
 from mprun.records.run_folder import read_study_plan
 from mprun.records.run_record import Summary, read_summary
-from mprun.report.answer import advice_lines
-from mprun.report.tables import closing
 from mprun.results import Result, show
 from mprun.results.memory_result import MemoryRecord, memory_parts
 from mprun.results.numerics_result import NumericsResult, NumericsSettings, numerics_parts
@@ -81,6 +78,8 @@ def show_command(args: Sequence[str]) -> int:
 
 def _closing(summary: Summary, folder: Path) -> Iterator[FittedTable | str]:
     """What the run printed at its end, and how it goes on if it did not complete."""
+    from mprun.report.tables import closing
+
     yield from closing(summary, folder)
     if summary.error is not None:
         yield f"{summary.status}: {readable(summary.error, 500)}"
@@ -107,14 +106,16 @@ class _Report(msgspec.Struct):
     split: str
     variants: list[_ComparedVariant]
     notes: tuple[str, ...] = ()
-    advice: Advice | None = None
+    advice: dict[str, Any] | None = None
     not_run: dict[str, list[int]] = {}
 
 
 def _show_study(folder: Path, verbose: bool) -> None:
     """Compare a study's runs again, in the terms of its report; without one, all of them."""
     from mprun.cli.compare_command import compared, report
+    from mprun.compare.comparison import Advice
     from mprun.config.settings import CompareSettings
+    from mprun.report.answer import advice_lines
 
     settings, command = CompareSettings(report=False), read_study_plan(folder).command
     try:
@@ -129,7 +130,7 @@ def _show_study(folder: Path, verbose: bool) -> None:
         comparison = replace(
             compared([folder / name for name in runs], settings),
             notes=earlier.notes,
-            advice=earlier.advice,
+            advice=msgspec.convert(earlier.advice, Advice | None),
             not_run=earlier.not_run,
         )
     answer = ""

@@ -237,6 +237,8 @@ def test_neither_imports_torch() -> None:
     assert main([*LINEAR, "run.dir=outputs/run"]) == 0
     code = (
         "import sys\nfrom mprun.cli.main import main\n"
+        "assert main(['ls']) == main(['show', 'last']) == 0\n"
+        "assert 'scipy' not in sys.modules\n"  # which help and mistakes need not wait for either
         "words = (['ls'], ['show', 'last'], ['show', 'outputs/study'], ['compare', 'last'])\n"
         "assert [main(x) for x in words] == [0, 0, 0, 0]\nassert 'torch' not in sys.modules\n"
     )
