@@ -104,8 +104,13 @@ def fields(_: str) -> str:
     groups = [f"- `{g}`: " + ", ".join(f"`{name}`" for name in options(g)) for g in GROUPS]
     names = ", ".join(f"`{name}` ({mode})" for name, mode in ALIASES.items())
     groups.append(f"\nOther names of modes, recorded under mprun's: {names}.")
-    lines = [_line(f) for f in leaves().values() if f.key not in {f"{g}.name" for g in GROUPS}]
-    return "\n".join(["## Groups\n", *groups, "\n## Fields\n", *lines])
+    sections: dict[str, list[str]] = {}
+    for field in leaves().values():
+        if field.key not in {f"{group}.name" for group in GROUPS}:
+            section, dot, _ = field.key.partition(".")
+            sections.setdefault(section if dot else "of no section", []).append(_line(field))
+    lines = [x for name, own in sections.items() for x in (f"\n### {name}\n", *own)]
+    return "\n".join(["## Groups\n", *groups, "\n## Fields", *lines])
 
 
 def _line(field: Field) -> str:
