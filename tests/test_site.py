@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
 import mprun
 from mprun.cli.main import COMMANDS
@@ -77,6 +78,15 @@ def test_links_and_anchors_lead_somewhere_and_nothing_is_loaded_from_elsewhere(
             if not goal.is_file() or (goal in pages and url.fragment not in pages[goal].anchors):
                 wrong.append(f"{path.name}: {link}")
     assert wrong == []
+
+
+def test_the_workflow_publishes_what_make_site_builds() -> None:
+    text = (ROOT / ".github/workflows/pages.yml").read_text(encoding="utf-8")
+    steps = yaml.safe_load(text)["jobs"]["site"]["steps"]
+    assert "python -m mkdocs build" in [step.get("run") for step in steps]
+    assert "-m mkdocs build" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in actions)
 
 
 def test_lists_are_lists(site: Path) -> None:
