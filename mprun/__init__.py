@@ -1,14 +1,17 @@
 """mprun: train a model in several numerical precisions and learn which one to use.
 
-In anyone's own loop:
-
     import mprun
+
+    mprun.run("recipe=my.py", precision="bf16_mixed")   # train; a Result, which a notebook shows
+    mprun.compare("outputs")     # runs compared: the verdict, a table, plots
+    mprun.load("outputs/DATE/TIME")   # a run's model, configuration and weights
+
+In anyone's own loop:
 
     mprun.policy("bf16_sr")      # a precision mode by its name: a row of dtypes and roundings
     mprun.Precision              # carries a policy out for a model and its optimizer
     with mprun.observe(model, optimizer, out="runs/bf16") as run: ...   # a record of any loop
     mprun.audit(model, optimizer)  # which dtypes it trains in, and which updates they lose
-    mprun.load("outputs/DATE/TIME")   # a run's model, configuration and weights
     mprun.diff(a, b, batch)      # where two precisions, versions or compiled and eager part
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
     mprun.metrics                # accuracy, F1, perplexity, mean absolute error
@@ -19,12 +22,15 @@ Importing this package is cheap. torch is imported when one of these names is fi
 `mprun --help` and shell completion stay fast.
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mprun import metrics, numerics, optim
+    from mprun.cli.functions import compare, run
     from mprun.experiments.plan_answer import load
     from mprun.integrations.observe import observe
     from mprun.numerics.audit import audit
@@ -38,6 +44,7 @@ __all__ = [
     "Recipe",
     "__version__",
     "audit",
+    "compare",
     "diff",
     "load",
     "metrics",
@@ -45,6 +52,7 @@ __all__ = [
     "observe",
     "optim",
     "policy",
+    "run",
 ]
 
 _SOURCES = {
@@ -56,7 +64,9 @@ _SOURCES = {
     "observe": "mprun.integrations.observe",
     "policy": "mprun.precision.policy",
 }
-_PACKAGES = ("metrics", "numerics", "optim")
+_PACKAGES = ("compare", "metrics", "numerics", "optim", "run")
+_FUNCTIONS = ("compare", "run")
+"""Modules that are functions too, those of `mprun.cli.functions`."""
 
 try:
     __version__ = version("mprun")
@@ -75,3 +85,35 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _FunctionModule(ModuleType):
+    """The module `mprun.run` or `mprun.compare`: also the function, with its help in a notebook."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> Any:
+        functions = import_module("mprun.cli.functions")
+        return getattr(functions, self.__name__.removeprefix("mprun."))
+
+    @property
+    def __signature__(self) -> Any:
+        return import_module("inspect").signature(self._function)
+
+    def getdoc(self) -> str:
+        """What IPython shows of it."""
+        return str(self._function.__doc__)
+
+
+class _Package(ModuleType):
+    """This package."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FUNCTIONS and isinstance(value, ModuleType):  # it was imported
+            value.__class__ = _FunctionModule
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -30,6 +30,10 @@ class MprunError(Exception):
 
     status = EXIT_FAILED
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the line, without a traceback."""
+        return [f"mprun: {printable(str(self))}"]
+
 
 class UsageError(MprunError):
     """The command line, the configuration or the data it names cannot be used (status 2)."""

@@ -185,6 +185,13 @@ def file_source(path: Path) -> RecipeSource:
     return RecipeSource(path, read_source(path))
 
 
+def forget_changed() -> None:
+    """Let files that were changed since they ran in this process run again when they are named."""
+    for path, loaded in list(_loaded.items()):
+        if not path.is_file() or read_source(path) != loaded.source.content:
+            del _loaded[path], sys.modules[loaded.module.__name__]
+
+
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
     """The recipe's class of a file; its code is run unless it was.
 
@@ -220,7 +227,7 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
 
 
 def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
-    """The file as a module, run once per process.
+    """The file as a module, run once per process; see `forget_changed`.
 
     Args:
         path: the file.

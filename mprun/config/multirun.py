@@ -272,15 +272,15 @@ def launcher_fields(name: str) -> Collection[Any]:
 
 def launcher_override(field: str, value: Any) -> str:
     """The override that sets a field of the launcher to a plain value."""
-    return f"{'+' if '.' in field else ''}hydra.launcher.{field}={_text(value)}"
+    return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
 
 
-def _text(value: Any) -> str:
+def override_text(value: Any) -> str:
     """A plain value in Hydra's grammar."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_text, value)) + "]"
+        return "[" + ",".join(map(override_text, value)) + "]"
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else str(value).lower()
     return quoted(value)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.assemble import Plan, make_plan
+from mprun.assemble.file_recipe import forget_changed
 from mprun.assemble.initial_summary import initial_summary
 from mprun.assemble.parts import build_arithmetic, build_caster
 from mprun.assemble.speed_trial import with_fastest
@@ -94,12 +95,18 @@ def unused_fields(composed: Composed, command: str) -> list[str]:
     return [f"{key} {reason}" for key in composed.given if key.startswith("debug.")]
 
 
-def plan_or_resume(composed: Composed) -> tuple[Plan, dict[str, Any] | None]:
+def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run, and the checkpoint that it resumes from, or None.
+
+    Args:
+        composed: the configuration.
+        reload: whether a recipe's file that was changed since it ran in this process runs again.
 
     Raises:
         UsageError: the run cannot be planned.
     """
+    if reload:
+        forget_changed()
     folder = composed.config.run.resume
     saved = None if folder is None else checkpoint.load(Path(folder))
     plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)

@@ -8,7 +8,7 @@ matplotlib. They are imported when a report is written; the tables need neither.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mprun.compare.comparison import KEEPS, Advice, Comparison
@@ -29,7 +29,7 @@ from mprun.records.files import write_atomic
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.theme import TERMINAL, TONES
+from mprun.report.theme import LIGHT, TERMINAL, TONES, declarations
 
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
@@ -310,6 +310,25 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
             "or compare.report=false"
         ) from None
     return [folder / name for name in files]
+
+
+def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
+    """The plots of the report as SVG files, by their captions.
+
+    Args:
+        comparison: of runs.
+        names: which plots; all that there may be if it is empty.
+    """
+    from mprun.report.plots import NAMES, draw
+
+    colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
+    return {
+        f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(
+            "<svg ", f'<svg style="{colours}" ', 1
+        )
+        for plot in draw(comparison, names=names or NAMES)
+        if plot.svg
+    }
 
 
 def png_name(plot: str) -> str:

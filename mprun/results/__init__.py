@@ -9,7 +9,8 @@ for each question, the record for programs and the tables and sentences made of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -33,6 +34,8 @@ from mprun.errors import EXIT_OK, RunFailedError, traceback_text
 from mprun.records.files import jsonable, write_atomic, write_files
 
 TRACEBACK = "traceback.txt"
+PICTURE_PX = 760
+"""The width of a picture in a notebook."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,11 +53,15 @@ class Result:
     """Lines for standard error."""
     status: int = EXIT_OK
     """The exit status of the command."""
+    folder: Path | None = None
+    """The folder of the run that it is of."""
+    draw: Callable[[], Mapping[str, str]] = dict
+    """Draws what a notebook shows below: SVGs by their captions; nothing by default."""
 
     @property
     def json(self) -> str:
         """The record as indented JSON; floats that are not finite are strings."""
-        content = jsonable(msgspec.to_builtins(self.record))
+        content = jsonable(msgspec.to_builtins(self.record, enc_hook=str))
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
     @property
@@ -80,12 +87,14 @@ class Result:
         return "\n\n".join(filter(None, blocks)) + "\n"
 
     def _repr_html_(self) -> str:
-        """All sentences and tables as HTML, for a notebook."""
+        """All sentences, tables and pictures as HTML, for a notebook."""
         blocks = []
         for part in self.parts:
             blocks += [part.html] if isinstance(part, FittedTable) else []
             text = escape(without_controls(part if isinstance(part, str) else part.caption))
             blocks += [f"<p>{text}</p>".replace("\n", "<br>")] if text else []
+        drawn = [("", x) for name, x in self.files.items() if name.endswith(".svg")]
+        blocks += [_picture(*x) for x in (*drawn, *self.draw().items())]
         return "\n".join(blocks)
 
     def __str__(self) -> str:
@@ -93,6 +102,13 @@ class Result:
         return "\n".join(without_controls(x) if isinstance(x, str) else str(x) for x in self.parts)
 
     __repr__ = __str__
+
+
+def _picture(caption: str, svg: str | bytes) -> str:
+    """A drawing as an image, so that its ids and its style are its own, with a caption."""
+    data = b64encode(svg.encode() if isinstance(svg, str) else svg).decode()
+    image = f'<img width="{PICTURE_PX}" alt="" src="data:image/svg+xml;base64,{data}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 class PartialResultError(RunFailedError):

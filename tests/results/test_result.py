@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,14 @@ def test_a_notebook_shows_sentences_and_tables_escaped() -> None:
     assert "=cmd|a&lt;i&gt;" in html
     assert "<p>all &amp; every</p>" in html
     assert html.count("<tr>") == 2 + 2 + 1
+
+
+def test_a_notebook_shows_pictures_as_images_with_escaped_captions() -> None:
+    files = {"memory.svg": "<svg/>", "memory.png": b"", "memory.json": "{}"}
+    html = Result(None, [], files, draw=lambda: {"Loss: <b>": "<svg></svg>"})._repr_html_()
+    sources = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert [b64decode(text) for text in sources] == [b"<svg/>", b"<svg></svg>"]
+    assert "<figcaption>Loss: &lt;b&gt;</figcaption>" in html
 
 
 def test_a_result_in_a_session_is_what_a_pipe_gets(capsys: pytest.CaptureFixture[str]) -> None:

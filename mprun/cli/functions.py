@@ -1,0 +1,140 @@
+"""`mprun` and `mprun compare` as functions, for a notebook: the same arguments, a `Result` back.
+
+    run = mprun.run("recipe=my.py", "train.max_steps=100", precision="bf16_mixed", seed=0)
+    mprun.compare("outputs")
+
+No progress is shown. A mistake raises the error whose text the command prints. A recipe's file that
+was changed is read again; what it imports is not.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mprun.cli.compare_command import check, compared, parse
+from mprun.errors import UsageError, printable
+from mprun.results import Result
+
+if TYPE_CHECKING:
+    from mprun.console.fitted_table import FittedTable
+
+    Runs = str | Path | Result | Iterable[str | Path | Result]
+
+PLAIN = re.compile(r"[\w./-]+")
+"""A text that an override has without quotation marks."""
+
+
+def run(*overrides: str, **fields: object) -> Result:
+    """Train one recipe in one precision, as `mprun` does.
+
+    Args:
+        overrides: as on the command line: `"recipe=my.py"`, `"train.lr=0.01"`.
+        fields: overrides whose names have no dot: `precision="bf16_mixed"`, `seed=0`.
+
+    Returns:
+        The run's summary (`record`), its folder (`folder`) and its tables; a notebook shows its
+        losses too.
+
+    Raises:
+        UsageError: an override, the recipe or the data cannot be used; nothing was started.
+        RunFailedError: the run failed; the reason is in its record.
+        KeyboardInterrupt: a signal stopped it; its record is complete.
+    """
+    from mprun.config import compose
+    from mprun.experiments.planned_run import plan_or_resume
+    from mprun.inspect.device_check import checked_before
+    from mprun.records.files import own_records
+    from mprun.run import run as carry_out
+    from mprun.train.signals import SignalReceivedError, StopSignals
+
+    own_records()
+    composed, stop = compose([*overrides, *_overrides(fields)]), StopSignals()
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with stop if is_main else nullcontext():  # no other thread may catch signals
+            plan, saved = plan_or_resume(composed, reload=True)
+            plan = replace(plan, warnings=(*plan.warnings, *checked_before(plan.device)))
+            summary, folder = carry_out(plan, composed.resolved, stop, saved=saved)
+    except SignalReceivedError:
+        raise KeyboardInterrupt(f"stopped by {stop.name} before the run started") from None
+    if summary.status != "completed":  # a loop over runs has to end, too
+        again = f"mprun.run({f'run.resume={folder}'!r})"
+        raise KeyboardInterrupt(f"stopped by {stop.name}; resume with: {again}")
+    return _run_result(folder)
+
+
+def compare(*runs: Runs, **settings: object) -> Result:
+    """Compare runs, as `mprun compare` does.
+
+    Args:
+        runs: results of `mprun.run`, folders, globs, or lists of them; also `"compare.KEY=VALUE"`.
+        settings: those of compare: `margin=0.01`. Only with `dir=` a report is written.
+
+    Returns:
+        The comparison (`record`), the answer and the table; a notebook shows the plots too.
+
+    Raises:
+        UsageError: there is no run, the runs cannot be compared, or a setting is not legal.
+        ConditionMetError: `fail_if` is met.
+    """
+    from mprun.report import answer
+    from mprun.report import comparison_report as shown
+
+    given = {f"compare.{name}": value for name, value in settings.items()}
+    paths, chosen = parse([*map(str, _flat(runs)), *_overrides(given)])
+    comparison = compared(paths, chosen)
+    check(comparison, chosen.fail_if)
+    if chosen.dir and chosen.report:
+        shown.write_report(comparison, Path(chosen.dir))
+    sentences = map(printable, answer.headline(comparison))
+    notes = map(printable, shown.short_notes(comparison))
+    terms = "\n".join(map(printable, answer.terms(comparison)))
+    parts: list[FittedTable | str] = [*sentences, shown.short_table(comparison), *notes, terms]
+    return Result(comparison, parts, draw=lambda: shown.pictures(comparison))
+
+
+def _overrides(fields: Mapping[str, object]) -> list[str]:
+    from mprun.config.multirun import override_text
+
+    return [
+        f"{name}={x if isinstance(x, str) and PLAIN.fullmatch(x) else override_text(x)}"
+        for name, x in fields.items()
+    ]
+
+
+def _flat(runs: Iterable[Runs]) -> Iterator[str | Path]:
+    """The folders of results, and names as they are."""
+    for one in runs:
+        if isinstance(one, Result):
+            if one.folder is None:
+                raise UsageError("this Result is not of a run; legal: those of mprun.run, folders")
+            yield one.folder
+        elif isinstance(one, str | Path):
+            yield one
+        else:
+            yield from _flat(one)
+
+
+def _run_result(folder: Path) -> Result:
+    from mprun.config.settings import CompareSettings
+    from mprun.records.run_record import read_summary
+    from mprun.report import tables
+    from mprun.report.comparison_report import pictures
+
+    def losses() -> Mapping[str, str]:
+        return pictures(compared([folder], CompareSettings()), ["loss"])
+
+    summary = read_summary(folder)
+    parts: list[FittedTable | str] = [
+        "\n".join(tables.header(summary)),
+        *tables.closing(summary, folder),
+        *(f"warning: {text}" for text in summary.warnings),
+        f"record: {folder}",
+    ]
+    return Result(summary, parts, folder=folder, draw=losses)

@@ -1,0 +1,215 @@
+"""`mprun.run` and `mprun.compare` in Python: the commands' work, as results and errors."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
+from threading import Thread
+from xml.etree import ElementTree
+
+import pytest
+
+import mprun
+from mprun.compare.comparison import Comparison
+from mprun.errors import ConditionMetError, MprunError, RunFailedError, UsageError
+from mprun.records.run_record import read_summary
+from mprun.results import Result
+from tests.compare.folders import write_run
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+RECIPE = """\
+import os, signal
+import torch
+from torch import nn
+
+DEFAULTS = {"train.max_steps": 3, "train.batch_size": 8, "device": "cpu", "train.lr": 0.01}
+WIDTH = 4
+
+def model():
+    return nn.Linear(WIDTH, 2)
+
+def data():
+    x = torch.randn(64, WIDTH)
+    return {"train": (x, (x[:, 0] > 0).long()), "test": (x, (x[:, 0] > 0).long())}
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+"""
+
+
+@pytest.fixture
+def recipe() -> Path:
+    path = Path("my recipe.py")  # a name that an override has in quotation marks
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+def pictures(result: Result) -> list[ElementTree.Element]:
+    """The drawings in what a notebook shows."""
+    sources = result._repr_html_().split('src="data:image/svg+xml;base64,')[1:]
+    return [ElementTree.fromstring(b64decode(text.partition('"')[0])) for text in sources]
+
+
+# ---- run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_a_result_with_summary_folder_table_and_curve(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = mprun.run("train.max_steps=2", recipe=recipe, precision="bf16_mixed", seed=3)
+    assert capsys.readouterr().out == ""
+    assert result.folder is not None
+    assert result.record == read_summary(result.folder)
+    summary = result.record
+    assert (summary.steps, summary.precision, summary.seed) == (2, "bf16_mixed", 3)
+    for text in ("precision bf16_mixed", "training loss", f"record: {result.folder}"):
+        assert text in str(result)
+        assert text in result._repr_html_()
+    (curve,) = pictures(result)
+    assert curve.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "--ink:" in curve.attrib["style"]  # else every line of it is black
+    assert mprun.load(result.folder).config.seed == 3
+
+
+def test_warnings_of_a_run_are_a_part_of_its_result(recipe: Path) -> None:
+    result = mprun.run(recipe=recipe, **{"debug.fp_exceptions": "off", "loss_scale.value": 8})
+    assert result.record.warnings
+    for warning in result.record.warnings:
+        assert f"warning: {warning}" in str(result)
+
+
+def test_a_recipe_that_was_changed_is_read_again(recipe: Path) -> None:
+    first = mprun.run(recipe=recipe, precision="fp32")
+    recipe.write_text(RECIPE.replace("WIDTH = 4", "WIDTH = 5"), encoding="utf-8")
+    second = mprun.run(recipe=recipe, precision="fp32")
+    shapes = [mprun.load(x.folder).weights["weight"].shape for x in (second,) if x.folder]
+    assert shapes == [(2, 5)]
+    assert first.record.recipe_sha256 != second.record.recipe_sha256
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"precision": "bf16"}, "precision=bf16: precision is one of"),
+        ({"seed": None}, "seed"),
+        ({"sed": 1}, "did you mean 'seed'"),
+    ],
+)
+def test_a_mistake_is_an_error_that_a_notebook_shows_in_one_line(
+    recipe: Path, fields: dict[str, object], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text.partition(":")[0]) as caught:
+        mprun.run(recipe=recipe, **fields)
+    (line,) = caught.value._render_traceback_()
+    assert line == f"mprun: {caught.value}"
+    assert not Path("outputs").exists()
+
+
+def test_a_run_that_fails_raises_and_leaves_its_record(recipe: Path) -> None:
+    broken = RECIPE.replace("cross_entropy(output", "cross_entropy(output[:, :, None]")
+    recipe.write_text(broken, encoding="utf-8")
+    with pytest.raises(RunFailedError):
+        mprun.run("run.dir=out", recipe=recipe, precision="fp32")
+    assert read_summary(Path("out")).status == "failed"
+
+
+def test_an_interrupt_ends_a_loop_over_runs_and_the_run_is_resumed(recipe: Path) -> None:
+    stopping = RECIPE.replace(
+        "def loss(output, batch):\n",
+        "calls = []\n\ndef loss(output, batch):\n"
+        "    calls.append(0)\n"
+        "    if len(calls) == 30:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n",
+    )
+    recipe.write_text(stopping, encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt, match=r"mprun.run\('run.resume=out'\)"):
+        mprun.run("run.dir=out", "train.max_steps=50", recipe=recipe, precision="fp32")
+    summary = read_summary(Path("out"))
+    assert (summary.status, 0 < summary.steps < 50) == ("interrupted", True)
+    assert mprun.run("run.resume=out").record.steps == 50
+
+
+def test_another_thread_may_run(recipe: Path) -> None:
+    results: list[Result] = []
+    thread = Thread(target=lambda: results.append(mprun.run(recipe=recipe, precision="fp32")))
+    thread.start()
+    thread.join()
+    assert results[0].record.status == "completed"
+
+
+# ---- compare -------------------------------------------------------------------------------------
+
+
+def write_study() -> list[Path]:
+    accuracies = {"fp32": (0.95, 0.96, 0.955), "bf16_mixed": (0.9501, 0.9601, 0.9552)}
+    return [
+        write_run(Path("study", f"{mode}-{seed}"), mode, seed, accuracy=accuracy)
+        for mode, values in accuracies.items()
+        for seed, accuracy in enumerate(values)
+    ]
+
+
+def test_folders_and_globs_and_results_are_compared_and_nothing_is_written() -> None:
+    folders = write_study()
+    results = [Result(None, folder=folder) for folder in folders]
+    expected = str(mprun.compare("study"))
+    assert "keep the accuracy of fp32" in expected
+    for runs in ([folders], [results], ["study/*"], [results[:3], *folders[3:]]):
+        assert str(mprun.compare(*runs)) == expected
+    assert [path for path in Path("study").iterdir() if path.is_file()] == []
+    assert not Path("comparison").exists()
+
+
+def test_a_comparison_has_verdicts_settings_and_plots() -> None:
+    write_study()
+    result = mprun.compare("study", "compare.baseline=fp32", margin=0.001)
+    comparison = result.record
+    assert isinstance(comparison, Comparison)
+    assert comparison.margin == 0.001
+    assert comparison.variants[1].verdict.word == "equivalent"
+    assert '"word": "equivalent"' in result.json
+    assert len(pictures(result)) >= 2
+    assert "Difference from fp32" in result._repr_html_()
+    mprun.compare("study", dir="report")
+    assert Path("report/report.html").is_file()
+
+
+def test_what_cannot_be_compared_is_an_error() -> None:
+    write_study()
+    with pytest.raises(UsageError, match="no folder 'nowhere'"):
+        mprun.compare("nowhere")
+    with pytest.raises(UsageError, match="not of a run"):
+        mprun.compare(mprun.compare("study"))
+    with pytest.raises(UsageError, match=r"did you mean 'compare\.margin'"):
+        mprun.compare("study", margn=0.1)
+    with pytest.raises(ConditionMetError, match="not_equivalent"):
+        mprun.compare("study", margin=1e-5, fail_if="not_equivalent")
+    assert issubclass(ConditionMetError, MprunError)
+
+
+# ---- the names -----------------------------------------------------------------------------------
+
+
+def test_the_functions_are_there_before_and_after_the_modules_of_their_names() -> None:
+    code = (
+        "import sys, mprun\n"
+        "assert callable(mprun.compare) and 'torch' not in sys.modules\n"
+        "import mprun.run, mprun.compare.load\n"
+        "from mprun import compare, run\n"
+        "assert callable(mprun.run) and callable(run) and callable(compare)\n"
+        "assert mprun.run.follow and mprun.compare.load\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("function", [mprun.run, mprun.compare])
+def test_a_notebook_shows_the_help_of_the_function(function: object) -> None:
+    from mprun.cli import functions
+
+    own = getattr(functions, function.__name__.removeprefix("mprun."))  # type: ignore[attr-defined]
+    assert inspect.signature(function) == inspect.signature(own)  # type: ignore[arg-type]
+    assert function.getdoc() == own.__doc__  # type: ignore[attr-defined]
