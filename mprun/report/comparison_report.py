@@ -87,12 +87,12 @@ def short_table(comparison: Comparison) -> FittedTable:
     table = FittedTable(
         f"{plain(comparison.recipe)}: {counted(len(variants), 'variant')}, {seeds} each; "
         f"{answer.margin_text(comparison)}",
-        text_column("variant", narrow=LABEL_WIDTH),
-        figure_column("step\nms", 2),
+        text_column("variant"),
+        figure_column("step ms", 2),
         TableColumn(f"{'samples/s' if rates else 'time'} ratio\n[95 %]", 6, is_text=False),
-        figure_column(f"peak\n{cells.memory_unit(comparison)[0]}", 1),
-        figure_column("peak\nratio", 3),
-        figure_column("\n".join(cells.headings(comparison).metric[0].rsplit(" ", 1)), 4),
+        figure_column(f"peak {cells.memory_unit(comparison)[0]}", 1),
+        figure_column("peak ratio", 3),
+        figure_column(cells.headings(comparison).metric[0], 4),
         TableColumn(_difference_heading(comparison), 7, is_text=False),
         text_column("verdict", narrow=LABEL_WIDTH),
         elsewhere="comparison.csv of the report",

@@ -245,7 +245,7 @@ def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[s
         assert len([name for name in advice.not_tried if name.startswith("tf32+")]) == 2
     page = html.unescape(Path("a/report.html").read_text(encoding="utf-8")).replace("\xa0", " ")
     assert re.findall('<p class="headline">(.*)</p>', page) == [lines[0]]
-    (listed,) = re.findall('<ul class="advice">(.*?)</ul>', page, re.DOTALL)
+    (listed,) = re.findall("<summary>Why not another mode</summary>(.*?)</ul>", page, re.DOTALL)
     assert re.findall("<li>(.*)</li>", listed) == lines[1:]
     markdown = Path("a/comparison.md").read_text(encoding="utf-8")
     assert markdown.count("\n- not ") >= len(advice.rejected)

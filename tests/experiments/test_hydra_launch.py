@@ -149,7 +149,7 @@ def test_advice_by_memory_screens_in_every_process(
     assert main([*study, "advise.objective=memory", "advise.screen=1", *words]) == 0
     output = capsys.readouterr().out
     assert "take fp32" in output
-    assert "bf16_mixed: screened out after" in output
+    assert "not taken: bf16_mixed (screened out after 1 pair)" in output
     assert len(starts("s")) < 8
 
 
