@@ -4,7 +4,7 @@
 
 Needs Python and make, nothing else: this file imports the standard library alone. In an empty
 folder it copies the checkout, installs it with `make` (which downloads PyTorch), writes a recipe
-with `mprun new-recipe`, trains it, trains two modes with three seeds and compares them. Prints the
+with `mprun new-recipe`, trains it, trains two modes with five seeds and compares them. Prints the
 minutes of each step, and ends with status 1 where a step fails, no verdict comes, or it takes more
 than ten minutes.
 
@@ -91,11 +91,11 @@ def verdicts(folder: Path) -> dict[str, str]:
 def journey(folder: Path, toy: bool) -> dict[str, str]:
     """Do all steps in a folder; the verdicts."""
     mprun = [sys.executable, "-m", "mprun"] if toy else [install(folder)]
-    steps, seeds = (["train.max_steps=20"], 2) if toy else ([], 3)
+    steps, seeds = (["train.max_steps=20"], ["seeds=2"]) if toy else ([], [])
     recipe = f"recipe={RECIPE}"
     timed([*mprun, "new-recipe", RECIPE], folder)
     timed([*mprun, recipe, "precision=bf16_mixed", "run.dir=first", *steps], folder)
-    sweep = ["sweep", recipe, f"precision={MODES}", f"seeds={seeds}", "run.dir=study"]
+    sweep = ["sweep", recipe, f"precision={MODES}", *seeds, "run.dir=study"]
     timed([*mprun, *sweep, *steps], folder)
     said = timed([*mprun, "compare", "study"], folder)
     print(f"\n{said.splitlines()[0]}")
