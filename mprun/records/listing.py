@@ -168,7 +168,7 @@ def _run(folder: Path) -> ListedRecord:
         status=head.status,
         recipe=head.recipe,
         mode=head.variant,
-        seed=head.seed,
+        seed=None if head.observed else head.seed,
         metric=metric.name,
         higher_is_better=metric.higher_is_better,
         value=None if value is None else number(value),
