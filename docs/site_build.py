@@ -87,6 +87,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 # ---- commands and fields -------------------------------------------------------------------------
 
 
+ELSEWHERE = {
+    "advise": "studies.md#advise",
+    "diff": "../how-to/loops.md#where-two-models-part",
+    "double": "studies.md#double",
+    "export": "../how-to/runs.md#weights-for-other-programs",
+    "new-recipe": "../tutorials/your_model.md#1-the-recipe",
+    "replay": "../tutorials/a_nan.md#3-a-nan-in-your-own-loop",
+    "sweep": "studies.md#sweep",
+}
+"""Commands that share a page with others."""
+
+
 def commands_page() -> str:
     """Every command: its help, and its settings as fields; those of `compare` once."""
     parts = ["# Every command\n"]
@@ -96,6 +108,9 @@ def commands_page() -> str:
         lines = [_line(field) for field in settings.fields(own).values()] if own else []
         lines += ["- the settings of [compare](#compare)"] if shared else []
         parts += [f"## {command.name}\n\n{command.text}\n", *lines, ""]
+        target = ELSEWHERE.get(command.name, f"{command.name}.md")
+        if command.name in ELSEWHERE or (ROOT / "docs" / "reference" / target).exists():
+            parts.append(f"[More about {command.name}]({target})\n")
     return "\n".join(parts)
 
 
