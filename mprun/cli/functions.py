@@ -17,7 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mprun.cli.arguments import with_last
+from mprun.cli.compare_command import COMMAND as COMPARE
 from mprun.cli.compare_command import check, compared, parse
+from mprun.cli.train_command import COMMAND as TRAIN
 from mprun.errors import UsageError, printable
 from mprun.results import Result
 
@@ -54,7 +57,8 @@ def run(*overrides: str, **fields: object) -> Result:
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     own_records()
-    composed, stop = compose([*overrides, *_overrides(fields)]), StopSignals()
+    composed = compose(with_last(TRAIN, [*overrides, *_overrides(fields)]))
+    stop = StopSignals()
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with stop if is_main else nullcontext():  # no other thread may catch signals
@@ -87,7 +91,7 @@ def compare(*runs: Runs, **settings: object) -> Result:
     from mprun.report import comparison_report as shown
 
     given = {f"compare.{name}": value for name, value in settings.items()}
-    paths, chosen = parse([*map(str, _flat(runs)), *_overrides(given)])
+    paths, chosen = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
     comparison = compared(paths, chosen)
     check(comparison, chosen.fail_if)
     if chosen.dir and chosen.report:

@@ -133,6 +133,16 @@ def test_an_interrupt_ends_a_loop_over_runs_and_the_run_is_resumed(recipe: Path)
     assert mprun.run("run.resume=out").record.steps == 50
 
 
+def test_last_is_the_newest_run_and_the_newest_study(recipe: Path) -> None:
+    with pytest.raises(UsageError, match="last"):
+        mprun.compare("last")
+    first = mprun.run(recipe=recipe, precision="fp32")
+    second = mprun.run("train.init_from=last", recipe=recipe, precision="fp32")
+    assert first.folder is not None
+    assert second.folder is not None
+    assert str(first.folder) in str(mprun.load(second.folder).config.train.init_from)
+
+
 def test_another_thread_may_run(recipe: Path) -> None:
     results: list[Result] = []
     thread = Thread(target=lambda: results.append(mprun.run(recipe=recipe, precision="fp32")))
