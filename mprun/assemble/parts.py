@@ -41,9 +41,8 @@ from mprun.data import (
     TensorOrder,
     TensorSet,
 )
-from mprun.data.batches import MicroBatch, place
+from mprun.data.batches import WHOLE, BatchSplit, MicroBatch, place
 from mprun.data.loader_sets import Reading, seed_all
-from mprun.data.split import WHOLE, BatchSplit
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions

@@ -25,11 +25,36 @@ import torch
 from torch import Tensor
 
 from mprun import devices
-from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
 Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """The part of each batch that one of several processes takes: number `rank` of `of` parts.
+
+    The order of samples is that of one process: a batch is cut into contiguous parts, so together
+    the processes take the same samples in the same step.
+    """
+
+    rank: int = 0
+    of: int = 1
+
+    def rows(self, size: int) -> tuple[int, int]:
+        """The first and the end of this process's rows among the `size` rows of a batch.
+
+        Parts differ by one row at most; a batch of fewer rows than processes leaves some empty.
+        """
+        return size * self.rank // self.of, size * (self.rank + 1) // self.of
+
+    def most(self, size: int) -> int:
+        """The rows of the largest part."""
+        return -(-size // self.of)
+
+
+WHOLE = BatchSplit()
 
 
 @dataclass(frozen=True, init=False)

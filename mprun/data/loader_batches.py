@@ -20,9 +20,18 @@ from torch import Tensor
 
 from mprun import devices
 from mprun._torch import end_workers, started
-from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled, first_samples
+from mprun.data.batches import (
+    WHOLE,
+    Batch,
+    BatchForm,
+    BatchSplit,
+    MicroBatch,
+    Stream,
+    Whole,
+    filled,
+    first_samples,
+)
 from mprun.data.loader_sets import LoadedSet, Reading, seeded
-from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
 

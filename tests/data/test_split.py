@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.data.split import WHOLE, BatchSplit
+from mprun.data.batches import WHOLE, BatchSplit
 
 
 @given(size=st.integers(0, 10_000), of=st.integers(1, 64))
