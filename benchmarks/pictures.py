@@ -4,7 +4,8 @@
     python -m benchmarks.pictures --out docs/pictures
 
 `stochastic_rounding.png`: left, 10,000 bfloat16 parameters of 1 moved by 1e-4 a thousand times with
-each rounding rule; right, the training loss of `recipe=linear` in five modes.
+each rounding rule; right, the training loss of `recipe=linear` in five modes. With `--sweep FOLDER`
+only the page of that sweep is photographed by Chromium: `report-light.png`, `report-dark.png`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -99,12 +101,27 @@ def draw_memory(out: Path) -> None:
         shutil.copy(Path(folder) / "memory.png", out)
 
 
+def photograph(page: Path, out: Path) -> None:
+    """The top of a report's page, 1,280 pixels wide, in both schemes."""
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1600"]
+    for preferred, name in enumerate(("dark", "light")):
+        scheme = f"--blink-settings=preferredColorScheme={preferred}"
+        picture = f"--screenshot={(out / f'report-{name}.png').resolve()}"
+        address = page.resolve().as_uri()
+        subprocess.run(["chromium", *options, scheme, picture, address], check=True)
+
+
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--sweep", type=Path)
+    args = parser.parse_args()
+    out = args.out
     out.mkdir(parents=True, exist_ok=True)
+    if args.sweep is not None:
+        photograph(args.sweep / "report.html", out)
+        return
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     draw_walks(left)
     draw_losses(right)

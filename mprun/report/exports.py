@@ -11,6 +11,7 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib import resources
@@ -37,6 +38,8 @@ from mprun.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 SCHEMA_VERSION = 1
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
+INTERVAL = r"(\([^()]*\binterval\b[^()]*\))"
+"""What a headline shows in small letters: every second part of it, split here."""
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
@@ -68,7 +71,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "runs": sum(len(v.runs) for v in comparison.variants),
         "first": plain(started[0], 40) if started else "",
         "last": plain(started[-1], 40) if started else "",
-        "headline": answer.headline(comparison),
+        "headline": [re.split(INTERVAL, sentence) for sentence in answer.headline(comparison)],
         "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
         "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
