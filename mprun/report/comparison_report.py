@@ -102,11 +102,12 @@ def short_table(comparison: Comparison) -> FittedTable:
     )
     for row, v in zip(cells.rows(comparison), variants, strict=True):
         interval, _ = cells.deciding(v)
+        ratio = cells.beside(*(cells.time_ratio(v, v.throughput_ratio) if rates else row.ratio))
         has_interval = interval is not None and row.difference[0] != cells.NONE
         table.add_row(
-            f"{row.label[0]} *" if v.substituted else row.label[0],
+            row.label[0],
             row.step_time[0],
-            cells.beside(*(cells.time_ratio(v, v.throughput_ratio) if rates else row.ratio)),
+            ratio + (" *" if v.substituted else ""),
             row.memory[0],
             row.memory[1] or cells.NONE,
             row.metric[0],
@@ -147,13 +148,14 @@ def short_notes(comparison: Comparison) -> list[str]:
 
 def _failed(comparison: Comparison) -> Iterator[str]:
     """Which runs failed, and why the first one did."""
-    counts = [
-        f"{plain(v.label)} {len(v.failed)} of {counted(len(v.runs) + len(v.failed))}"
-        for v in comparison.variants
-        if v.failed
-    ]
-    if counts:
-        yield f"failed: {', '.join(counts)}; {answer.failures(comparison)[0]}"
+    failed = [v for v in comparison.variants if v.failed]
+    if failed:
+        counts = [
+            f"{plain(v.label)} {len(v.failed)} of {counted(len(v.runs) + len(v.failed))}"
+            for v in failed
+        ]
+        reason = plain(failed[0].failed[0].summary.error or "no reason recorded", 80)
+        yield f"failed: {listed(counts, 3)}; the first: {reason}"
 
 
 def _not_settled(comparison: Comparison) -> Iterator[str]:

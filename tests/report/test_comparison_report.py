@@ -252,7 +252,7 @@ def test_in_short_each_variant_is_one_line_of_100_columns() -> None:
     assert "0.91x [0.88, 0.94]" in rows[1]
     assert "-0.07 [-0.23, +0.09]" in rows[1]
     assert "EMULATED" in rows[3]
-    assert rows[2].startswith("half_sr * ")
+    assert "x [0.80, 0.86] *" in rows[2]
     assert lines[15].startswith("* matmuls in fp32, as this machine has no float16 kernel")
     narrow = shown(found, 80, short_table)
     assert "0.91x [0.88, 0.94]" in narrow
@@ -292,7 +292,7 @@ def test_in_short_one_reason_is_one_note_the_most_important_first() -> None:
     skipped = (Skipped(Path("a"), "still running"), Skipped(Path("b"), "still running"))
     lines = short_notes(replace(found, notes=notes, skipped=skipped))
     assert lines == [
-        "failed: half_sr 1 of 4 runs; half_sr, seed 0: the loss became nan",
+        "failed: half_sr 1 of 4 runs; the first: the loss became nan",
         "worse: bf16_sr (1 of 3 runs ended with loss nan)",
         "not settled: fp16_mixed, half_sr_full (about 4 more seeds)",
         "note: no verdict on the times of bf16_mixed, tf32: load by other processes; run again "
