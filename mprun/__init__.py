@@ -87,7 +87,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _FunctionModule(ModuleType):
+class _NamedModule(ModuleType):
+    """A module that cloudpickle takes by its name, as it does for those of its own class alone."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)
+
+
+class _FunctionModule(_NamedModule):
     """The module `mprun.run` or `mprun.compare`: also the function, with its help in a notebook."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +114,7 @@ class _FunctionModule(ModuleType):
         return str(self._function.__doc__)
 
 
-class _Package(ModuleType):
+class _Package(_NamedModule):
     """This package."""
 
     def __setattr__(self, name: str, value: object) -> None:

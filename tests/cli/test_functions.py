@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 from base64 import b64decode
@@ -214,6 +215,13 @@ def test_the_functions_are_there_before_and_after_the_modules_of_their_names() -
         "assert mprun.run.follow and mprun.compare.load\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("module", [mprun, mprun.run, mprun.compare])
+def test_a_function_of_a_notebook_that_uses_it_can_be_sent_to_another_process(
+    module: object,
+) -> None:
+    assert pickle.loads(pytest.importorskip("cloudpickle").dumps(module)) is module
 
 
 @pytest.mark.parametrize("function", [mprun.run, mprun.compare])
