@@ -72,6 +72,7 @@ def report(
     folder: Path,
     verbose: bool,
     answer: str = "",
+    again: str = "with",
 ) -> list[Path]:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
@@ -81,6 +82,7 @@ def report(
         folder: the default folder.
         verbose: whether all figures and notes are printed.
         answer: printed first; by default the comparison's own.
+        again: the command that shows all of it, without `--verbose`; `with`: the same one.
 
     Returns:
         The files of the report; none with `compare.report=false`.
@@ -98,15 +100,14 @@ def report(
     below = map(printable, notes[:most])  # names of folders in it may have any characters
     show(Result(comparison, [*sentences, table, *below]))
     more = f"{counted(len(notes) - most, 'more note')} and " if len(notes) > most else ""
-    rest = [] if verbose else [f"{more}all figures with --verbose"]
+    if not verbose:
+        print_line(stdout_console(), f"{more}all figures {again} --verbose")
     if not settings.report:
-        for line in rest:
-            print_line(stdout_console(), line)
         return []
     folder = Path(settings.dir) if settings.dir else folder
     written = shown.write_report(comparison, folder)
     names = ", ".join(x.name for x in written) if verbose else written[0].name
-    print_line(stdout_console(), "; ".join([f"written to {folder}: {names}", *rest]))
+    print_line(stdout_console(), f"written to {folder}: {names}")
     return written
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -170,5 +171,6 @@ def report_study(
     from mprun.cli.compare_command import report
     from mprun.experiments.study import log_report
 
-    files = report(comparison, settings, study.folder, verbose, answer)
+    again = f"by mprun show {shlex.quote(str(study.folder))}"
+    files = report(comparison, settings, study.folder, verbose, answer, again)
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))

@@ -45,7 +45,7 @@ def listed(capsys: Capture, *words: str) -> list[dict[str, Any]]:
 
 def without_paths(text: str) -> list[str]:
     """The lines that name no file, and no option for more."""
-    begin = ("written", "page", "record", "all figures with", "use it: ", "in your own loop")
+    begin = ("written", "page", "record", "all figures", "use it: ", "in your own loop")
     return [x for x in text.splitlines() if x and not x.startswith(begin)]
 
 
