@@ -85,8 +85,8 @@ def find(wanted: str) -> torch.device:
     match = NAMED.fullmatch(wanted)
     if match is None or match[1] not in BACKENDS:
         raise ValueError(
-            f"device={wanted} is none that mprun knows ({', '.join(BACKENDS)}, with a number as in "
-            f"cuda:1); {legal}"
+            f"device={wanted} is not a device that mprun knows ({', '.join(BACKENDS)}, with a "
+            f"number as in cuda:1); {legal}"
         )
     kind, number = match[1], match[2]
     if kind == "cpu":

@@ -67,7 +67,7 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
         meant = f"; did you mean {module}.{near}?" if near else ""
         other = f": {', '.join(known)}" if known else ""
         raise UsageError(
-            f"train.optimizer.target={target} is no torch.optim.Optimizer{meant or other}"
+            f"train.optimizer.target={target} is not a torch.optim.Optimizer{meant or other}"
         )
     refuse_closures(kind, f"train.optimizer.target={target}")
     return kind  # type: ignore[no-any-return]
@@ -241,8 +241,8 @@ def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
         )
     if isinstance(schedule, ReduceLROnPlateau):
         raise UsageError(
-            f"{name} gave ReduceLROnPlateau, which needs a score, and mprun steps a schedule after "
-            "each optimizer step; legal: any other of torch.optim.lr_scheduler"
+            f"{name} returned ReduceLROnPlateau, which needs a score, and mprun steps a schedule "
+            "after each optimizer step; legal: any other of torch.optim.lr_scheduler"
         )
     return schedule
 

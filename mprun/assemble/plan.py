@@ -386,7 +386,7 @@ def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
 def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
     """A sentence for each of the first 20 names that no op has, and one for the rest."""
     rest = len(unknown) - 20
-    more = [f"{rest} more names that no op has"] if rest > 0 else []
+    more = [f"{rest} more names of unknown ops"] if rest > 0 else []
     return [*map(str, unknown[:20]), *more]
 
 
@@ -453,7 +453,7 @@ def with_effective(
         units = effective // (own or 1)
         legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
         raise UsageError(
-            f"the run's batch of {effective} samples cannot be shared evenly by {world_size} "
+            f"the run's batch of {effective} samples cannot be split evenly over {world_size} "
             f"processes; legal numbers of processes: {', '.join(map(str, legal))}"
         )
     micro = math.gcd(batch.micro, each)

@@ -146,7 +146,7 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
     if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
         return kind
     raise UsageError(
-        f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe; {legal}"
+        f"recipe.target={target} is not a dataclass that extends mprun.recipe.Recipe; {legal}"
     )
 
 

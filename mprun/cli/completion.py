@@ -48,7 +48,7 @@ def completion_script(shell: str, commands: Sequence[Command]) -> str:
         UsageError: another shell.
     """
     if shell not in SHELLS:
-        received = f"'{shell}' is no such shell" if shell else "a shell is missing"
+        received = f"'{shell}' is not a supported shell" if shell else "a shell is missing"
         raise UsageError(
             f"--completion: {received}; legal: {', '.join(SHELLS)}{hint(shell, SHELLS)}"
         )

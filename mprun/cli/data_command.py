@@ -53,7 +53,7 @@ def parse(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
         UsageError: an argument that has no meaning here.
     """
     if not args or args[0] not in ACTIONS:
-        received = f"'{args[0]}' is no action" if args else "an action is missing"
+        received = f"'{args[0]}' is not an action" if args else "an action is missing"
         near = hint(args[0], ACTIONS) if args else ""
         raise UsageError(
             f"{received}; legal: {', '.join(ACTIONS)}{near}; "

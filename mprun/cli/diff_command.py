@@ -38,7 +38,7 @@ def diff_command(args: Sequence[str]) -> int:
         if not path.exists():
             raise UsageError(f"there is no {path}: {USAGE}")
     if known.save is not None and not paths[0].is_dir():
-        raise UsageError(f"{paths[0]} is no run's folder: {USAGE}")
+        raise UsageError(f"{paths[0]} is not a run's folder: {USAGE}")
     from mprun.inspect.diff import diff_paths, saved_side
 
     if known.save is not None:

@@ -36,7 +36,7 @@ def export_command(args: Sequence[str]) -> int:
         raise UsageError(f"mprun export takes a run and a file, not {len(paths)} names; {USAGE}")
     run, target = map(Path, paths)
     if not run.is_dir():
-        raise UsageError(f"{run} is no folder of a run; {USAGE}")
+        raise UsageError(f"{run} is not a run's folder; {USAGE}")
 
     from mprun.experiments.plan_answer import write_folder
     from mprun.records.run_record import read_summary

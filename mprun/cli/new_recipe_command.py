@@ -36,12 +36,12 @@ def new_recipe_command(args: Sequence[str]) -> int:
     }
     for path in texts:
         if path.exists() or path.is_symlink():
-            raise UsageError(f"{path} exists already; choose another name, or remove it")
+            raise UsageError(f"{path} already exists; choose another name, or remove it")
     for path, text in texts.items():
         try:
             write_new(path, text.encode())
         except FileExistsError:
-            raise UsageError(f"{path} exists already; choose another name, or remove it") from None
+            raise UsageError(f"{path} already exists; choose another name, or remove it") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror})") from None
     console = stdout_console()

@@ -76,7 +76,7 @@ def _script(text: str) -> tuple[Path, str]:
     """The file, and the function in it or an empty text."""
     match = SCRIPT.fullmatch(text)
     if match is None:
-        raise UsageError(f"'{text}' is no Python file; {USAGE}")
+        raise UsageError(f"'{text}' is not a Python file; {USAGE}")
     return Path(match[1]).expanduser(), match[2] or ""
 
 

@@ -173,7 +173,7 @@ def parsed(path: Path, source: bytes) -> ast.Module:
         shown = f" at `{error.text.strip()}`" if error.text and error.text.strip() else ""
         raise UsageError(f"recipe={path}: {line}{error.msg}{shown}; correct the file") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"recipe={path} is no Python file ({first_line(error)})") from None
+        raise UsageError(f"recipe={path} is not a Python file ({first_line(error)})") from None
 
 
 def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:

@@ -61,11 +61,11 @@ def _check_uri(uri: str) -> None:
         parts = urlsplit(uri)
         password = parts.password
     except ValueError:  # brackets of an address that do not close
-        raise UsageError(f"logger.uri={uri!r} is no address; {LEGAL_URI}") from None
+        raise UsageError(f"logger.uri={uri!r} is not an address; {LEGAL_URI}") from None
     scheme = parts.scheme.partition("+")[0] or uri
     has_place = scheme == "databricks" or f"{parts.scheme}://" in uri
     if scheme not in SCHEMES or not has_place or not uri.isprintable():
-        raise UsageError(f"logger.uri={uri!r} is no store of MLflow; {LEGAL_URI}")
+        raise UsageError(f"logger.uri={uri!r} is not an MLflow store; {LEGAL_URI}")
     if password is not None:
         raise UsageError(
             "logger.uri has a password, and the configuration is recorded; legal is an address "

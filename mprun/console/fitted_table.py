@@ -276,7 +276,7 @@ class FittedTable:
         """What a narrow terminal does not show."""
         headings = [c.heading.split("\n")[0] for c in self.columns]
         hidden = ", ".join(name for n, name in enumerate(headings) if n not in places)
-        missing = [f"left out for lack of width: {hidden}"] if hidden else []
+        missing = [f"hidden to fit the width: {hidden}"] if hidden else []
         if has_short_names:
             missing.append(f"names with {CUT} are shortened")
         return f"{'; '.join(missing)}; all is in {self._elsewhere}" if missing else ""

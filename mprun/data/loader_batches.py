@@ -149,8 +149,8 @@ class LoaderBatches:
                 yield batch
             if empty:
                 raise RunFailedError(
-                    "the data gave no batch: legal is a data set with samples, and a batch size "
-                    "that drop_last leaves a batch of"
+                    "the data gave no batch: the dataset is empty, or smaller than batch_size with "
+                    "drop_last=True"
                 )
         finally:
             contents.close()

@@ -399,11 +399,13 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
             with TemporaryDirectory(prefix=DOWNLOAD, dir=target) as folder:
                 yield Path(folder)
     except Timeout:
-        raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
+        raise DownloadError(
+            f"another process has held the lock for {LOCK_TIMEOUT_S:.0f} s"
+        ) from None
     except (OSError, RuntimeError) as error:
         raise DownloadError(reason(error)) from None
     except HTTPException as error:
-        raise DownloadError(f"the server's answer is broken: {reason(error)}") from None
+        raise DownloadError(f"the server's response is invalid: {reason(error)}") from None
 
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:

@@ -324,7 +324,7 @@ def without_run(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Variants of which the machine let no run end, to the reason."""
     with_result = {o.trial.variant for o in outcomes if not o.by_machine}
     return {
-        o.trial.variant: f"no run of it ended: {o.error}"
+        o.trial.variant: f"none of its runs ended: {o.error}"
         for o in outcomes
         if o.trial.variant not in with_result
     }

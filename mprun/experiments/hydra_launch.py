@@ -244,7 +244,9 @@ def check_launcher(launcher: StudyLauncher, needs_times: str = "") -> None:
         )
     check_hydra_launcher(launcher.name, launcher.overrides)
     if launcher.name == "submitit_slurm" and shutil.which("srun") is None:
-        raise UsageError("launcher=submitit_slurm: there is no srun, so this is no Slurm cluster")
+        raise UsageError(
+            "launcher=submitit_slurm: there is no srun, so this is not a Slurm cluster"
+        )
     if needs_times and launcher.is_side_by_side:
         raise UsageError(
             f"launcher={launcher.name}: {needs_times} compares times, and {launcher.count} "

@@ -61,14 +61,16 @@ def read_step(path: Path) -> SavedStep:
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except (DamagedArchiveError, NotTensorsError) as error:
-        raise UsageError(f"{path} is no saved step, or is damaged: {error}") from None
+        raise UsageError(f"{path} is not a saved step, or is damaged: {error}") from None
     except pickle.UnpicklingError:  # its text is advice to load what is not trusted
         raise UsageError(
-            f"{path} is no saved step, or is damaged: it contains more than tensors and plain "
+            f"{path} is not a saved step, or is damaged: it contains more than tensors and plain "
             "values, which is not loaded"
         ) from None
     except Exception as error:  # unpickling a damaged file raises almost anything
-        raise UsageError(f"{path} is no saved step, or is damaged ({first_line(error)})") from None
+        raise UsageError(
+            f"{path} is not a saved step, or is damaged ({first_line(error)})"
+        ) from None
     return saved_step(content, path)
 
 

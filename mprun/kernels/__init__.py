@@ -152,7 +152,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
     try:
         compiler = _compiler()
     except ValueError as error:
-        return f"CC={os.environ['CC']} is no command line: {error}"
+        return f"CC={os.environ['CC']} is not a command line: {error}"
     if not compiler:
         return NO_COMPILER
     reason = ""

@@ -15,7 +15,7 @@ KINDS = {
     "state_in_16_bits": "an optimizer keeps its moments in 16 bits and rounds them to nearest",
     "repeated_cast": "a forward pass casts the same weights to the same dtype again and again",
     "tf32": "float32 matmuls or convolutions are computed in TensorFloat-32 or bfloat16",
-    "reduced_precision_reduction": "16-bit matmuls or attention add up in less than float32",
+    "reduced_precision_reduction": "16-bit matmuls or attention accumulate in less than float32",
 }
 """Every kind of finding, and what it means."""
 

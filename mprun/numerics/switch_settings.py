@@ -1,7 +1,7 @@
 """The process-wide switches of lower precision: their values, and who set them.
 
     float32    TensorFloat-32 on NVIDIA GPUs, bfloat16 or TF32 inside oneDNN on CPUs
-    16 bits    matmuls and attention that add up in less than float32
+    16 bits    matmuls and attention that accumulate in less than float32
 
 A switch holds for the whole process. A line in a library, or a variable of the environment, changes
 the results of code that knows nothing of it. Who set a switch is inferred: a value that is not
@@ -120,11 +120,11 @@ def switch_findings(model: nn.Module, computed: set[torch.dtype]) -> Iterator[Au
     on_cuda = any(p.device.type == "cuda" for p in model.parameters())
     if torch.float16 in low and on_cuda and torch.backends.cuda.matmul.allow_fp16_accumulation:
         name = "torch.backends.cuda.matmul.allow_fp16_accumulation"
-        text = f"float16 matmuls add up in float16, which ends at 65504: {name} is on"
+        text = f"float16 matmuls accumulate in float16, which ends at 65504: {name} is on"
         yield _reduction("", text, name)
     attention = next((n for n, m in model.named_modules() if _is_attention(m)), None)
     if low and attention is not None and _attention_is_reduced():
-        text = f"attention by plain matmuls adds up in 16 bits: {ATTENTION} is on"
+        text = f"attention by plain matmuls accumulates in 16 bits: {ATTENTION} is on"
         yield _reduction(attention, text, f"{ATTENTION}(False)")
 
 

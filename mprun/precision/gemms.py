@@ -352,7 +352,7 @@ def formatted_layers(
         raise ValueError(
             f"no product of this model can have the mode's format: of {len(found)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
-            f"are no multiple of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
+            f"are not multiples of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
             "model with such layers between its first and last, precision.layers with a format "
             "for a layer by name, or precision=bf16_mixed"
         )

@@ -164,7 +164,9 @@ def _of_products(given: Mapping[object, object]) -> str:
     for name, value in texts.items():
         if name not in PRODUCTS:
             legal = ", ".join(PRODUCTS)
-            raise ValueError(f"{name[:40]!r} is no product{hint(name, PRODUCTS)}; legal: {legal}")
+            raise ValueError(
+                f"{name[:40]!r} is not a product{hint(name, PRODUCTS)}; legal: {legal}"
+            )
         if value not in OF_A_PRODUCT:
             raise ValueError(
                 f"{name}: {value[:40]!r}; legal for a product: {', '.join(OF_A_PRODUCT)}"

@@ -376,7 +376,7 @@ def check_archive(path: Path) -> None:
             try:
                 _check_zip(file)
             except Exception as error:  # zipfile raises almost anything for a damaged file
-                raise DamagedArchiveError(f"it is no whole zip archive: {error}") from None
+                raise DamagedArchiveError(f"it is not a complete zip archive: {error}") from None
 
 
 def _check_zip(file: BinaryIO) -> None:

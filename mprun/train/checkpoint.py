@@ -107,7 +107,7 @@ def fetched(
         return dict(state)
     name = shards["folder"]
     if not re.fullmatch(rf"{SHARDS}\d+", name) or (file.parent / name).is_symlink():
-        raise ValueError(f"{name} is no folder of shards")
+        raise ValueError(f"{name} is not a folder of shards")
     outline = Outline({key: state[key] for key in keys}, shards["tied"])
     return {**state, **layout.fetch(outline, file.parent / name)}
 
@@ -140,13 +140,13 @@ def checked(content: Any, path: Path) -> dict[str, Any]:
         version = state["format_version"]
         raise UsageError(f"{path} has format {version}, this mprun reads up to {FORMAT_VERSION}")
     if missing:
-        raise UsageError(f"{path} is no checkpoint of mprun (it lacks {', '.join(missing)})")
+        raise UsageError(f"{path} is not a checkpoint of mprun (it lacks {', '.join(missing)})")
     return state
 
 
 def _no_checkpoint(path: Path, error: Exception) -> UsageError:
     reason = first_line(error) if str(error).strip() else type(error).__name__
-    return UsageError(f"{path} is no checkpoint of mprun ({reason})")
+    return UsageError(f"{path} is not a checkpoint of mprun ({reason})")
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ class AccumulationCheck(Callback):
             short = dtype_name(dtype)
             if reached < TERMS:
                 self._warn(
-                    f"{recorded_name(op)} adds up in {short} on this machine, not in float32: a "
+                    f"{recorded_name(op)} accumulates in {short} on this machine, not in float32: a "
                     f"sum that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
@@ -300,8 +300,9 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
     ),
     (
         r"^DataLoader worker \(pid.*\) (exited unexpectedly|is killed)",
-        "a process that reads data ended itself or was killed, as for want of memory or of shared "
-        "memory (/dev/shm): take fewer data.workers; data.workers=0 shows an error of its code",
+        "a process that reads data ended itself or was killed, for example because memory or "
+        "shared memory (/dev/shm) ran out: take fewer data.workers; data.workers=0 shows an error "
+        "of its code",
     ),
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),

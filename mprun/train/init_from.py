@@ -278,7 +278,7 @@ def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]
         OSError: it cannot be written.
     """
     if path.exists():
-        raise UsageError(f"{path} exists already; choose another name")
+        raise UsageError(f"{path} already exists; choose another name")
     if path.suffix == SUFFIX:
         write_atomic(path, _safetensors(state, facts))
         return

@@ -154,7 +154,7 @@ def _refusal(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "it is no tensor"
     if value.numel() != 1:
-        return "it is no scalar: take its mean"
+        return "it is not a scalar: take its mean"
     if not value.is_floating_point():
         return "its dtype is not floating"
     return ""

@@ -157,7 +157,7 @@ def test_a_class_by_import_path_is_a_raw_loop(
     [
         (["target=torch.optim.Adagrat"], ["no torch.optim.Optimizer", "torch.optim.Adagrad?"]),
         (["target=nowhere.Adam"], ["target=nowhere.Adam", "ModuleNotFoundError"]),
-        (["target=torch.nn.Linear"], ["target=torch.nn.Linear is no torch.optim.Optimizer"]),
+        (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
         (["target=Adam"], ["target=Adam: legal is the import path"]),
         (["target=torch.optim.LBFGS"], ["LBFGS", "calls the loss several times"]),
         (

@@ -74,7 +74,7 @@ def test_the_command_prints_it_or_names_the_shells(capsys: pytest.CaptureFixture
     assert main(["--completion", "fish"]) == 0
     assert capsys.readouterr().out == completion_script("fish", COMMANDS)
     assert main(["--completion", "bsh"]) == 2
-    assert "'bsh' is no such shell; legal: bash, zsh, fish; did you mean 'bash'?" in (
+    assert "'bsh' is not a supported shell; legal: bash, zsh, fish; did you mean 'bash'?" in (
         capsys.readouterr().err
     )
     assert main(["--completion"]) == 2

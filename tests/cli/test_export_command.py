@@ -95,9 +95,9 @@ def test_a_folder_is_written_by_the_model_with_tied_weights(
     [
         ([], "takes a run and a file, not 0 names"),
         (["run"], "write mprun export RUN FILE"),
-        (["nope", "x.pt"], "nope is no folder of a run"),
+        (["nope", "x.pt"], "nope is not a run's folder"),
         (["run", "x.onnx"], "legal is NAME.safetensors"),
-        (["run", "there.pt"], "exists already"),
+        (["run", "there.pt"], "already exists"),
         (["run", "folder"], "Linear has no save_pretrained"),
         (["empty", "x.pt"], "summary.json"),
         (["run", "no/such/x.pt"], "cannot be written"),

@@ -61,7 +61,7 @@ def test_its_test_passes_and_fails_where_nothing_is_learnt(forking: Forking) -> 
 def test_nothing_is_overwritten(existing: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(existing).write_text("mine", encoding="utf-8")
     assert main(["new-recipe", "mine"]) == 2
-    assert f"{existing} exists already" in capsys.readouterr().err
+    assert f"{existing} already exists" in capsys.readouterr().err
     assert [p.name for p in Path.cwd().iterdir()] == [existing]
     assert Path(existing).read_text(encoding="utf-8") == "mine"
 

@@ -145,7 +145,7 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "needs the file of a saved step first; write mprun replay FILE" in refused(capsys)
     assert "needs the file of a saved step first" in refused(capsys, "recipe=mnist")
     assert "needs the model of the step" in refused(capsys, "step.pt")
-    assert "'train' is no Python file" in refused(capsys, "step.pt", "train")
+    assert "'train' is not a Python file" in refused(capsys, "step.pt", "train")
     assert "takes no 'seed=1'" in refused(capsys, "step.pt", "a.py", "seed=1")
     assert "needs recipe=..., not only seed=1" in refused(capsys, "step.pt", "seed=1")
     assert "has no option '--top'" in refused(capsys, "step.pt", "--top")
@@ -155,13 +155,13 @@ def test_files_that_are_no_saved_step(capsys: pytest.CaptureFixture[str]) -> Non
     write("batch")
     assert "no.pt: there is no such file" in refused(capsys, "no.pt", "batch.py")
     Path("empty.pt").touch()
-    assert "empty.pt is no saved step, or is damaged: it is empty" in (
+    assert "empty.pt is not a saved step, or is damaged: it is empty" in (
         refused(capsys, "empty.pt", "batch.py")
     )
     torch.save({"w": torch.ones(1)}, "weights.pt")
-    assert "weights.pt is no saved step; legal is" in refused(capsys, "weights.pt", "batch.py")
+    assert "weights.pt is not a saved step; legal is" in refused(capsys, "weights.pt", "batch.py")
     torch.save(nn.Linear(1, 1), "module.pt")
-    assert "module.pt is no saved step, or is damaged: it contains" in (
+    assert "module.pt is not a saved step, or is damaged: it contains" in (
         refused(capsys, "module.pt", "batch.py")
     )
 
@@ -171,7 +171,7 @@ def test_files_that_are_no_saved_step(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ("format_version", 2, "has format 2, this mprun reads up to 1"),
         ("calls", [], "it has no call of the model"),
-        ("device", "cuda:x", "'cuda:x' is no device"),
+        ("device", "cuda:x", "'cuda:x' is not a device"),
         ("parameters", {"w": 1}, "Expected `Tensor`"),
         ("threads", "many", "Expected `int`"),
     ],

@@ -115,7 +115,7 @@ def test_a_mode_without_memory_for_it_is_named_and_not_judged(
     assert main(words) == 1
     output = capsys.readouterr().out
     assert "take fp32: " in output
-    assert "not tried (no run of it ended): bf16_mixed" in output
+    assert "not tried (none of its runs ended): bf16_mixed" in output
 
 
 def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]) -> None:

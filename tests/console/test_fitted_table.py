@@ -65,9 +65,9 @@ def test_headings_and_sentences_are_broken_at_blanks_before_anything_is_left_out
 def test_the_least_important_columns_are_left_out_and_named() -> None:
     lines = shown(table("a" * 20), 60)
     assert "calls" not in lines[2]
-    assert lines[-1] == "left out for lack of width: calls; all is in trace.json"
+    assert lines[-1] == "hidden to fit the width: calls; all is in trace.json"
     text = " ".join(shown(table("a" * 20), 40))
-    assert "left out for lack of width: calls, why; all is in trace.json" in text
+    assert "hidden to fit the width: calls, why; all is in trace.json" in text
     assert "56.789" in text
     assert "55" in text
 
@@ -159,7 +159,7 @@ def test_any_table_fits_and_its_figures_are_whole(
         made.add_row(*row)
     lines = shown(made, width)
     assert max(map(cell_len, lines)) <= width
-    body, _, note = " ".join(lines).partition("left out for lack of width: ")
+    body, _, note = " ".join(lines).partition("hidden to fit the width: ")
     tokens = set(body.partition(f"names with {CUT}")[0].split())
     assert {figure for row in rows for figure in (row[2], row[4])} <= tokens
     if "first" not in note.partition(";")[0]:

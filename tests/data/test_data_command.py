@@ -219,8 +219,8 @@ def test_sets_are_taken_in_the_order_given_and_once(
 
 MISTAKES = [
     ([], ["an action is missing; ", "legal: fetch, verify", "write mprun data verify"]),
-    (["fecth"], ["'fecth' is no action", "legal: fetch, verify", "did you mean 'fetch'?"]),
-    (["MNIST", "verify"], ["'MNIST' is no action", "legal: fetch, verify"]),
+    (["fecth"], ["'fecth' is not an action", "legal: fetch, verify", "did you mean 'fetch'?"]),
+    (["MNIST", "verify"], ["'MNIST' is not an action", "legal: fetch, verify"]),
     (
         ["verify", "mnist"],
         ["'mnist'", "legal: MNIST, FashionMNIST, data.root=FOLDER; did", "'MNIST'"],

@@ -265,7 +265,7 @@ def test_a_server_that_speaks_no_http(
         handler.wfile.write(b"hello\r\n\r\n")
 
     monkeypatch.setattr(server.RequestHandlerClass, "do_GET", garble)
-    with pytest.raises(sources.DownloadError, match=r"^the server's answer is broken: hello$"):
+    with pytest.raises(sources.DownloadError, match=r"^the server's response is invalid: hello$"):
         sources.download("MNIST", tmp_path)
 
 

@@ -333,9 +333,9 @@ VARIABLES: dict[str, tuple[dict[str, str | None], str]] = {
     "CC names none": ({"CC": "/nowhere/cc"}, kernels.NO_COMPILER),
     "an empty path": ({"CC": None, "PATH": "/nowhere"}, kernels.NO_COMPILER),
     "not wanted": ({"MPRUN_NO_COMPILER": "1"}, "MPRUN_NO_COMPILER is set"),
-    "CC is no command line": (
+    "CC is not a command line": (
         {"CC": "gcc '-DX"},
-        "CC=gcc '-DX is no command line: No closing quotation",
+        "CC=gcc '-DX is not a command line: No closing quotation",
     ),
 }
 

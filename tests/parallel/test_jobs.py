@@ -238,7 +238,7 @@ def test_batches_that_cannot_be_shared_evenly_are_not_resumed(groups: Groups) ->
     ended = groups.run(["run.resume=run", "train.max_steps=4"], 3)
     assert ended.status == 2
     (line,) = said(ended)
-    assert "batch of 16 samples cannot be shared evenly by 3 processes" in line
+    assert "batch of 16 samples cannot be split evenly over 3 processes" in line
     assert "1, 2, 4, 8, 16" in line
 
 
@@ -248,7 +248,7 @@ def test_a_loaders_batches_are_not_cut_on_resume(groups: Groups) -> None:
     ended = groups.run(again)
     assert ended.status == 2
     (line,) = said(ended)
-    assert "batch of 4 samples cannot be shared evenly by 2 processes" in line
+    assert "batch of 4 samples cannot be split evenly over 2 processes" in line
 
 
 def test_a_run_of_one_process_goes_on_in_two_and_back(groups: Groups) -> None:

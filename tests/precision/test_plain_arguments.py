@@ -161,8 +161,8 @@ def test_inputs_of_16_bit_parameters_are_cast_and_differentiable() -> None:
     ("mode", "options", "words"),
     [
         ("bf16_st", {}, "did you mean 'bf16_sr'"),
-        ("fp32", {"device": "gpu"}, "device=gpu is none that mprun knows"),
-        ("fp32", {"device": "meta"}, "device=meta is none that mprun knows"),
+        ("fp32", {"device": "gpu"}, "device=gpu is not a device that mprun knows"),
+        ("fp32", {"device": "meta"}, "device=meta is not a device that mprun knows"),
         ("half_sr_full", {"execution": "native"}, "execution=native: .*legal: auto, emulated"),
         ("bf16_sr", {"execution": "fast"}, "execution=fast; legal: auto, native, emulated"),
         ("fp16_mixed", {"loss_scale": "big"}, "loss_scale='big'; legal: auto, none, static"),

@@ -95,7 +95,7 @@ def test_at_120_columns_nothing_is_left_out_and_at_80_what_was_judged_stays() ->
     found = comparison(10)
     assert "left out" not in shown(found, 120)
     narrow = shown(found, 80)
-    hidden = " ".join(narrow.split()).partition("left out for lack of width: ")[2]
+    hidden = " ".join(narrow.split()).partition("hidden to fit the width: ")[2]
     assert hidden == "runs, step ms, samples per s; all is in comparison.csv of the report"
     intervals = [cells.rows(found)[n].difference[1].partition(" (")[0] for n in range(1, 10)]
     assert [text for text in intervals if text not in narrow] == []

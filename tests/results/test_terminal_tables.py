@@ -141,7 +141,7 @@ def test_a_table_survives_a_narrow_terminal_and_a_pipe(name: str) -> None:
     for width in WIDTHS:
         text = printed(TABLES[name](), width, is_terminal=True)
         assert max(map(cell_len, text.splitlines())) <= width, f"{width} columns"
-        shown, _, note = text.partition("left out for lack of width: ")
+        shown, _, note = text.partition("hidden to fit the width: ")
         shown, note = shown.partition("names with ~ are")[0], " ".join(note.split())
         for word in shown.split():
             assert (
@@ -166,12 +166,12 @@ def test_what_matters_most_stays_at_60_columns() -> None:
     for heading in ("variant", "points", "verdict"):
         assert heading in text
     assert "samples per s" not in text.partition("left out")[0]
-    assert "step ms" in text.partition("left out for lack of width: ")[2]
+    assert "step ms" in text.partition("hidden to fit the width: ")[2]
     step = printed(trace_result.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
     first = printed(memory_result.category_table(of_memory()), 60, is_terminal=True)
     assert "fp32" in first
-    assert "bf16_sr" in first.partition("left out for lack of width: ")[2]
+    assert "bf16_sr" in first.partition("hidden to fit the width: ")[2]
 
 
 def test_a_row_is_a_line_in_a_pipe() -> None:

@@ -307,7 +307,7 @@ def test_a_loss_of_other_arguments(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "fragment"),
-    [("return None", "loss returned None"), ("return output", "it is no scalar")],
+    [("return None", "loss returned None"), ("return output", "it is not a scalar")],
 )
 def test_a_loss_that_is_none_has_its_place(
     loss: str, fragment: str, capfd: pytest.CaptureFixture[str]

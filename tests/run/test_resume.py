@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_said_in_one_line(
     whole = file.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"no checkpoint"):
         file.write_bytes(damaged)
-        assert "is no checkpoint of mprun" in refused(capsys)
+        assert "is not a checkpoint of mprun" in refused(capsys)
         assert file.read_bytes() == damaged
     torch.save({"format_version": checkpoint.FORMAT_VERSION + 1}, file)
     assert "has format 2, this mprun reads up to 1" in refused(capsys)
@@ -239,7 +239,7 @@ def test_a_damaged_checkpoint_is_said_in_one_line(
     assert "lacks choices, journal" in refused(capsys)
     for strange in ({"format_version": "new"}, [1], torch.zeros(1)):
         torch.save(strange, file)
-        assert "is no checkpoint of mprun" in refused(capsys)
+        assert "is not a checkpoint of mprun" in refused(capsys)
 
 
 def test_damaged_lines_are_said_in_one_line(

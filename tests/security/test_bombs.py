@@ -94,7 +94,7 @@ def test_a_file_that_grows_is_refused_unread(
     write(path)
     monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 1_000)
     monkeypatch.setattr(torch, "load", lambda *_, **__: unread.append(path))
-    with pytest.raises(UsageError, match="is no checkpoint of mprun"):
+    with pytest.raises(UsageError, match="is not a checkpoint of mprun"):
         checkpoint.load(Path())
     config = compose(["recipe=linear"]).config.recipe
     with pytest.raises(UsageError, match="is damaged"):

@@ -62,7 +62,7 @@ def test_a_pickle_never_runs(write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True)
     write(path)
     config = compose(["recipe=linear"]).config.recipe
-    with pytest.raises(UsageError, match="is no checkpoint of mprun"):
+    with pytest.raises(UsageError, match="is not a checkpoint of mprun"):
         checkpoint.load(Path("run"))
     with pytest.raises(UsageError, match="is damaged, or contains more than tensors"):
         load_weights(str(path), load_recipe(config.target, config.model), "linear")

@@ -376,7 +376,7 @@ def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole = checkpoint.path_in(Path(linear)).read_bytes()
     for damaged, reason in (
-        (whole[: len(whole) // 2], "is damaged: it is no whole zip archive: "),
+        (whole[: len(whole) // 2], "is damaged: it is not a complete zip archive: "),
         (b"", "is damaged: it is empty; "),
         (b"no checkpoint", "is damaged, or contains more than tensors"),
     ):
@@ -420,7 +420,7 @@ def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_checkpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     for found, said in (
         ({"format_version": checkpoint.FORMAT_VERSION + 1}, "has format 2, this mprun reads up"),
-        ({"format_version": "new"}, "is no checkpoint of mprun"),
+        ({"format_version": "new"}, "is not a checkpoint of mprun"),
         ({"format_version": 1, "trainer": {}}, "lacks choices, journal"),
     ):
         torch.save(found, "file.pt")

@@ -111,7 +111,7 @@ def saved_step(content: Any, path: Path) -> SavedStep:
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UsageError(
-            f"{path} is no saved step; legal is a file that mprun.observe(..., "
+            f"{path} is not a saved step; legal is a file that mprun.observe(..., "
             "on_nonfinite='save') wrote"
         )
     version = content.get("format_version")
@@ -130,10 +130,10 @@ def _faults(saved: SavedStep) -> Iterator[str]:
     states = [state for call in saved.calls for state in call.autocast]
     for device in (saved.device, *(state.device for state in states)):
         if not DEVICE.fullmatch(device):
-            yield f"{device!r:.40} is no device"
+            yield f"{device!r:.40} is not a device"
     for dtype in (*(state.dtype for state in states), saved.autocast):
         if dtype not in (*AUTOCAST_DTYPES, None):
-            yield f"{dtype!r:.40} is no dtype of autocast"
+            yield f"{dtype!r:.40} is not a dtype of autocast"
     tensors = (*saved.parameters.values(), *saved.buffers.values(), *all_tensors(saved.batches))
     inputs = all_tensors([[call.args, call.kwargs, call.output_grads] for call in saved.calls])
     if any(x.is_meta or x.layout != torch.strided for x in (*tensors, *inputs)):
