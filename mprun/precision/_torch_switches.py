@@ -55,7 +55,7 @@ class BackendSwitches:
     fp32: dict[str, str]
     """By name in `torch.backends`: ieee, tf32, bf16 or none (the setting of the level above)."""
     reductions: dict[str, Any]
-    """Of `torch.backends.cuda.matmul`: whether 16-bit matmuls may accumulate in less than float32."""
+    """Of `torch.backends.cuda.matmul`: may 16-bit matmuls accumulate in less than float32?"""
     matmul: str
     """The older interface: `torch.get_float32_matmul_precision()`."""
     cudnn: bool

@@ -214,8 +214,8 @@ class AccumulationCheck(Callback):
             short = dtype_name(dtype)
             if reached < TERMS:
                 self._warn(
-                    f"{recorded_name(op)} accumulates in {short} on this machine, not in float32: a "
-                    f"sum that should be {TERMS:,} comes out as {reached:,.0f}"
+                    f"{recorded_name(op)} accumulates in {short} on this machine, not in float32: "
+                    f"a sum that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
                 lowest = reached
