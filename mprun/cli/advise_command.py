@@ -90,7 +90,7 @@ def advise_command(args: Sequence[str]) -> int:
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose: bool) -> None:
-    from mprun.experiments.preset import copy_options, preset_text, recipe_files, write_preset
+    from mprun.experiments.advise import copy_options, preset_text, recipe_files, write_preset
 
     advised = next(v for v in comparison.variants if v.label == advice.label)
     trial = next(t for t in study.trials if t.name == advised.runs[0].path.name)

@@ -38,9 +38,16 @@ from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
-from mprun.train.step_sums import step_sums
 from mprun.train.stopwatch import Stopwatch
-from mprun.train.sums import NO_SCORES, MetricReadback, Scalars, Sums, count_correct, with_metrics
+from mprun.train.sums import (
+    NO_SCORES,
+    MetricReadback,
+    Scalars,
+    Sums,
+    count_correct,
+    step_sums,
+    with_metrics,
+)
 from mprun.train.time_limit import Schedule, TimeLimit
 
 

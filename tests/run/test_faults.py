@@ -79,7 +79,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str,
             patch.setattr(checkpoint, "write_atomic", fails_after(n, write_atomic, full))
         else:
             patch.setattr(RunFolder, what, fails_after(n, getattr(RunFolder, what), full))
-            patch.setattr("mprun.train.step_sums.EVERY_S", 0.0)
+            patch.setattr("mprun.train.sums.EVERY_S", 0.0)
             patch.setattr("mprun.train.recorder.WRITE_SUMMARY_EVERY_S", 0.0)
         assert main(RUN) == 1
     line = stderr()

@@ -209,7 +209,7 @@ def test_a_signal_while_the_step_is_measured_waits_until_it_was(
         return {}, None
 
     monkeypatch.setattr(session, "footprint", footprint)
-    monkeypatch.setattr("mprun.train.step_sums.EVERY_S", 0.0)  # measured after the first step
+    monkeypatch.setattr("mprun.train.sums.EVERY_S", 0.0)  # measured after the first step
     assert main(QUICK) == 130
     assert measured
     summary = read_summary(Path("run"))

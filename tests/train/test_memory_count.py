@@ -102,7 +102,7 @@ def test_the_count_touches_no_random_numbers(
     losses = []
     for name in ("early", "never"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mprun.train.step_sums.EVERY_S", 0.0)  # after each step
+            patch.setattr("mprun.train.sums.EVERY_S", 0.0)  # after each step
             if name == "never":
                 patch.setattr(recorder.MemoryCount, "on_steps", lambda *_: None)
             assert main(["recipe=recipe.py", f"run.dir={name}", "device=cpu"]) == 0

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from mprun.parallel.ranks import Ranks
-from mprun.train import step_sums as module
-from mprun.train.step_sums import GROWTH, ProcessStepSums, StepSums, step_sums
-from mprun.train.sums import StepMetrics
+from mprun.train import sums as module
+from mprun.train.sums import GROWTH, ProcessStepSums, StepMetrics, StepSums, step_sums
 
 
 class TwoRanks(Ranks):

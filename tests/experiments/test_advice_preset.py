@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mprun.config import compose
-from mprun.experiments.preset import preset_text, write_preset
+from mprun.experiments.advise import preset_text, write_preset
 from mprun.records.run_config import variant_hash
 
 CASES = [
