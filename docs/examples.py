@@ -16,8 +16,8 @@ it, so nobody notices. So a mark, an HTML comment above the block, names the com
 - `columns`: the width of the terminal (default: 100). `prompt: yes` shows the command too.
 - `status`: the exit status (default: 0).
 - `cost`: `quick` (default), `timed` (the block shows times: a quiet machine is needed), `long`.
-- `made`: the date of the block, required unless it is quick. `by hand, DATE` if a person wrote it
-  from a run.
+- `made`: the date of the block and its digest, which this program writes; required unless it is
+  quick. By the digest a test refuses a block that a person wrote or changed.
 
     python -m docs.examples                 rewrite the quick ones
     python -m docs.examples timed sweep     others, by cost or by name
@@ -28,6 +28,7 @@ block's lines with numbers and names masked, with any output of the same command
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -91,6 +92,16 @@ class Example:
     def script(self) -> str:
         """The commands that make the output."""
         return "python train.py" if self.program else self.run
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether the block is what this program wrote last; a quick one is compared with a run."""
+        return self.cost == "quick" or self.made.endswith(f" {digest(self.block)}")
+
+
+def digest(block: str) -> str:
+    """Eight hexadecimal digits of a block."""
+    return hashlib.sha256(block.encode()).hexdigest()[:8]
 
 
 def examples() -> Iterator[Example]:
@@ -206,12 +217,12 @@ class Runs:
 
 def rewrite(example: Example, block: str) -> bool:
     """Put a new block into the page, with today's date; whether it differs from the old one."""
-    if block == example.block:
+    if block == example.block and example.is_as_made:
         return False
     text = example.page.read_text(encoding="utf-8")
     for match in MARK.finditer(text):
         if match[1].splitlines()[0].split() == ["example:", example.example]:
-            mark = re.sub(r"(?m)^made: .*$", f"made: {date.today()}", match[1])
+            mark = re.sub(r"(?m)^made: .*$", f"made: {date.today()} {digest(block)}", match[1])
             new = f"<!-- {mark}-->\n```\n{block}```"
             text = text[: match.start()] + new + text[match.end() :]
             break

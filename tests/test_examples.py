@@ -21,6 +21,7 @@ from docs.examples import (
     Example,
     ExampleError,
     Runs,
+    digest,
     examples,
     excerpt,
     rewrite,
@@ -73,6 +74,11 @@ def test_no_example_is_stale(example: Example) -> None:
     assert not stale(unwrapped(example), output(example)), (
         f"run `make docs EXAMPLES={example.example}`"
     )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.example)
+def test_no_example_was_made_by_hand(example: Example) -> None:
+    assert example.is_as_made, f"run `make docs EXAMPLES={example.example}`"
 
 
 def test_each_example_has_a_name_and_an_output_to_compare_with() -> None:
@@ -207,7 +213,7 @@ prompt: yes
 columns: 77
 status: 1
 cost: timed
-made: by hand, 2026-11-21
+made: 2026-11-21 01234567
 -->
 ```
 $ other
@@ -229,12 +235,17 @@ def test_blocks_are_written_from_commands(page: Path, capsys: pytest.CaptureFixt
     after_quick = page.read_text(encoding="utf-8")
     assert after_quick == PAGE.replace("\n41\n", "\n42\n")
     assert tool.main(["words"]) == 0
-    block = page.read_text(encoding="utf-8").partition("made: ")[2]
-    assert block == (
-        f"{date.today()}\n-->\n```\n"
+    block = (
         '$ echo "one $COLUMNS $TERM"; ls *.py; false\n'
-        "one 77 dumb\nnorms.py\npairs.py\nspirals.py\nvit.py\n```\n"
+        "one 77 dumb\nnorms.py\npairs.py\nspirals.py\nvit.py\n"
     )
+    made = f"{date.today()} {digest(block)}"
+    text = page.read_text(encoding="utf-8")
+    assert text.partition("made: ")[2] == f"{made}\n-->\n```\n{block}```\n"
+    assert all(example.is_as_made for example in examples())
+    page.write_text(text.replace("one 77", "one 78"), encoding="utf-8")
+    assert [x.is_as_made for x in examples()] == [True, False]
+    page.write_text(text, encoding="utf-8")
     assert tool.main(["quick"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "page.md: answer rewritten",
@@ -265,7 +276,7 @@ def test_a_mark_with_a_mistake_is_refused(page: Path) -> None:
     page.write_text(PAGE.replace("columns: 77", "colums: 77"), encoding="utf-8")
     with pytest.raises(ExampleError, match=r"page.md, example: words: .*colums"):
         list(examples())
-    page.write_text(PAGE.replace("made: by hand, 2026-11-21\n", ""), encoding="utf-8")
+    page.write_text(PAGE.replace("made: 2026-11-21 01234567\n", ""), encoding="utf-8")
     with pytest.raises(ExampleError, match="the last two with made: DATE"):
         list(examples())
 
