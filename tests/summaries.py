@@ -127,4 +127,4 @@ def _types(kind: type) -> dict[str, Any]:
 def check_partials(summary: Summary) -> None:
     """A kernel of this machine that sums in 16 bits is in the record, and a warning names it."""
     dtype = summary.effective.partials_dtype
-    assert dtype == "float32" or any(f"adds up in {dtype}" in x for x in summary.warnings)
+    assert dtype == "float32" or any(f"accumulates in {dtype}" in x for x in summary.warnings)

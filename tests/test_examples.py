@@ -13,6 +13,7 @@ import pytest
 
 from docs import examples as tool
 from docs.examples import (
+    CUT,
     PAGES,
     RECIPES,
     ROOT,
@@ -57,7 +58,8 @@ def unwrapped(example: Example) -> Example:
     lines: list[str] = []
     room = -1
     for line in example.block.splitlines():
-        if line and 0 <= room <= len(line.split()[0]) and not in_table(line):
+        is_broken = line not in ("", CUT) and 0 <= room <= len(line.split()[0])
+        if is_broken and not in_table(line):
             lines[-1] += f" {line}"
         else:
             lines.append(line)

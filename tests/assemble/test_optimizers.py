@@ -155,7 +155,7 @@ def test_a_class_by_import_path_is_a_raw_loop(
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        (["target=torch.optim.Adagrat"], ["no torch.optim.Optimizer", "torch.optim.Adagrad?"]),
+        (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "torch.optim.Adagrad?"]),
         (["target=nowhere.Adam"], ["target=nowhere.Adam", "ModuleNotFoundError"]),
         (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
         (["target=Adam"], ["target=Adam: legal is the import path"]),
@@ -336,7 +336,7 @@ def test_a_recipes_own_optimizer_gets_masters() -> None:
         ("nothing", "optimizer(model) of Own gave nothing (a return is missing)"),
         ("lbfgs", "LBFGS calls the loss several times"),
         ("foreign", "holds no parameter of the model"),
-        ("plateau", "gave ReduceLROnPlateau"),
+        ("plateau", "returned ReduceLROnPlateau"),
         ("text", "schedule(optimizer) of Own gave a str"),
     ],
 )

@@ -141,4 +141,4 @@ def test_the_former_name_of_saving_says_what_to_write(capsys: pytest.CaptureFixt
 def test_a_side_is_saved_only_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "side.json").write_text("{}")
     assert main(["diff", f"{tmp_path}/side.json", "--save", f"{tmp_path}/other.json"]) == 2
-    assert "is no run's folder" in capsys.readouterr().err
+    assert "is not a run's folder" in capsys.readouterr().err

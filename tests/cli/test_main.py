@@ -184,7 +184,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recipe.model.units=0", ["units=0: legal is 1 or more"]),
     ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
     ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
-    ("recipe.target=mprun.recipes.mnist.Nope", ["is no dataclass", "write module.Class"]),
+    ("recipe.target=mprun.recipes.mnist.Nope", ["is not a dataclass", "write module.Class"]),
     ("recipe.target=os.path", ["os.path is not a dataclass that extends mprun.recipe.Recipe"]),
     ("recipe.target=nope", ["recipe.target=nope: legal is", "module.Class"]),
     ("recipe.target=..a", ["recipe.target=..a: legal is", "module.Class"]),

@@ -139,7 +139,7 @@ def test_a_wait_for_another_process_ends(
     monkeypatch.setattr(sources, "LOCK_TIMEOUT_S", 0.1)
     with (
         FileLock(tmp_path / ".MNIST.lock"),
-        pytest.raises(sources.DownloadError, match="another process has been at it"),
+        pytest.raises(sources.DownloadError, match="another process has held the lock"),
     ):
         sources.download("MNIST", tmp_path)
     assert not server.asked

@@ -53,8 +53,8 @@ def test_names_of_devices(wanted: str, found: str) -> None:
         ("xpu:2", "there are 2 here; legal here: auto, cpu, xpu, xpu:0 to xpu:1"),
         ("cuda", "PyTorch finds no CUDA here; legal here: auto, cpu, xpu"),
         ("mps:0", "PyTorch finds no MPS here"),
-        ("tpu", "none that mprun knows (cpu, cuda, xpu, mps, hpu"),
-        ("xpu:-1", "none that mprun knows"),
+        ("tpu", "not a device that mprun knows (cpu, cuda, xpu, mps, hpu"),
+        ("xpu:-1", "not a device that mprun knows"),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")

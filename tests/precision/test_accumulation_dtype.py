@@ -92,7 +92,7 @@ for name, words in runs.items():
     found[name] = [
         summary.requested.partials_dtype,
         summary.effective.partials_dtype,
-        [text for text in summary.warnings if "adds up in" in text],
+        [text for text in summary.warnings if "accumulates in" in text],
         [x.op for x in summary.substitutions],
     ]
 for name in ("fp16_mixed", "bf16_mixed"):
@@ -138,8 +138,8 @@ def test_a_record_says_in_which_dtype_its_kernels_add_up(runs: dict[str, list[An
         if reached == TERMS:
             assert (effective, warnings) == ("float32", [])
         else:
-            text = f"aten.convolution_backward adds up in {dtype} on this machine, not in float32: "
-            text += f"a sum that should be 4,096 comes out as {reached:,.0f}"
+            text = f"aten.convolution_backward accumulates in {dtype} on this machine, not in "
+            text += f"float32: a sum that should be 4,096 comes out as {reached:,.0f}"
             assert (effective, warnings) == (dtype, [text])
     for name in ("auto", "float32", "no convolution", "substituted"):
         # That op is substituted, or not there.
