@@ -74,7 +74,7 @@ def compared(*names: str) -> tuple[str, str]:
     """The terminal's text and the page of a comparison of runs, with plain single spaces."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        assert main(["compare", *names, "compare.dir=report"]) == 0
+        assert main(["compare", "--verbose", *names, "compare.dir=report"]) == 0
     page = (Path("report") / "report.html").read_text(encoding="utf-8")
     return " ".join(shown.getvalue().split()), " ".join(page.split())
 

@@ -93,7 +93,7 @@ def test_a_row_has_every_figure_of_its_variant() -> None:
 
 def test_at_120_columns_nothing_is_left_out_and_at_80_what_was_judged_stays() -> None:
     found = comparison(10)
-    assert "left out" not in shown(found, 120)
+    assert "hidden to fit" not in shown(found, 120)
     narrow = shown(found, 80)
     hidden = " ".join(narrow.split()).partition("hidden to fit the width: ")[2]
     assert hidden == "runs, step ms, samples per s; all is in comparison.csv of the report"
@@ -248,7 +248,7 @@ def test_in_short_each_variant_is_one_line_of_100_columns() -> None:
     for row, variant in zip(rows, found.variants, strict=True):
         assert row.startswith(variant.label)
         assert row.split()[-1] == variant.verdict.word
-    assert "left out" not in "".join(lines)
+    assert "hidden to fit" not in "".join(lines)
     assert "0.91x [0.88, 0.94]" in rows[1]
     assert "-0.07 [-0.23, +0.09]" in rows[1]
     assert "EMULATED" in rows[3]

@@ -136,7 +136,7 @@ def printed(table: RenderableType, width: int, is_terminal: bool) -> str:
 def test_a_table_survives_a_narrow_terminal_and_a_pipe(name: str) -> None:
     piped = printed(TABLES[name](), 60, is_terminal=False)
     assert CUT not in piped
-    assert "left out" not in piped
+    assert "hidden to fit" not in piped
     whole = set(piped.split())
     for width in WIDTHS:
         text = printed(TABLES[name](), width, is_terminal=True)
@@ -165,7 +165,7 @@ def test_what_matters_most_stays_at_60_columns() -> None:
     text = printed(comparison_table(comparison(10)), 60, is_terminal=True)
     for heading in ("variant", "points", "verdict"):
         assert heading in text
-    assert "samples per s" not in text.partition("left out")[0]
+    assert "samples per s" not in text.partition("hidden to fit")[0]
     assert "step ms" in text.partition("hidden to fit the width: ")[2]
     step = printed(trace_result.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
