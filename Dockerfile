@@ -1,11 +1,11 @@
 # docker build -t mprun .                             PyTorch for CPUs
 # docker build -t mprun --build-arg TORCH=cuda .      that of PyPI, which is for NVIDIA GPUs on Linux
 #
-# docker run --rm -v "$PWD:/work" mprun recipe=my.py precision=bf16_mixed
-# docker run --rm --gpus all --ipc host -v "$PWD:/work" mprun sweep recipe=my.py
+# docker run --rm -v "$PWD:/workspace" mprun recipe=my.py precision=bf16_mixed
+# docker run --rm --gpus all --ipc host -v "$PWD:/workspace" mprun sweep recipe=my.py
 #
-# /work holds recipes, outputs/ and the data sets that mprun downloads. The user in the container has
-# the number 1000; another one's folder needs --user "$(id -u):$(id -g)".
+# /workspace holds recipes, outputs/ and the data sets that mprun downloads. The user in the
+# container has the number 1000; another one's folder needs --user "$(id -u):$(id -g)".
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
@@ -34,10 +34,10 @@ FROM python:${PYTHON}-slim
 COPY --from=build /opt/mprun /opt/mprun
 # The home folder is open to all numbers, and files that are written there are not kept.
 RUN useradd --uid 1000 --home-dir /home/mprun --create-home mprun \
-    && mkdir /work && chown mprun:mprun /work && chmod 1777 /home/mprun
-ENV PATH=/opt/mprun/bin:$PATH HOME=/home/mprun MPRUN_DATA=/work/data PYTHONUNBUFFERED=1
+    && mkdir /workspace && chown mprun:mprun /workspace && chmod 1777 /home/mprun
+ENV PATH=/opt/mprun/bin:$PATH HOME=/home/mprun MPRUN_DATA=/workspace/data PYTHONUNBUFFERED=1
 USER 1000:1000
-WORKDIR /work
-VOLUME /work
+WORKDIR /workspace
+VOLUME /workspace
 ENTRYPOINT ["mprun"]
 CMD ["--help"]

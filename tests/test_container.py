@@ -40,7 +40,7 @@ def test_mprun_runs_as_a_user_and_its_folder_is_a_volume() -> None:
     found = last_stage()
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", found["USER"])
     assert found["ENTRYPOINT"] == '["mprun"]'
-    assert found["VOLUME"] == found["WORKDIR"] == "/work"
+    assert found["VOLUME"] == found["WORKDIR"] == "/workspace"
     assert "gcc" not in " ".join(found.values())
 
 
