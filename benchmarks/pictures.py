@@ -6,26 +6,35 @@
 `stochastic_rounding.png`: left, 10,000 bfloat16 parameters of 1 moved by 1e-4 a thousand times with
 each rounding rule; right, the training loss of `recipe=linear` in five modes. With `--sweep FOLDER`
 only the page of that sweep is photographed by Chromium: `report-light.png`, `report-dark.png`.
+With `--terminal` only a sweep is run and its terminal recorded: `terminal.svg` (real MNIST needed).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 from torch import Tensor
 
+from docs.examples import TERMINAL
 from mprun.cli.main import main as mprun
 from mprun.optim import SGD
 from mprun.precision.rounding import merge
 
+SWEEP = "mprun sweep recipe=mnist precision=fp32,bf16_mixed,half_sr seeds=3"
 PARAMETERS, STEPS, UPDATE = 10_000, 1000, 1e-4
 COLOURS = {"float32": "#000000", "nearest": "#d55e00", "stochastic": "#0072b2", "kahan": "#009e73"}
 LOSSES = {
@@ -111,14 +120,34 @@ def photograph(page: Path, out: Path) -> None:
         subprocess.run(["chromium", *options, scheme, picture, address], check=True)
 
 
+def record_terminal(out: Path) -> None:
+    """What a terminal of 100 columns shows of `SWEEP`, as an SVG that loads no fonts."""
+    environment = {**os.environ, **TERMINAL, "COLUMNS": "100"}
+    command = [str(Path(sys.executable).with_name("mprun")), *SWEEP.split()[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        shown = subprocess.run(
+            command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(f"$ {SWEEP}", style="bold green", highlight=False, markup=False)
+    console.print(shown.stdout.rstrip(), highlight=False, markup=False)
+    form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    svg = console.export_svg(title="mprun", code_format=form.replace("Fira Code", "monospace"))
+    (out / "terminal.svg").write_text("\n".join(map(str.rstrip, svg.splitlines())) + "\n")
+
+
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sweep", type=Path)
+    parser.add_argument("--terminal", action="store_true")
     args = parser.parse_args()
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
+    if args.terminal:
+        record_terminal(args.out)
+        return
     if args.sweep is not None:
         photograph(args.sweep / "report.html", out)
         return
