@@ -116,7 +116,7 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
         return f"is worse: {plain(variant.verdict.reason)}"
     if word == "inconclusive":
         more = variant.verdict.more_seeds
-        text = f"not settled whether it keeps the {comparison.metric}"
+        text = f"leaves open whether it keeps the {comparison.metric}"
         text += "" if more is None else f" ({_would_settle(more)})"
     else:
         text = _effect(comparison, variant)

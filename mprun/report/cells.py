@@ -74,7 +74,7 @@ def headings(comparison: Comparison) -> VariantCells:
         ("samples per s", "ratio"),
         (f"peak {memory_unit(comparison)[0]}", "ratio"),
         (" ".join(filter(None, (comparison.metric, metric_unit(comparison)))), "95 %"),
-        (difference_unit(comparison), "interval"),
+        ("difference %" if comparison.is_relative else "difference, points", "interval"),
         ("verdict", ""),
     )
 

@@ -82,7 +82,6 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "published": published.rows(comparison),
         "published_headings": published.HEADINGS,
         "hardware": plain(comparison.hardware),
-        "code": plain(comparison.code),
         "versions": _versions(comparison),
         "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],

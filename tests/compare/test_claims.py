@@ -108,7 +108,7 @@ def simulated(study: Study, rng: np.random.Generator) -> Comparison:
 
 NUMBER = r"([+-]?[\d.]+(?:e[+-]\d+)?)"
 METRIC = re.compile(
-    rf"(?P<verb>keeps|improves|worsens|not settled whether it keeps) the (?:accuracy|loss)"
+    rf"(?P<verb>keeps|improves|worsens|leaves open whether it keeps) the (?:accuracy|loss)"
     rf"(?: \(about (?P<more>\d+) more seeds? would settle it\))?: {NUMBER} (?:points|%), "
     rf"(?P<level>[\d.]+) % interval {NUMBER} to {NUMBER}$"
 )

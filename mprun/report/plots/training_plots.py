@@ -266,7 +266,7 @@ def step_times(comparison: Comparison, logs: Logs) -> Plot:
     caption = (
         f"The timed steps of all runs of a variant, {counts(numbers, 'step')}, without warm-up and "
         "partial batches. Area: their distribution. Marker and line: the median, and the tenth to "
-        "ninetieth percentile, as in the table."
+        "ninetieth percentile, each of a run and then the median over runs, as in the table."
     )
     notes = list(plot.notes)
     if times.outside:
