@@ -57,6 +57,10 @@ def run(*overrides: str, **fields: object) -> Result:
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     own_records()
+    for text in overrides:
+        if not issubclass(type(text), str):
+            kind = type(text).__name__
+            raise UsageError(f"an override of type {kind}; legal: texts such as 'recipe=my.py'")
     composed = compose(with_last(TRAIN, [*overrides, *_overrides(fields)]))
     stop = StopSignals()
     is_main = threading.current_thread() is threading.main_thread()
@@ -121,8 +125,11 @@ def _flat(runs: Iterable[Runs]) -> Iterator[str | Path]:
             yield one.folder
         elif isinstance(one, str | Path):
             yield one
-        else:
+        elif issubclass(type(one), Iterable):
             yield from _flat(one)
+        else:
+            kind = type(one).__name__
+            raise UsageError(f"a run of type {kind}; legal: results of mprun.run, folders, lists")
 
 
 def _run_result(folder: Path) -> Result:

@@ -220,7 +220,9 @@ def parse(text: str) -> Override:
     name = text.split("=", 1)[0]
     if "=" not in text and not text.startswith("~"):
         near = nearest(name, [*GROUPS, *leaves()])
-        meant = f"; did you mean '{near}=...'?" if near else ""
+        if name.endswith(".py") or name in options("recipe"):
+            near = f"recipe={name}"
+        meant = f"; did you mean '{near if '=' in near else f'{near}=...'}'?" if near else ""
         raise UsageError(
             f"'{text}' is neither a command nor an override; write name=value, "
             f"see mprun --help{meant}"

@@ -18,13 +18,16 @@ from mprun.config import compose
 from mprun.config.recipe_file import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
+from mprun.errors import UsageError
 from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import SHIPPED_MODES, policy
 from mprun.recipe import Recipe
 from mprun.records.listing import RUNS, resolved_last
+from mprun.records.run_record import read_summary
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
+from mprun.results import Result
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
@@ -139,18 +142,25 @@ class SavedModel:
     """Gives data, loss and metrics; `recipe.forward(model, inputs)` is the run's forward pass."""
 
 
-def load(run: str | Path, *, trust: bool = False) -> SavedModel:
+def load(run: str | Path | Result, *, trust: bool = False) -> SavedModel:
     """The model, configuration and weights of a run.
 
     Args:
-        run: its folder, or "last" for the newest run below outputs/.
+        run: its folder, what `mprun.run` returned, or "last" for the newest run below outputs/.
         trust: whether code that lies in the run's folder, or in its study's, may run.
 
     Raises:
         UsageError: there is no run or no checkpoint, or the recipe cannot be loaded: its file was
             changed since, or is not to be trusted.
     """
-    path = Path(resolved_last(str(run), *RUNS))
+    folder = run.folder if isinstance(run, Result) else run
+    if not isinstance(folder, str | Path):
+        raise UsageError(f"{type(run).__name__} names no run; legal: a folder, a Result, 'last'")
+    path = Path(resolved_last(str(folder), *RUNS))
+    if not path.is_dir():
+        raise UsageError(f"there is no run {path}")
+    if read_summary(path).observed:
+        raise UsageError(f"{path} was observed: it has no recipe and no checkpoint to load")
     recipe, config = _recipe_of(path, trust)
     model, weights = model_to_fill(recipe), weights_of(path)
     fill(model, weights)

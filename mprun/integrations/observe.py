@@ -312,6 +312,7 @@ class Observation(StepListener):
         summary = self.summary
         if not summary.steps and summary.status == "completed":
             summary.status, summary.error, summary.failed_by = "failed", NO_STEP, "run"
+            logger.warning(NO_STEP)
         if summary.status == "completed" and (failure := self._record.failure()):
             summary.status, summary.error, summary.failed_by = "failed", failure, "run"
             logger.warning(failure)
@@ -445,6 +446,9 @@ def observe(
         OSError: the folder cannot be written at the start. Later, a full disk ends the record
             and not the training.
     """
+    if not issubclass(type(model), nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"a model of type {kind}; legal: a module, of several an nn.ModuleList")
     optimizers = plain_optimizers(optimizer)
     if not optimizers:
         raise ValueError("there is no optimizer: name the one that trains the model")

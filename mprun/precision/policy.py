@@ -186,8 +186,11 @@ def policy(name: str) -> Policy:
             and float32 for the output.
 
     Raises:
+        TypeError: it is not a text.
         ValueError: no mode has this name, or these dtypes.
     """
+    if not issubclass(type(name), str):
+        raise TypeError(f"a mode of type {type(name).__name__}; legal: a name, such as 'bf16_sr'")
     if "=" in name:
         return _of_dtypes(name)
     name = ALIASES.get(name, name)

@@ -7,11 +7,13 @@ import pickle
 import subprocess
 import sys
 from base64 import b64decode
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import mprun
 from mprun.compare.comparison import Comparison
@@ -19,6 +21,7 @@ from mprun.errors import ConditionMetError, MprunError, RunFailedError, UsageErr
 from mprun.records.run_record import read_summary
 from mprun.results import Result
 from tests.compare.folders import write_run
+from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -231,3 +234,34 @@ def test_a_notebook_shows_the_help_of_the_function(function: object) -> None:
     own = getattr(functions, function.__name__.removeprefix("mprun."))  # type: ignore[attr-defined]
     assert inspect.signature(function) == inspect.signature(own)  # type: ignore[arg-type]
     assert function.getdoc() == own.__doc__  # type: ignore[attr-defined]
+
+
+@each(
+    ("call", "said"),
+    [
+        (lambda: mprun.load("nowhere"), "there is no run"),
+        (lambda: mprun.load(3), "legal: a folder"),  # type: ignore[arg-type]
+        (lambda: mprun.run(3), "legal: texts such as 'recipe=my.py'"),
+        (lambda: mprun.run("my.py"), "did you mean 'recipe=my.py'"),
+        (lambda: mprun.run("mnist"), "did you mean 'recipe=mnist'"),
+        (lambda: mprun.compare(3), "legal: results of mprun.run"),
+        (lambda: mprun.policy(3), "legal: a name"),  # type: ignore[arg-type]
+        (lambda: mprun.diff("a", "b", 1), "legal: a model"),  # type: ignore[arg-type]
+    ],
+    ids=["folder", "number", "run", "file", "recipe", "compare", "policy", "diff"],
+)
+def test_a_wrong_argument_is_answered_by_what_is_legal(
+    call: Callable[[], object], said: str
+) -> None:
+    with pytest.raises((UsageError, TypeError), match=said):
+        call()
+
+
+def test_a_result_is_loaded_and_an_observed_run_is_not(tmp_path: Path) -> None:
+    result = mprun.run("recipe=linear", "train.max_steps=2", f"run.dir={tmp_path / 'run'}")
+    assert mprun.load(result).config.recipe.name == "linear"
+    model = torch.nn.Linear(1, 1)
+    with mprun.observe(model, torch.optim.SGD(model.parameters()), out=tmp_path / "observed"):
+        pass
+    with pytest.raises(UsageError, match="was observed"):
+        mprun.load(tmp_path / "observed")

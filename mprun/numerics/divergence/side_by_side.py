@@ -179,8 +179,13 @@ def diff(
             projection of the output, so that the backward pass is covered.
 
     Raises:
+        TypeError: a side is no model.
         ValueError: the models have no module in common, or a batch is no pair.
     """
+    for x in (a, b):
+        if not issubclass(type(x), Side | nn.Module):
+            kind = type(x).__name__
+            raise TypeError(f"a side of type {kind}; legal: a model, or Side(model, ...)")
     sides = [x if isinstance(x, Side) else Side(x) for x in (a, b)]
     if loss is None:
         return diff_sides(SharedStep(call, batch), *sides)
