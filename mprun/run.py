@@ -184,7 +184,9 @@ def _train(
             _restore(recorder, saved["journal"], "journal")
             _restore(exceptions, saved["exceptions"], "exceptions")
             _restore(guard_log, saved["guard"], "guard")
-        messages.report(f"resumed at step {trainer.step}")
+        done = trainer.step == plan.planned_steps
+        more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
+        messages.report(f"resumed at step {trainer.step}{more}")
         if plan.splits.train.is_stream and trainer.batches_to_skip:
             messages.report(
                 f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
@@ -363,7 +365,7 @@ def _first_summary(
     """The summary before the first step; that of a resumed run continues its earlier one."""
     summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
     if earlier is not None:
-        summary.started_at = earlier.started_at
+        summary.started_at, summary.memory_bytes = earlier.started_at, earlier.memory_bytes
         kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
         summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
         summary.effective = summary.effective.with_partials_of(earlier.effective)

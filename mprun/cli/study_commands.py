@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -121,11 +122,9 @@ def run_study(
             f"{len(ended)} of {len(outcomes)} runs were ended by the machine and are no result: "
             f"{ended[0].error}; try them again with: {study.resume_command}"
         )
-    without_run = [o for o in outcomes if o.summary is None and not o.by_machine]
-    if without_run:
-        progress.line(
-            f"{len(without_run)} of {len(outcomes)} runs failed to start: {without_run[0].error}"
-        )
+    unstarted = Counter(o.error for o in outcomes if o.summary is None and not o.by_machine)
+    for reason, count in unstarted.items():
+        progress.line(f"{count} of {len(outcomes)} runs failed to start: {reason}")
     if all(outcome.error is not None for outcome in outcomes):
         progress.line("; ".join(["no run was completed", *budget_note(study, result, budget)]))
         raise StoppedError(EXIT_FAILED)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.console.formatting import counted, listed, substitution_label
+from mprun.console.formatting import counted, listed, size_text, substitution_label
 from mprun.records.run_folder import GUARD_LAYERS
 from mprun.records.run_record import (
     GuardedGemm,
@@ -105,7 +105,7 @@ def result(summary: Summary) -> FittedTable:
         "data wait": _figure(wait_ms, ".2f", " ms"),
         "page faults per step": _figure(summary.page_faults_per_step, ",.0f"),
         "throughput": _figure(summary.samples_per_second, ".0f", " samples/s"),
-        "peak memory of a step": _figure(peak and peak / 2**20, ".1f", " MiB"),
+        "peak memory of a step": "-" if peak is None else size_text(peak),
         **_fp_exceptions(summary),
         "training loss": _figure(summary.train.loss, ".4f") + _cut_off(summary),
         **(_scores("validation", summary.history[-1].validation) if summary.history else {}),

@@ -265,3 +265,12 @@ def test_a_result_is_loaded_and_an_observed_run_is_not(tmp_path: Path) -> None:
         pass
     with pytest.raises(UsageError, match="was observed"):
         mprun.load(tmp_path / "observed")
+
+
+def test_a_complete_run_that_is_resumed_keeps_its_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    mprun.run("recipe=linear", "train.max_steps=2", f"run.dir={folder}")
+    before = read_summary(folder).memory_bytes
+    mprun.run(f"run.resume={folder}")
+    assert before.peak
+    assert read_summary(folder).memory_bytes == before

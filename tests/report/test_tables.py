@@ -109,7 +109,7 @@ def test_the_result_shows_the_figures() -> None:
         "step time": "12.50 ms median, 11.25 to 14.75 (p10 to p90), n=365, 10 warm-up",
         "data wait": "0.25 ms",
         "throughput": "10039 samples/s",
-        "peak memory of a step": "3.0 MiB",
+        "peak memory of a step": "3 MiB",
         "training loss": "0.5000",
         "validation loss": "0.2500",
         "validation accuracy": "0.9375",
