@@ -1,0 +1,124 @@
+"""`mprun check`: is each mode of this recipe trained as it says, and is its error explained?
+
+Every mode is held against float32 from the same weights on the same batches. No tolerance is a
+constant: what a format's roundings explain is measured on this model, by repeated stochastic
+roundings at the places where the mode rounds, and against float64. The checks of a mode run from
+the cheapest to the dearest, mode by mode; those for which the budget leaves no time are named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mprun.assemble import DataCache, Plan, make_plan
+from mprun.assemble.initial_summary import variant_label
+from mprun.config import compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
+from mprun.console import ReportPart, report_nothing
+from mprun.doctor import machine
+from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
+from mprun.experiments.planned_run import PlannedRun
+from mprun.inspect.check_agreement import agrees
+from mprun.inspect.check_ops import dtypes, robust
+from mprun.inspect.check_training import trains
+from mprun.inspect.checked_mode import CheckedMode
+from mprun.records.files import json_text
+from mprun.results import Result
+from mprun.results.check_result import (
+    SCHEMA_VERSION,
+    CheckRecord,
+    CheckSettings,
+    Finding,
+    ModeChecks,
+    check_parts,
+)
+
+DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
+OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
+"""First parts of keys that float32 does not get."""
+STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
+    "trains": trains,
+    "dtypes": dtypes,
+    "robust": robust,
+    "agrees": agrees,
+}
+"""Check to what carries it out, in this order."""
+
+
+def plan_check(
+    overrides: Sequence[str], config_dir: Path | None, settings: CheckSettings
+) -> list[CheckedMode]:
+    """The modes of a check: one for each combination of the listed values.
+
+    Raises:
+        UsageError: an override is not legal, or a mode cannot be planned.
+    """
+    has_mode = any(text.startswith("precision=") for text in overrides)
+    texts = [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
+    parsed = [parse(text) for text in texts]
+    cache, exact = DataCache(), None
+    modes = []
+    for combination in combinations(parsed):
+        composed = compose(combination, config_dir)
+        plan = make_plan(composed.config, composed.given, load=cache)
+        exact = exact or _in_float32(combination, config_dir, cache)
+        planned = PlannedRun("check", composed, plan)
+        checks = ModeChecks(variant_label(plan), plan.policy.name)
+        modes.append(CheckedMode(planned, exact, settings, checks))
+    return modes
+
+
+def _in_float32(combination: Sequence[str], config_dir: Path | None, load: DataCache) -> Plan:
+    """The plan of the same recipe in float32."""
+    keys = [(text, parse(text).key_or_group.partition(".")[0]) for text in combination]
+    shared = [text for text, key in keys if key not in OF_A_MODE]
+    composed = compose([*shared, "precision=fp32"], config_dir)
+    return make_plan(composed.config, composed.given, load=load)
+
+
+def check_modes(
+    modes: Sequence[CheckedMode], settings: CheckSettings, report: ReportPart = report_nothing
+) -> Result:
+    """Check each mode; the status of the result is 1 where there is an error."""
+    began = time.monotonic()
+    for done, mode in enumerate(modes):
+        report(f"checking {mode.checks.label}", done, len(modes))
+        share = settings.budget_s * (done + 1) / len(modes)
+        for name, examine in STEPS.items():
+            left_s = share - (time.monotonic() - began)
+            if left_s <= 0:
+                mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
+            else:
+                _carry_out(mode, name, examine)
+    plan, summary = modes[0].plan, modes[0].planned.summary
+    record = CheckRecord(
+        schema_version=SCHEMA_VERSION,
+        recipe=plan.config.recipe.name,
+        hardware=machine.hardware(plan.device, []).name,
+        versions=summary.versions,
+        seconds=time.monotonic() - began,
+        budget_s=settings.budget_s,
+        modes=[mode.checks for mode in modes],
+    )
+    status = EXIT_FAILED if record.has_errors else EXIT_OK
+    files = {"check.json": json_text(record)}
+    return Result(record, list(check_parts(record)), files, status=status)
+
+
+def _carry_out(
+    mode: CheckedMode, name: str, examine: Callable[[CheckedMode], Iterator[Finding]]
+) -> None:
+    began = time.monotonic()
+    try:
+        with mode.planned.executing():
+            found = list(examine(mode))
+    except RunFailedError as error:
+        if name != "trains":  # `trains` says it already
+            mode.checks.not_done[name] = str(error)
+            return
+        found = [Finding("step_fails", "", str(error))]
+    mode.checks.findings += sorted(found, key=lambda x: -x.at)
+    mode.checks.done[name] = time.monotonic() - began

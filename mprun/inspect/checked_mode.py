@@ -1,0 +1,71 @@
+"""A mode that is checked: its plan, float32's, and the batches that both are looked at with.
+
+The batches are the first samples of the training data, in the stored order, the same in all modes.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from torch import nn
+
+from mprun.assemble import Plan
+from mprun.assemble.parts import build_batches, build_parts
+from mprun.data import Batch
+from mprun.experiments.planned_run import PlannedRun, PolicyProbe
+from mprun.results.check_result import CheckSettings, ModeChecks
+from mprun.train.loop import Trainer
+
+BATCHES = 4
+"""Different batches of the steps that are trained."""
+
+
+@dataclass
+class CheckedMode:
+    """One mode of a check; the functions of `check_*.py` look at it."""
+
+    planned: PlannedRun
+    exact: Plan
+    """The same recipe in float32."""
+    settings: CheckSettings
+    checks: ModeChecks
+
+    @property
+    def plan(self) -> Plan:
+        """The mode's plan."""
+        return self.planned.plan
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """`BATCHES` batches, or as many as there are, in the mode's input dtype."""
+        return batches_of(self.plan, self.settings.samples)
+
+    @cached_property
+    def exact_batches(self) -> list[Batch]:
+        """The same in float32."""
+        return batches_of(self.exact, self.settings.samples)
+
+    def trainer(self, exact: bool = False) -> Trainer:
+        """A new training of the mode, or of float32, at its start: take steps on `batches`."""
+        plan = self.exact if exact else self.plan
+        return Trainer(build_parts(plan), plan.limits)
+
+    def start(self, exact: bool = False) -> nn.Module:
+        """A new model with the first weights of the run, prepared for the mode."""
+        return self.trainer(exact).parts.model
+
+    def probe(self, exact: bool = False) -> PolicyProbe:
+        """A probe of the mode's policy, or of float32's, for passes beside the run."""
+        plan = self.exact if exact else self.plan
+        return PolicyProbe(plan, plan.policy)
+
+
+def batches_of(plan: Plan, at_most: int) -> list[Batch]:
+    """The first batches of the training data, in the stored order."""
+    size = min(plan.batch.micro, at_most)
+    batches, order = build_batches(plan, plan.splits.train, size, size, shuffle=False)
+    with closing(iter(batches.epoch(order.draw()))) as stream:
+        return list(islice(stream, BATCHES))
