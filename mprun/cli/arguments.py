@@ -62,6 +62,8 @@ class Arguments(argparse.Namespace):
     save: Path | None = None
     """Of diff: where one side is written."""
     verbose: bool = False
+    update: bool = False
+    """Of check: whether the baseline is written."""
 
 
 VERBOSE = ("--verbose", "-v")
@@ -111,6 +113,9 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     if command.name == "diff":
         parser.add_argument("--save", type=Path)
         legal = ["--save", *legal]
+    if command.name == "check":
+        parser.add_argument("--update", action="store_true")
+        legal = ["--update", *legal]
     if command.name in ("sweep", "advise", "double", "show"):
         parser.add_argument(*VERBOSE, action="store_true")
         legal = ["--verbose", *legal]

@@ -2,6 +2,7 @@
 
     mprun check recipe=my.py
     mprun check recipe=my.py precision=fp32,bf16_mixed check.junit=check.xml
+    mprun check recipe=my.py --update                  (writes mprun-baseline.json, for review)
 
 Takes the overrides of a run, and `check.*` settings. In one process each mode is held against
 float32: it must train, agree with float32 by what its roundings explain, run in the dtypes that it
@@ -38,7 +39,7 @@ def check_command(args: Sequence[str]) -> int:
 
         folder = new_folder(modes[0].planned.composed.config.run.dir)
         with measuring(folder) as report:
-            result = check_modes(modes, settings, report)
+            result = check_modes(modes, settings, known.update, report)
         return show(result, folder)
 
     return interruptible(check, " before the first result")

@@ -21,12 +21,14 @@ from mprun.console import ReportPart, report_nothing
 from mprun.doctor import machine
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
 from mprun.experiments.planned_run import PlannedRun
+from mprun.inspect.baseline_figures import baseline_of
 from mprun.inspect.check_agreement import agrees
 from mprun.inspect.check_ops import dtypes, robust
 from mprun.inspect.check_training import trains
 from mprun.inspect.checked_mode import CheckedMode
-from mprun.records.files import json_text
+from mprun.records.files import json_text, write_atomic
 from mprun.results import Result
+from mprun.results.check_baseline import changes, read_baseline, updated
 from mprun.results.check_result import (
     SCHEMA_VERSION,
     CheckRecord,
@@ -80,9 +82,19 @@ def _in_float32(combination: Sequence[str], config_dir: Path | None, load: DataC
 
 
 def check_modes(
-    modes: Sequence[CheckedMode], settings: CheckSettings, report: ReportPart = report_nothing
+    modes: Sequence[CheckedMode],
+    settings: CheckSettings,
+    update: bool = False,
+    report: ReportPart = report_nothing,
 ) -> Result:
-    """Check each mode; the status of the result is 1 where there is an error."""
+    """Check each mode; the status of the result is 1 where there is an error.
+
+    Args:
+        modes: what is checked.
+        settings: of the check.
+        update: write the baseline instead of comparing with it.
+        report: is called before each mode.
+    """
     began = time.monotonic()
     for done, mode in enumerate(modes):
         report(f"checking {mode.checks.label}", done, len(modes))
@@ -93,6 +105,7 @@ def check_modes(
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
             else:
                 _carry_out(mode, name, examine)
+    notes = _baseline(modes, settings, update)
     plan, summary = modes[0].plan, modes[0].planned.summary
     record = CheckRecord(
         schema_version=SCHEMA_VERSION,
@@ -102,10 +115,30 @@ def check_modes(
         seconds=time.monotonic() - began,
         budget_s=settings.budget_s,
         modes=[mode.checks for mode in modes],
+        notes=notes,
     )
     status = EXIT_FAILED if record.has_errors else EXIT_OK
     files = {"check.json": json_text(record)}
     return Result(record, list(check_parts(record)), files, status=status)
+
+
+def _baseline(modes: Sequence[CheckedMode], settings: CheckSettings, update: bool) -> list[str]:
+    """Compare with the baseline, or write it; notes about it."""
+    path = Path(settings.baseline)
+    old = read_baseline(path)
+    if old is None and not update:
+        return [f"no {path} here: --update writes the one that later checks are held against"]
+    began = time.monotonic()
+    with modes[0].planned.executing():
+        new = baseline_of(modes)
+    for mode in modes:
+        mode.checks.done["baseline"] = (time.monotonic() - began) / len(modes)
+        if not update and old is not None:
+            mode.checks.findings += changes(old, new, mode.checks.label)
+    if not update:
+        return []
+    write_atomic(path, updated(old, new).text.encode())
+    return [f"written: {path}; commit it"]
 
 
 def _carry_out(

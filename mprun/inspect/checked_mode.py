@@ -12,10 +12,11 @@ from itertools import islice
 
 from torch import nn
 
-from mprun.assemble import Plan
+from mprun.assemble import Plan, step_memory
 from mprun.assemble.parts import build_batches, build_parts
 from mprun.data import Batch
 from mprun.experiments.planned_run import PlannedRun, PolicyProbe
+from mprun.numerics.process_memory import StepMemory
 from mprun.results.check_result import CheckSettings, ModeChecks
 from mprun.train.loop import Trainer
 
@@ -47,6 +48,11 @@ class CheckedMode:
     def exact_batches(self) -> list[Batch]:
         """The same in float32."""
         return batches_of(self.exact, self.settings.samples)
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """The memory of a step, counted on fake tensors where the model allows it."""
+        return step_memory(self.plan)
 
     def trainer(self, exact: bool = False) -> Trainer:
         """A new training of the mode, or of float32, at its start: take steps on `batches`."""

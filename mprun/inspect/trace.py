@@ -120,6 +120,18 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     return typical(traces), median(times[WARMUP:])
 
 
+def traced_step(plan: Plan, batch: Batch) -> StepTrace:
+    """The first training step of this plan, on a batch."""
+    calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
+    ops: list[RecordedOp] = []
+    recorder = OpRecorder(ops.append, calls.current)
+    arithmetic = _arithmetic(build_arithmetic(plan), recorder)
+    parts = build_parts(plan, build_precision(plan, _caster(plan, calls), arithmetic))
+    with recorder.following(parts.model, parts.optimizer), recorder:
+        Trainer(parts, plan.limits).optimizer_step(batch)
+    return trace(ops, plan.layers)
+
+
 def _before_the_failure(step: StepTrace, error: str) -> Result:
     content = {
         "schema_version": SCHEMA_VERSION,

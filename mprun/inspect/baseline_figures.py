@@ -1,0 +1,154 @@
+"""What is written into `mprun-baseline.json`: figures in float64, and what roundings explain.
+
+The explained part of a figure is a bound for one more draw from its spread, which is measured by
+`DRAWS` passes from weights that are moved at random by up to half a unit of float32 (for the losses
+of a mode: of its dtype). The bound is Student's, at the chance `MISSED`, for the difference of two
+draws: that of the file and that of the machine where it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate
+from typing import Any
+
+import torch
+from scipy.special import stdtrit
+from torch import nn
+
+from mprun.doctor import machine
+from mprun.errors import definition
+from mprun.inspect.checked_mode import CheckedMode
+from mprun.inspect.trace import traced_step
+from mprun.numerics.divergence.boundaries import calls_followed, floating
+from mprun.numerics.float64 import in_float64
+from mprun.numerics.updates import weights_moved
+from mprun.precision.policy import torch_dtype
+from mprun.results.check_baseline import SCHEMA_VERSION, Baseline, Figure, ModeBaseline, Reference
+
+DRAWS = 4
+MISSED = 1e-6
+"""The chance that an unchanged figure is outside of its bound."""
+STEPS = 8
+"""Steps of a mode whose losses are written."""
+
+
+def baseline_of(modes: Sequence[CheckedMode]) -> Baseline:
+    """The figures of these modes."""
+    first = modes[0]
+    hardware = machine.hardware(first.plan.device, []).name
+    return Baseline(
+        schema_version=SCHEMA_VERSION,
+        recipe=first.plan.config.recipe.name,
+        machine=f"{hardware}, {torch.get_num_threads()} threads",
+        versions=first.planned.summary.versions,
+        code=dict(sorted(_code(first.start(exact=True)))),
+        reference=_reference(first),
+        modes={mode.checks.label: _mode(mode) for mode in modes},
+    )
+
+
+def explained(draws: Sequence[float], middle: float) -> float:
+    """The bound for the difference of two draws, from draws around `middle`."""
+    spread = math.sqrt(math.fsum((x - middle) ** 2 for x in draws) / len(draws))
+    return float(stdtrit(len(draws), 1 - MISSED / 2)) * spread * math.sqrt(2)
+
+
+def _code(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The classes of the user's modules, each with a digest of its source."""
+    for kind in {type(module) for module in model.modules()}:
+        if definition(kind.forward) is None:
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):  # it was made without a file
+            continue
+        yield kind.__qualname__, hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def _reference(mode: CheckedMode) -> Reference:
+    passes = [_float64_pass(mode, seed) for seed in range(DRAWS + 1)]
+    figures = {
+        key: Figure(value, explained([x.get(key, value) for x in passes[1:]], value))
+        for key, value in passes[0].items()
+    }
+    return Reference(
+        loss=figures.pop(("loss", "")),
+        outputs={name: x for (what, name), x in figures.items() if what == "output"},
+        gradients={name: x for (what, name), x in figures.items() if what == "gradient"},
+    )
+
+
+def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
+    """The figures of the first step in float64; seed 0 leaves the weights as they are."""
+    probe, run = mode.probe(exact=True), mode.start(exact=True)
+    found: dict[tuple[str, str], float] = {}
+    unit = torch.finfo(torch.float32).eps / 2
+
+    @contextmanager
+    def inside(model: nn.Module) -> Iterator[None]:
+        parameters = list(model.parameters())
+        with ExitStack() as stack:
+            stack.enter_context(weights_moved(parameters, unit, seed) if seed else nullcontext())
+            stack.enter_context(in_float64(model))
+            stack.enter_context(calls_followed(model.named_modules(), _nothing, _norms(found)))
+            yield
+
+    gradients = probe.gradients(run, mode.exact_batches[0], inside=inside)
+    found |= {("gradient", name): float(x.norm()) for name, x in gradients.items()}
+    found["loss", ""] = probe.loss
+    return found
+
+
+def _nothing(path: str, module: nn.Module, arguments: Any) -> None:
+    pass
+
+
+def _norms(found: dict[tuple[str, str], float]) -> Any:
+    def end(path: str, output: Any) -> None:
+        squares = [float(x.detach().double().square().sum()) for x in floating(output)]
+        before = found.get(("output", path), 0.0)
+        found["output", path] = math.hypot(before, math.sqrt(math.fsum(squares)))
+
+    return end
+
+
+def _mode(mode: CheckedMode) -> ModeBaseline:
+    losses = _losses(mode, 0)
+    moved = [_losses(mode, seed) for seed in range(1, DRAWS + 1)]
+    bounds = [explained(x, loss) for loss, *x in zip(losses, *moved, strict=True)]
+    grown = accumulate(bounds, max)  # a difference of one step is in all later ones
+    return ModeBaseline(
+        losses=[Figure(*x) for x in zip(losses, grown, strict=True)],
+        ops=dict(sorted(_ops(mode).items())),
+        peak_bytes=mode.memory.totals,
+    )
+
+
+def _losses(mode: CheckedMode, seed: int) -> list[float]:
+    """Of the first steps; seed 0 leaves the first weights as they are."""
+    trainer, unit = mode.trainer(), torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
+    if seed:
+        with weights_moved(list(trainer.parts.model.parameters()), unit, seed):
+            moved = [p.detach().clone() for p in trainer.parts.model.parameters()]
+        with torch.no_grad():
+            for p, value in zip(trainer.parts.model.parameters(), moved, strict=True):
+                p.copy_(value)
+    batches = mode.batches
+    results = [trainer.optimizer_step(batches[n % len(batches)]) for n in range(STEPS)]
+    return [float(x.loss) for x in results]
+
+
+def _ops(mode: CheckedMode) -> Counter[str]:
+    """The calls of a forward pass that cast or compute, by the dtype that they return."""
+    rows = traced_step(mode.plan, mode.batches[0]).rows
+    return Counter(
+        f"{x.op} {x.dtypes_out[0]}"
+        for x in rows
+        if x.phase == "forward" and x.kernels and x.dtypes_out
+    )
