@@ -29,6 +29,9 @@ def check_command(args: Sequence[str]) -> int:
     known = parse_arguments(COMMAND, args)
     taken, overrides = take(known.overrides, CheckSettings)
     settings = taken.own(CheckSettings)
+    from mprun.results.check_reports import refuse_folder, tell_others
+
+    refuse_folder(settings.junit)
     from mprun.inspect.check import plan_check
 
     modes = plan_check(overrides, known.config_dir, settings)
@@ -40,6 +43,8 @@ def check_command(args: Sequence[str]) -> int:
         folder = new_folder(modes[0].planned.composed.config.run.dir)
         with measuring(folder) as report:
             result = check_modes(modes, settings, known.update, report)
-        return show(result, folder)
+        status = show(result, folder)
+        tell_others(result, settings.junit)
+        return status
 
     return interruptible(check, " before the first result")

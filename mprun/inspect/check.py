@@ -23,6 +23,7 @@ from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.inspect.baseline_figures import baseline_of
 from mprun.inspect.check_agreement import agrees
+from mprun.inspect.check_memory import fits
 from mprun.inspect.check_ops import dtypes, robust
 from mprun.inspect.check_training import trains
 from mprun.inspect.checked_mode import CheckedMode
@@ -43,6 +44,7 @@ OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
 """First parts of keys that float32 does not get."""
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
     "trains": trains,
+    "fits": fits,
     "dtypes": dtypes,
     "robust": robust,
     "agrees": agrees,

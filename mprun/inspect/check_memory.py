@@ -1,0 +1,36 @@
+"""Does a step fit: the peak of memory, counted on fake tensors as `mprun memory` counts it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mprun.assemble import step_memory
+from mprun.console.formatting import UNITS, size_text
+from mprun.data.loader_sets import untouched
+from mprun.inspect.checked_mode import CheckedMode
+from mprun.results.check_result import Finding
+
+SHOWN = 3
+"""Categories that a finding names."""
+
+
+def fits(mode: CheckedMode) -> Iterator[Finding]:
+    """The findings of this check; the bytes at the peak are figures, also by category."""
+    with untouched():
+        counted = step_memory(mode.plan)
+    mode.checks.figures |= {f"{name}_bytes": size for name, size in counted.totals.items()}
+    limit = (mode.settings.memory_gib or math.inf) * UNITS["GiB"]
+    if counted.peak_bytes <= limit:
+        return
+    sizes = sorted(counted.categories.items(), key=lambda x: -x[1])[:SHOWN]
+    text = ", ".join(f"{name} {size_text(size)}" for name, size in sizes if size)
+    module, own = max(counted.modules.items(), key=lambda x: sum(x[1].values()))
+    yield Finding(
+        "over_memory",
+        "",
+        f"{size_text(counted.peak_bytes)} with {mode.plan.batch.micro} samples, limit "
+        f"{size_text(int(limit))}: {text}; {module or 'the model'} has the most, "
+        f"{size_text(sum(own.values()))}",
+        at=counted.peak_bytes / limit,
+    )
