@@ -24,9 +24,9 @@ from mprun.results.doctor_result import (
     FORMATS,
     Conclusion,
     Cuda,
-    Finding,
     Format,
     Machine,
+    MachineFinding,
     Measured,
     Mode,
     OpName,
@@ -143,7 +143,7 @@ VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 """The levels of PyTorch's own kernels on x86."""
 
 
-def findings(measured: Measured) -> list[Finding]:
+def findings(measured: Measured) -> list[MachineFinding]:
     """All findings, warnings first."""
     machine = measured.machine
     results = [*_slow_formats(measured), *_gpu(machine)]
@@ -153,15 +153,15 @@ def findings(measured: Measured) -> list[Finding]:
     return sorted(results, key=lambda f: f.level == "note")
 
 
-def _warning(about: str, text: str) -> Finding:
-    return Finding(level="warning", about=about, text=text)
+def _warning(about: str, text: str) -> MachineFinding:
+    return MachineFinding(level="warning", about=about, text=text)
 
 
-def _note(about: str, text: str) -> Finding:
-    return Finding(level="note", about=about, text=text)
+def _note(about: str, text: str) -> MachineFinding:
+    return MachineFinding(level="note", about=about, text=text)
 
 
-def _slow_formats(measured: Measured) -> Iterator[Finding]:
+def _slow_formats(measured: Measured) -> Iterator[MachineFinding]:
     for format_ in FORMATS[1:]:
         rates = largest(measured.rates, format_)
         slow = {op: rate for op, rate in rates.items() if judge(rate) == "slower"}
@@ -175,7 +175,7 @@ def _slow_formats(measured: Measured) -> Iterator[Finding]:
         yield _warning(format_, text)
 
 
-def _disagreements(measured: Measured) -> Iterator[Finding]:
+def _disagreements(measured: Measured) -> Iterator[MachineFinding]:
     """Where the records' short test and the larger sizes in all threads disagree."""
     for name, is_faster in measured.machine.hardware.accelerated.items():
         rate = largest(measured.rates, name).get("matmul")  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def _disagreements(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _noise(measured: Measured) -> Iterator[Finding]:
+def _noise(measured: Measured) -> Iterator[MachineFinding]:
     worst = max(measured.rates, key=lambda r: r.time_ms.p90 / r.time_ms.p10)
     ratio = worst.time_ms.p90 / worst.time_ms.p10
     if ratio > NOISY:
@@ -200,7 +200,7 @@ def _noise(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _gpu(machine: Machine) -> Iterator[Finding]:
+def _gpu(machine: Machine) -> Iterator[MachineFinding]:
     cuda = machine.cuda
     if machine.gpu_unused == "cpu asked for":
         yield _note("gpu", "there is a GPU, but device=cpu was set: device=cuda examines it")
@@ -216,7 +216,7 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _onednn(machine: Machine) -> Iterator[Finding]:
+def _onednn(machine: Machine) -> Iterator[MachineFinding]:
     limit, forbidden = machine.onednn.limit, forbidden_instructions(machine)
     if limit is None:
         return
@@ -239,7 +239,7 @@ def _onednn(machine: Machine) -> Iterator[Finding]:
         yield _note("instructions", f"{setting} forbids oneDNN nothing that this CPU has")
 
 
-def _vectors(machine: Machine) -> Iterator[Finding]:
+def _vectors(machine: Machine) -> Iterator[MachineFinding]:
     used, has = machine.cpu_capability, machine.instructions
     if wanted := machine.variables.get("ATEN_CPU_CAPABILITY"):
         setting = f"ATEN_CPU_CAPABILITY={wanted}"
@@ -260,7 +260,7 @@ def _vectors(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _threads(machine: Machine) -> Iterator[Finding]:
+def _threads(machine: Machine) -> Iterator[MachineFinding]:
     threads, cores, quota = machine.threads, machine.hardware.cores, machine.cpu_quota
     if quota is not None and threads > max(1, quota):
         yield _warning(
@@ -286,7 +286,7 @@ def _cores(count: float | None) -> str:
     return f"{count:g} core{'' if count == 1 else 's'}"
 
 
-def _load(measured: Measured) -> Iterator[Finding]:
+def _load(measured: Measured) -> Iterator[MachineFinding]:
     machine = measured.machine
     if is_busy(machine):
         fewer = measured.threads < machine.threads

@@ -29,7 +29,13 @@ from mprun.numerics.divergence.boundaries import calls_followed, floating
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.updates import weights_moved
 from mprun.precision.policy import torch_dtype
-from mprun.results.check_baseline import SCHEMA_VERSION, Baseline, Figure, ModeBaseline, Reference
+from mprun.results.check_baseline import (
+    SCHEMA_VERSION,
+    Baseline,
+    BaselineFigure,
+    BaselineStep,
+    ModeBaseline,
+)
 
 DRAWS = 4
 MISSED = 1e-6
@@ -71,13 +77,13 @@ def _code(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield kind.__qualname__, hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
-def _reference(mode: CheckedMode) -> Reference:
+def _reference(mode: CheckedMode) -> BaselineStep:
     passes = [_float64_pass(mode, seed) for seed in range(DRAWS + 1)]
     figures = {
-        key: Figure(value, explained([x.get(key, value) for x in passes[1:]], value))
+        key: BaselineFigure(value, explained([x.get(key, value) for x in passes[1:]], value))
         for key, value in passes[0].items()
     }
-    return Reference(
+    return BaselineStep(
         loss=figures.pop(("loss", "")),
         outputs={name: x for (what, name), x in figures.items() if what == "output"},
         gradients={name: x for (what, name), x in figures.items() if what == "gradient"},
@@ -124,7 +130,7 @@ def _mode(mode: CheckedMode) -> ModeBaseline:
     bounds = [explained(x, loss) for loss, *x in zip(losses, *moved, strict=True)]
     grown = accumulate(bounds, max)  # a difference of one step is in all later ones
     return ModeBaseline(
-        losses=[Figure(*x) for x in zip(losses, grown, strict=True)],
+        losses=[BaselineFigure(*x) for x in zip(losses, grown, strict=True)],
         ops=dict(sorted(_ops(mode).items())),
         peak_bytes=mode.memory.totals,
     )

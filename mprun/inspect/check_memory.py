@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mprun.assemble import step_memory
 from mprun.console.formatting import UNITS, size_text
-from mprun.data.loader_sets import untouched
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.results.check_result import Finding
 
@@ -17,8 +15,7 @@ SHOWN = 3
 
 def fits(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check; the bytes at the peak are figures, also by category."""
-    with untouched():
-        counted = step_memory(mode.plan)
+    counted = mode.memory
     mode.checks.figures |= {f"{name}_bytes": size for name, size in counted.totals.items()}
     limit = (mode.settings.memory_gib or math.inf) * UNITS["GiB"]
     if counted.peak_bytes <= limit:

@@ -15,6 +15,7 @@ from torch import nn
 from mprun.assemble import Plan, step_memory
 from mprun.assemble.parts import build_batches, build_parts
 from mprun.data import Batch
+from mprun.data.loader_sets import untouched
 from mprun.experiments.planned_run import PlannedRun, PolicyProbe
 from mprun.numerics.process_memory import StepMemory
 from mprun.results.check_result import CheckSettings, ModeChecks
@@ -52,7 +53,8 @@ class CheckedMode:
     @cached_property
     def memory(self) -> StepMemory:
         """The memory of a step, counted on fake tensors where the model allows it."""
-        return step_memory(self.plan)
+        with untouched():
+            return step_memory(self.plan)
 
     def trainer(self, exact: bool = False) -> Trainer:
         """A new training of the mode, or of float32, at its start: take steps on `batches`."""

@@ -30,7 +30,7 @@ GREW = 1.02
 """Peak over the baseline's from which memory has grown: other kernels ask for other scratch."""
 
 
-class Figure(NamedTuple):
+class BaselineFigure(NamedTuple):
     """A number, and by how much another machine may differ."""
 
     value: float
@@ -42,13 +42,13 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reference:
+class BaselineStep:
     """The first step in float64, on the first batch."""
 
-    loss: Figure
-    outputs: dict[str, Figure] = field(default_factory=dict)
+    loss: BaselineFigure
+    outputs: dict[str, BaselineFigure] = field(default_factory=dict)
     """Module to the norm of its outputs, in the order they ran."""
-    gradients: dict[str, Figure] = field(default_factory=dict)
+    gradients: dict[str, BaselineFigure] = field(default_factory=dict)
     """Parameter to the norm of its gradient."""
 
 
@@ -56,7 +56,7 @@ class Reference:
 class ModeBaseline:
     """A mode."""
 
-    losses: list[Figure]
+    losses: list[BaselineFigure]
     """Of the first steps."""
     ops: dict[str, int] = field(default_factory=dict)
     """`linear bfloat16` to how many of them a forward pass has."""
@@ -75,7 +75,7 @@ class Baseline:
     versions: dict[str, str | None]
     code: dict[str, str]
     """Class of a module to twelve hex digits of its source."""
-    reference: Reference
+    reference: BaselineStep
     modes: dict[str, ModeBaseline]
 
     @property
@@ -160,7 +160,7 @@ Change = tuple[str, str, str, float]
 """Kind, module, text and size of a change."""
 
 
-def _reference_change(old: Reference, new: Reference) -> Change | None:
+def _reference_change(old: BaselineStep, new: BaselineStep) -> Change | None:
     for what, was, now in (
         ("output of", old.outputs, new.outputs),
         ("gradient of", old.gradients, new.gradients),
@@ -189,10 +189,10 @@ def _loss_change(was: ModeBaseline, now: ModeBaseline, bits: bool) -> Change | N
     return None
 
 
-def _explained_here(old: Figure, new: Figure) -> bool:
+def _explained_here(old: BaselineFigure, new: BaselineFigure) -> bool:
     """Whether what is explained on this machine covers the difference."""
     return abs(new.value - old.value) <= math.hypot(old.explained, new.explained)
 
 
-def _moved(text: str, old: Figure, new: float) -> str:
+def _moved(text: str, old: BaselineFigure, new: float) -> str:
     return f"{text} {old.value:.7g} -> {new:.7g}; explained is {old.explained:.1e}"

@@ -277,7 +277,7 @@ class Finding:
     module: str
     """A name of `named_modules()`; empty for the model itself."""
     text: str
-    """What was measured, in a few words and figures."""
+    """What was measured, with figures."""
     op: str = ""
     line: str = ""
     """The line of code: `file.py:12 (forward)`."""

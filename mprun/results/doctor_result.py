@@ -184,7 +184,7 @@ class Mode:
 
 
 @dataclass(kw_only=True)
-class Finding:
+class MachineFinding:
     """A fact that affects timed runs on this machine."""
 
     level: Literal["warning", "note"]
@@ -227,7 +227,7 @@ class Examination(Measured):
     budget_s: float
     measured_s: float
     """How long the rates took."""
-    findings: list[Finding]
+    findings: list[MachineFinding]
     conclusions: list[Conclusion]
     roofline: Roofline | None = None
     """Of a recipe's step, where a recipe was named."""

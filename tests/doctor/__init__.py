@@ -15,9 +15,9 @@ from mprun.results.doctor_result import (
     Conclusion,
     Copy,
     Examination,
-    Finding,
     Format,
     Machine,
+    MachineFinding,
     Measured,
     Mode,
     OpName,
@@ -190,7 +190,9 @@ H100 = gpu("9.0", "float16", "tf32", "bfloat16", "float8")
 T4 = gpu("7.5", "float16")
 
 
-def examination(found: Measured, told: list[Finding], concluded: list[Conclusion]) -> Examination:
+def examination(
+    found: Measured, told: list[MachineFinding], concluded: list[Conclusion]
+) -> Examination:
     """What doctor would say of it."""
     return Examination(
         **vars(found),

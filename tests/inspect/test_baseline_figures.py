@@ -10,7 +10,7 @@ from mprun.inspect.baseline_figures import baseline_of
 from mprun.inspect.check import check_modes, plan_check
 from mprun.results.check_baseline import (
     Baseline,
-    Figure,
+    BaselineFigure,
     changes,
     circumstances,
     read_baseline,
@@ -110,12 +110,12 @@ def test_other_arithmetic_of_the_mode_is_explained(
 def test_bits_count_on_the_same_machine_alone(base: Baseline) -> None:
     mode = base.modes[BF16]
     first = mode.losses[0]
-    near = Figure(first.value + first.explained / 2, first.explained)
+    near = BaselineFigure(first.value + first.explained / 2, first.explained)
     modes = {**base.modes, BF16: replace(mode, losses=[near, *mode.losses[1:]])}
     assert named(base, replace(base, modes=modes)) == [("changed", "")]
     elsewhere = replace(base, modes=modes, machine="another CPU")
     assert named(base, elsewhere) == []
-    far = Figure(first.value + 3 * first.explained, first.explained)
+    far = BaselineFigure(first.value + 3 * first.explained, first.explained)
     modes = {**base.modes, BF16: replace(mode, losses=[far, *mode.losses[1:]])}
     assert named(base, replace(elsewhere, modes=modes)) == [("changed", "")]
 
