@@ -4,6 +4,7 @@
 
     mprun.run("recipe=my.py", precision="bf16_mixed")   # train; a Result, which a notebook shows
     mprun.compare("outputs")     # runs compared: the verdict, a table, plots
+    mprun.check(model, batch, loss)   # does each mode train as it says, with explained errors?
     mprun.load("outputs/DATE/TIME")   # a run's model, configuration and weights
 
 In anyone's own loop:
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mprun import metrics, numerics, optim
-    from mprun.cli.functions import compare, run
+    from mprun.cli.functions import check, compare, run
     from mprun.experiments.plan_answer import load
     from mprun.integrations.observe import observe
     from mprun.numerics.audit import audit
@@ -44,6 +45,7 @@ __all__ = [
     "Recipe",
     "__version__",
     "audit",
+    "check",
     "compare",
     "diff",
     "load",
@@ -59,6 +61,7 @@ _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
     "audit": "mprun.numerics.audit",
+    "check": "mprun.cli.functions",
     "diff": "mprun.numerics.divergence",
     "load": "mprun.experiments.plan_answer",
     "observe": "mprun.integrations.observe",

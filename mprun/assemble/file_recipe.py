@@ -220,7 +220,7 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
         )
     if classes:
         return _as_dataclass(next(iter(classes.values())), path)
-    return _of_functions(module, path)
+    return of_functions(module, path)
 
 
 # ---- running the file ----------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
+def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
     """The class whose methods are the module's functions.
 
     Raises:

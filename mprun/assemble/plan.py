@@ -162,6 +162,7 @@ def make_plan(
     load: Load = load_data,
     untrusted: Path | None = None,
     resumed: bool | None = None,
+    recipe: Recipe | None = None,
 ) -> Plan:
     """Choose, check and load.
 
@@ -173,6 +174,7 @@ def make_plan(
         untrusted: a folder whose code is not run: by default that of `run.resume`, unless
             `run.trust` is set.
         resumed: whether a run is resumed, with its own weights; None: where there are `choices`.
+        recipe: in place of the configuration's.
 
     Raises:
         UsageError: see the package's text.
@@ -183,7 +185,7 @@ def make_plan(
     if untrusted is None and config.run.resume is not None and not config.run.trust:
         untrusted = record_of(Path(config.run.resume))
     recipe_source = source_of(config)
-    recipe = recipe_of(config, untrusted)
+    recipe = recipe or recipe_of(config, untrusted)
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
     device = choose_device(earlier.get("device", config.device))

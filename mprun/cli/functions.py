@@ -1,7 +1,8 @@
-"""`mprun` and `mprun compare` as functions, for a notebook: the same arguments, a `Result` back.
+"""`mprun`, `mprun compare` and `mprun check` as functions: the same arguments, a `Result` back.
 
     run = mprun.run("recipe=my.py", "train.max_steps=100", precision="bf16_mixed", seed=0)
     mprun.compare("outputs")
+    mprun.check(model, batch, loss, precision="bf16_mixed")
 
 No progress is shown. A mistake raises the error whose text the command prints. A recipe's file that
 was changed is read again; what it imports is not.
@@ -11,18 +12,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import with_last
+from mprun.cli.check_command import COMMAND as CHECK
 from mprun.cli.compare_command import COMMAND as COMPARE
-from mprun.cli.compare_command import check, compared, parse
+from mprun.cli.compare_command import check as check_condition
+from mprun.cli.compare_command import compared, parse
 from mprun.cli.train_command import COMMAND as TRAIN
 from mprun.errors import UsageError, printable
 from mprun.results import Result
+from mprun.results.check_result import CheckSettings
 
 if TYPE_CHECKING:
     from mprun.console.fitted_table import FittedTable
@@ -97,7 +102,7 @@ def compare(*runs: Runs, **settings: object) -> Result:
     given = {f"compare.{name}": value for name, value in settings.items()}
     paths, chosen = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
     comparison = compared(paths, chosen)
-    check(comparison, chosen.fail_if)
+    check_condition(comparison, chosen.fail_if)
     if chosen.dir and chosen.report:
         shown.write_report(comparison, Path(chosen.dir))
     sentences = map(printable, answer.headline(comparison))
@@ -105,6 +110,61 @@ def compare(*runs: Runs, **settings: object) -> Result:
     terms = "\n".join(map(printable, answer.terms(comparison)))
     parts: list[FittedTable | str] = [*sentences, shown.short_table(comparison), *notes, terms]
     return Result(comparison, parts, draw=lambda: shown.pictures(comparison))
+
+
+def check(
+    *given: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    **fields: object,
+) -> Result:
+    """Check a recipe, or a model, in precision modes, as `mprun check` does.
+
+        mprun.check("recipe=my.py", precision="fp32,bf16_mixed", budget_s=60)
+        mprun.check(model, (inputs, target), F.cross_entropy, precision="fp16_mixed")
+
+    Args:
+        given: overrides as on the command line; or a model, a batch, and the loss if there is one,
+            then overrides. The model may be in any dtype and on any device; each mode gets a copy,
+            and nothing of the caller's changes. The batch is a tensor, a tuple or a mapping, whose
+            items are the model's arguments; with a loss, the last item of a tuple is the target.
+        loss: of the output and the target (the batch, where it is no tuple) the mean, a scalar.
+            None: the output brings its own.
+        optimizer: makes an optimizer of a model; None: AdamW at 1e-3, or as `train.*` says.
+        fields: settings of check (`budget_s=60`), and overrides whose names have no dot
+            (`precision="fp32,bf16_mixed"`).
+
+    Returns:
+        What was found (`record`, a `CheckRecord` with `findings`); `status` is 1 where there is an
+        error. Nothing is written.
+
+    Raises:
+        UsageError: an override, the recipe or one of the objects cannot be used.
+    """
+    from mprun.config.settings import take
+    from mprun.data.loader_sets import untouched
+    from mprun.inspect.check import check_modes, plan_check
+    from mprun.records.files import own_records
+
+    own_records()
+    objects = [x for x in given if not isinstance(x, str)]
+    if objects and loss is None and len(objects) > 2:
+        *objects, loss = objects
+    names = {f.name for f in fields_of(CheckSettings)}
+    texts = [x for x in given if isinstance(x, str)]
+    modes: Any = fields.pop("precision", None)
+    if modes is not None:  # several are a list of overrides, which no quotation marks enclose
+        texts.append(f"precision={modes if isinstance(modes, str) else ','.join(modes)}")
+    texts += _overrides({f"check.{k}" if k in names else k: x for k, x in fields.items()})
+    taken, overrides = take(with_last(CHECK, texts), CheckSettings)
+    settings = taken.own(CheckSettings)
+    if objects and len(objects) != 2:
+        raise UsageError(f"check got {len(objects)} objects; legal: model, batch, and loss")
+    if not objects and not (loss is None and optimizer is None):
+        raise UsageError("check: loss and optimizer belong to a model; write check(model, batch)")
+    made_of = (*objects, loss, optimizer) if objects else None
+    with untouched():
+        return check_modes(plan_check(overrides, None, settings, made_of), settings)
 
 
 def _overrides(fields: Mapping[str, object]) -> list[str]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mprun.assemble import DataCache, Plan, make_plan
+from mprun.assemble.given_recipe import given_recipe
 from mprun.assemble.initial_summary import variant_label
 from mprun.config import compose
 from mprun.config.compose import parse
@@ -53,13 +55,26 @@ STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
 
 
 def plan_check(
-    overrides: Sequence[str], config_dir: Path | None, settings: CheckSettings
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    settings: CheckSettings,
+    given: Sequence[Any] | None = None,
 ) -> list[CheckedMode]:
     """The modes of a check: one for each combination of the listed values.
+
+    Args:
+        overrides: of a run; `precision=` may list modes.
+        config_dir: a further folder of configs, or None.
+        settings: of the check.
+        given: the arguments of `given_recipe`, for a recipe in place of the overrides'.
 
     Raises:
         UsageError: an override is not legal, or a mode cannot be planned.
     """
+    recipe = None
+    if given is not None:
+        made = given_recipe(*given)
+        recipe, overrides = made.recipe, made.below(overrides)
     has_mode = any(text.startswith("precision=") for text in overrides)
     texts = [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
     parsed = [parse(text) for text in texts]
@@ -67,20 +82,22 @@ def plan_check(
     modes = []
     for combination in combinations(parsed):
         composed = compose(combination, config_dir)
-        plan = make_plan(composed.config, composed.given, load=cache)
-        exact = exact or _in_float32(combination, config_dir, cache)
+        plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
+        exact = exact or _in_float32(combination, config_dir, cache, recipe)
         planned = PlannedRun("check", composed, plan)
         checks = ModeChecks(variant_label(plan), plan.policy.name)
         modes.append(CheckedMode(planned, exact, settings, checks))
     return modes
 
 
-def _in_float32(combination: Sequence[str], config_dir: Path | None, load: DataCache) -> Plan:
+def _in_float32(
+    combination: Sequence[str], config_dir: Path | None, load: DataCache, recipe: Any
+) -> Plan:
     """The plan of the same recipe in float32."""
     keys = [(text, parse(text).key_or_group.partition(".")[0]) for text in combination]
     shared = [text for text, key in keys if key not in OF_A_MODE]
     composed = compose([*shared, "precision=fp32"], config_dir)
-    return make_plan(composed.config, composed.given, load=load)
+    return make_plan(composed.config, composed.given, load=load, recipe=recipe)
 
 
 def check_modes(
