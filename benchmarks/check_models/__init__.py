@@ -1,0 +1,1 @@
+"""Small models for `mprun check`: six with planted faults of low precision, and healthy ones."""
