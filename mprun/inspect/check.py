@@ -8,12 +8,13 @@ the cheapest to the dearest, mode by mode; those for which the budget leaves no 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mprun.assemble import DataCache, Plan, make_plan
+from mprun.assemble import DataCache, make_plan
 from mprun.assemble.given_recipe import given_recipe
 from mprun.assemble.initial_summary import variant_label
 from mprun.config import compose
@@ -23,7 +24,7 @@ from mprun.console import ReportPart, report_nothing
 from mprun.doctor import machine
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
 from mprun.experiments.planned_run import PlannedRun
-from mprun.inspect.baseline_figures import baseline_of
+from mprun.inspect.baseline_figures import figures_of, reference_of
 from mprun.inspect.check_agreement import agrees
 from mprun.inspect.check_memory import fits
 from mprun.inspect.check_ops import dtypes, robust
@@ -78,26 +79,26 @@ def plan_check(
     has_mode = any(text.startswith("precision=") for text in overrides)
     texts = [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
     parsed = [parse(text) for text in texts]
-    cache, exact = DataCache(), None
-    modes = []
-    for combination in combinations(parsed):
+    cache = DataCache()
+
+    @functools.cache
+    def planned(*combination: str) -> PlannedRun:
         composed = compose(combination, config_dir)
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
-        exact = exact or _in_float32(combination, config_dir, cache, recipe)
-        planned = PlannedRun("check", composed, plan)
-        checks = ModeChecks(variant_label(plan), plan.policy.name)
-        modes.append(CheckedMode(planned, exact, settings, checks))
+        return PlannedRun("check", composed, plan)
+
+    modes = []
+    for combination in combinations(parsed):
+        run, exact = planned(*combination), planned(*_in_float32(combination)).plan
+        checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
+        modes.append(CheckedMode(run, exact, settings, checks))
     return modes
 
 
-def _in_float32(
-    combination: Sequence[str], config_dir: Path | None, load: DataCache, recipe: Any
-) -> Plan:
-    """The plan of the same recipe in float32."""
+def _in_float32(combination: Sequence[str]) -> list[str]:
+    """The overrides of the same recipe in float32."""
     keys = [(text, parse(text).key_or_group.partition(".")[0]) for text in combination]
-    shared = [text for text, key in keys if key not in OF_A_MODE]
-    composed = compose([*shared, "precision=fp32"], config_dir)
-    return make_plan(composed.config, composed.given, load=load, recipe=recipe)
+    return [*(text for text, key in keys if key not in OF_A_MODE), "precision=fp32"]
 
 
 def check_modes(
@@ -115,6 +116,8 @@ def check_modes(
         report: is called before each mode.
     """
     began = time.monotonic()
+    report("comparing with the baseline", 0, len(modes))
+    notes = _baseline(modes, settings, update)
     for done, mode in enumerate(modes):
         report(f"checking {mode.checks.label}", done, len(modes))
         share = settings.budget_s * (done + 1) / len(modes)
@@ -124,7 +127,6 @@ def check_modes(
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
             else:
                 _carry_out(mode, name, examine)
-    notes = _baseline(modes, settings, update)
     plan, summary = modes[0].plan, modes[0].planned.summary
     record = CheckRecord(
         schema_version=SCHEMA_VERSION,
@@ -147,14 +149,20 @@ def _baseline(modes: Sequence[CheckedMode], settings: CheckSettings, update: boo
     old = read_baseline(path)
     if old is None and not update:
         return [f"no {path} here: --update writes the one that later checks are held against"]
-    began = time.monotonic()
-    with modes[0].planned.executing():
-        new = baseline_of(modes)
+    new = None
     for mode in modes:
-        mode.checks.done["baseline"] = (time.monotonic() - began) / len(modes)
-        if not update and old is not None:
+        began = time.monotonic()
+        try:
+            with mode.planned.executing():
+                new = new or reference_of(mode)
+                new.modes[mode.checks.label] = figures_of(mode)
+        except RunFailedError as error:
+            mode.checks.not_done["baseline"] = str(error)
+            continue
+        if old is not None and not update:
             mode.checks.findings += changes(old, new, mode.checks.label)
-    if not update:
+        mode.checks.done["baseline"] = time.monotonic() - began
+    if not update or new is None:
         return []
     write_atomic(path, updated(old, new).text.encode())
     return [f"written: {path}; commit it"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import UsageError
-from mprun.inspect.baseline_figures import baseline_of
+from mprun.inspect.baseline_figures import figures_of, reference_of
 from mprun.inspect.check import check_modes, plan_check
 from mprun.results.check_baseline import (
     Baseline,
@@ -56,7 +56,10 @@ def recipe(folder: Path, scale: float = 1.0) -> str:
 
 
 def figures(*overrides: str) -> Baseline:
-    return baseline_of(plan_check(overrides, None, CheckSettings()))
+    modes = plan_check(overrides, None, CheckSettings())
+    return replace(
+        reference_of(modes[0]), modes={mode.checks.label: figures_of(mode) for mode in modes}
+    )
 
 
 @pytest.fixture
