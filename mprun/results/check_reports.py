@@ -17,7 +17,7 @@ from mprun.console import note
 from mprun.errors import UsageError, printable
 from mprun.records.files import write_files
 from mprun.results import Result
-from mprun.results.check_result import CHECKS, ERROR, KINDS, CheckRecord, Finding, ModeChecks
+from mprun.results.check_result import CHECKS, ERROR, CheckRecord, Finding, ModeChecks, kinds
 
 CONTROLS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, escaped or not."""
@@ -62,7 +62,7 @@ def _case(group: str, mode: ModeChecks, check: str) -> Xml.Element:
 
 
 def _texts(findings: list[Finding]) -> str:
-    return "\n".join(f"{x.severity}: {x}\n  fix: {KINDS[x.kind].cure}" for x in findings)
+    return "\n".join(f"{x.severity}: {x}\n  fix: {kinds()[x.kind].cure}" for x in findings)
 
 
 def _count(element: Xml.Element) -> None:
@@ -83,10 +83,10 @@ def github_commands(record: CheckRecord, workspace: Path) -> Iterator[str]:
         record: the record.
         workspace: the folder of the checkout; files outside of it are named in the text alone.
     """
-    for label, x in record.findings:
+    for label, x in record.merged:
         where = _place(x.line, workspace) | {"title": f"mprun check: {x.kind} in {label}"}
         fields = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in where.items())
-        yield f"::{x.severity} {fields}::{_escaped(f'{x}{chr(10)}fix: {KINDS[x.kind].cure}')}"
+        yield f"::{x.severity} {fields}::{_escaped(f'{x}{chr(10)}fix: {kinds()[x.kind].cure}')}"
 
 
 def _place(line: str, workspace: Path) -> dict[str, str]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Annotated, NamedTuple
 
+import yaml  # type: ignore[import-untyped]
 from msgspec import Meta
 
 from mprun.console.fitted_table import FittedTable, text_column
+from mprun.console.formatting import by_reason, counted
 from mprun.records.policy_columns import Count, Legal, NotNegative, Positive
 
 SCHEMA_VERSION = 1
@@ -26,7 +30,7 @@ CHECKS = {
     "baseline": "what changed since mprun-baseline.json was written",
 }
 """What is checked in each mode."""
-SHOWN = 5
+SHOWN = 4
 """Findings on the terminal; all are in check.json."""
 TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 
@@ -67,205 +71,11 @@ class Kind(NamedTuple):
     """What to do."""
 
 
-KINDS = {
-    "step_fails": Kind(
-        "trains",
-        ERROR,
-        "the step raises an error in this mode",
-        "h = x.float() @ self.weight.half()",
-        "make both of one dtype: torch.zeros(..., dtype=x.dtype), x.to(self.weight.dtype)",
-    ),
-    "not_finite": Kind(
-        "trains",
-        ERROR,
-        "the loss or a gradient is NaN or infinite",
-        "torch.log(p) where p is 0 in float16",
-        "compute this op in float32, or bound its input (clamp_min with a value of the format)",
-    ),
-    "loss_does_not_fall": Kind(
-        "trains",
-        ERROR,
-        "the loss of the same batches falls by no more than its noise",
-        "train.lr=1e-9",
-        "raise the learning rate, or look at no_gradient and lost_update",
-    ),
-    "larger_error": Kind(
-        "agrees",
-        ERROR,
-        "an error arises in this module that the roundings of its dtype do not explain",
-        "y = x * 0.125 if x.dtype == torch.bfloat16 else x * self.scale",
-        "compute in every dtype what float32 computes",
-    ),
-    "no_gradient": Kind(
-        "agrees",
-        ERROR,
-        "a parameter has a gradient in float32 and none, or zeros, in this mode",
-        "y = self.part(x.detach() if x.dtype == torch.float16 else x)",
-        "keep the path: no detach, no .data, no cached cast",
-    ),
-    "far_from_float32": Kind(
-        "agrees",
-        ERROR,
-        "the loss or a gradient of a step is further from float32's than repeated roundings spread",
-        "loss / 0.98 in bfloat16",
-        "look at this parameter's module in this mode: mprun diff of two runs",
-    ),
-    "other_curve": Kind(
-        "agrees",
-        ERROR,
-        "the losses leave float32's by more than starts that differ by roundings do",
-        "weight decay that acts in one mode",
-        "compare whole runs: mprun sweep precision=fp32,MODE seeds=5",
-    ),
-    "wrong_derivative": Kind(
-        "agrees",
-        WARNING,
-        "in float64 too, a gradient is not the derivative of the loss",
-        "a backward of a torch.autograd.Function without its factor",
-        "test it by torch.autograd.gradcheck; a stop-gradient that is meant needs no cure",
-    ),
-    "scale_changes_gradient": Kind(
-        "agrees",
-        ERROR,
-        "a loss scale of a power of two changes the unscaled gradient",
-        "p.register_hook(lambda g: g.clamp(-1, 1))",
-        "clip after unscaling: train.clip_norm, or scaler.unscale_(optimizer) before",
-    ),
-    "substituted": Kind(
-        "dtypes",
-        ERROR,
-        "the run has another precision than the one asked for",
-        "precision=fp8 on hardware without it, execution=native",
-        "choose a mode that this hardware has",
-    ),
-    "higher_dtype": Kind(
-        "dtypes",
-        WARNING,
-        "a layer with weights runs in float32 where the mode says 16 bits",
-        "with torch.autocast('cpu', enabled=False): y = self.linear(x.float())",
-        "leave autocast on, or say so: precision.layers={linear: float32}",
-    ),
-    "lower_dtype": Kind(
-        "dtypes",
-        ERROR,
-        "an op that the mode keeps in float32 runs in 16 bits",
-        "loss = -(log_p.bfloat16() * y).sum()",
-        "leave out the cast: autocast decides, and sums and losses stay in float32",
-    ),
-    "cast_undone": Kind(
-        "dtypes",
-        WARNING,
-        "a result is cast to fewer bits and back: a rounding that the mode does not ask for",
-        "x = x.bfloat16().float()",
-        "leave out both casts",
-    ),
-    "stored_in_16_bits": Kind(
-        "dtypes",
-        ERROR,
-        "a parameter, buffer or optimizer state has 16 bits where the mode keeps float32",
-        "self.register_buffer('positions', torch.arange(4096).bfloat16())",
-        "make it in float32; a cast at its use is cheap",
-    ),
-    "values_of_16_bits": Kind(
-        "dtypes",
-        WARNING,
-        "float32 weights or buffers of which every value has 16 bits: they were rounded before",
-        "model.load_state_dict(torch.load('bf16.pt'))",
-        "load the float32 checkpoint; for a fine-tuning of 16-bit weights it is meant",
-    ),
-    "lost_update": Kind(
-        "dtypes",
-        ERROR,
-        "a step leaves most of a module's weights unchanged",
-        "model.bfloat16() and AdamW(lr=1e-5)",
-        "keep float32 weights (bf16_mixed), or round stochastically (bf16_sr)",
-    ),
-    "near_overflow": Kind(
-        "robust",
-        WARNING,
-        "the largest number is less than check.headroom doublings from the format's largest",
-        "logits of 40,000 in float16",
-        "scale them down (1 / sqrt(d), a smaller loss scale), or take bfloat16",
-    ),
-    "overflow": Kind(
-        "robust",
-        ERROR,
-        "a finite number of float32 is infinite in this format",
-        "scores + mask * -1e9 in float16",
-        "torch.finfo(scores.dtype).min, or float32 for this op",
-    ),
-    "vanishing_constant": Kind(
-        "robust",
-        WARNING,
-        "a constant of the code is 0 in this format",
-        "x / (norm + 1e-8) in float16",
-        "an epsilon of the format (1e-4 in float16), or float32 for this op",
-    ),
-    "all_noise": Kind(
-        "robust",
-        ERROR,
-        "a result is as large as its error",
-        "torch.sin(positions.bfloat16()) at position 3,000; mean(x^2) - mean(x)^2",
-        "compute its inputs in float32; subtract before squaring",
-    ),
-    "float32_is_wrong": Kind(
-        "robust",
-        ERROR,
-        "float32's own loss differs from float64's",
-        "E[x^2] - E[x]^2 of numbers around 10,000",
-        "another formula: torch.var, log1p, expm1, logsumexp",
-    ),
-    "memory_grew": Kind(
-        "fits",
-        WARNING,
-        "the peak of a step is larger than the baseline's",
-        "a list that keeps outputs of every layer",
-        "look at mprun memory; if it is meant: mprun check --update",
-    ),
-    "over_memory": Kind(
-        "fits",
-        ERROR,
-        "the peak of a step is larger than check.memory_gib",
-        "batch_size=4096",
-        "a smaller batch, train.accumulate, or a mode with fewer bytes",
-    ),
-    "changed": Kind(
-        "baseline",
-        ERROR,
-        "loss, gradients or outputs differ from the baseline's by more than roundings explain",
-        "a new initialization, another data order",
-        "if it is meant: mprun check --update, and let the change be reviewed",
-    ),
-    "casts_changed": Kind(
-        "baseline",
-        WARNING,
-        "ops run in another dtype than in the baseline",
-        "another autocast list of a new PyTorch",
-        "if it is meant: mprun check --update",
-    ),
-    "no_baseline": Kind(
-        "baseline",
-        WARNING,
-        "the baseline has no such mode or recipe",
-        "a new mode",
-        "mprun check --update",
-    ),
-    "target_refuses": Kind(
-        "dtypes",
-        ERROR,
-        "this configuration does not run on the target",
-        "float64 on MPS",
-        "choose another mode for it",
-    ),
-    "target_differs": Kind(
-        "dtypes",
-        WARNING,
-        "the target computes this configuration in another way",
-        "bfloat16 on a T4, which has no bfloat16 hardware",
-        "float16 with a loss scale there: precision=fp16_mixed",
-    ),
-}
-"""Every kind of finding."""
+@cache
+def kinds() -> dict[str, Kind]:
+    """Every kind of finding by its name, in the order of the checks: check_kinds.yaml."""
+    text = files("mprun.results").joinpath("check_kinds.yaml").read_text(encoding="utf-8")
+    return {name: Kind(**fields) for name, fields in yaml.safe_load(text).items()}
 
 
 @dataclass(frozen=True)
@@ -273,7 +83,7 @@ class Finding:
     """One thing that is wrong in one mode."""
 
     kind: str
-    """A key of `KINDS`."""
+    """One of `kinds`."""
     module: str
     """A name of `named_modules()`; empty for the model itself."""
     text: str
@@ -287,12 +97,12 @@ class Finding:
     @property
     def check(self) -> str:
         """The check that found it."""
-        return KINDS[self.kind].check
+        return kinds()[self.kind].check
 
     @property
     def severity(self) -> str:
         """error or warning."""
-        return KINDS[self.kind].severity
+        return kinds()[self.kind].severity
 
     def __str__(self) -> str:
         where = self.module or "the model"
@@ -346,29 +156,42 @@ class CheckRecord:
         return sorted(pairs, key=lambda pair: pair[1].severity != ERROR)
 
     @property
+    def merged(self) -> list[tuple[str, Finding]]:
+        """As `findings`, but what was found at one place in several modes once, the largest."""
+        groups: dict[tuple[str, ...], dict[str, Finding]] = {}
+        for label, x in self.findings:
+            groups.setdefault((x.kind, x.module, x.op, x.line), {}).setdefault(label, x)
+        return [(", ".join(own), max(own.values(), key=lambda x: x.at)) for own in groups.values()]
+
+    @property
     def has_errors(self) -> bool:
         """Whether the command fails."""
         return any(x.severity == ERROR for _, x in self.findings)
 
 
 def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
-    """What the terminal shows: the answer, a row for each mode, findings."""
-    findings = record.findings
-    errors = sum(x.severity == ERROR for _, x in findings)
-    counts = f"{errors} errors, {len(findings) - errors} warnings"
-    modes = ", ".join(mode.label for mode in record.modes)
-    answer = "failed" if errors else "passed"
-    yield f"{answer}: {record.recipe} in {modes}: {counts} ({record.seconds:.0f} s)"
+    """What the terminal shows: the answer, a row for each mode, the worst findings."""
+    yield _answer(record)
     table = FittedTable("", text_column("mode"), *(text_column(x) for x in CHECKS))
     for mode in record.modes:
         table.add_row(mode.label, *(mode.status(check) for check in CHECKS))
     yield table
-    for label, x in findings[:SHOWN]:
+    for label, x in record.merged[:SHOWN]:
         yield f"{x.severity} in {label}: {x}"
-        yield f"  fix: {KINDS[x.kind].cure}"
-    if len(findings) > SHOWN:
-        yield f"({len(findings) - SHOWN} more in check.json)"
-    left = {x: why for mode in record.modes for x, why in mode.not_done.items()}
-    for check, why in left.items():
-        yield f"not done: {check} ({why})"
+        yield f"  fix: {kinds()[x.kind].cure}"
+    if (rest := len(record.merged) - SHOWN) > 0:
+        yield f"({counted(rest, 'more finding')} in check.json)"
+    left = {f"{x} of {m.label}": why for m in record.modes for x, why in m.not_done.items()}
+    for why, names in by_reason(left).items():
+        yield f"not done: {', '.join(names)}: {why}"
     yield from record.notes
+
+
+def _answer(record: CheckRecord) -> str:
+    errors = sum(x.severity == ERROR for _, x in record.merged)
+    numbers = {"error": errors, "warning": len(record.merged) - errors}
+    numbers["undone check"] = sum(len(mode.not_done) for mode in record.modes)
+    said = ", ".join(counted(n, x) for x, n in numbers.items() if n)
+    modes = ", ".join(mode.label for mode in record.modes)
+    answer = "failed" if errors else "passed"
+    return f"{answer}: {record.recipe} in {modes}: {said or 'no findings'} ({record.seconds:.0f} s)"

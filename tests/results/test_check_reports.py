@@ -13,12 +13,12 @@ from mprun.results import Result
 from mprun.results.check_reports import github_commands, junit, refuse_folder, tell_others
 from mprun.results.check_result import (
     CHECKS,
-    KINDS,
     SCHEMA_VERSION,
     CheckRecord,
     Finding,
     ModeChecks,
     check_parts,
+    kinds,
 )
 
 NASTY = 'a\x00\x1b[31m<b>&"\ud800 ]]> 100%,\r\nnext: ü 😀'
@@ -100,7 +100,7 @@ def test_errors_fail_their_case_and_warnings_are_its_output() -> None:
     assert failure.get("type") == "all_noise,overflow"
     assert failure.get("message") == "all_noise: rope, sin at model.py:12 (forward): 3,000 ± 8"
     assert failure.text
-    assert all(KINDS[x].cure in failure.text for x in ("all_noise", "overflow"))
+    assert all(kinds()[x].cure in failure.text for x in ("all_noise", "overflow"))
     assert output.text
     assert "near_overflow: fc" in output.text
     assert [x.get("message") for x in found["agrees"]] == [left["agrees"]]
@@ -165,7 +165,7 @@ def test_a_finding_is_an_annotation_at_its_line(
     place = (fields["file"], fields["line"]) if "file" in fields else None
     assert (severity, place) == ("error", expected)
     assert fields["title"] == "mprun check: all_noise in bf16_mixed"
-    assert text == f"{x}\nfix: {KINDS['all_noise'].cure}"
+    assert text == f"{x}\nfix: {kinds()['all_noise'].cure}"
 
 
 def test_an_absolute_path_and_a_folder_below_the_checkout_are_named_from_it(
