@@ -20,7 +20,7 @@ from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
 from mprun.experiments.planned_run import PlannedRun
 from mprun.numerics.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
-from mprun.numerics.op_watcher import OpRecorder, RecordedOp
+from mprun.numerics.op_watcher import OpRecorder, OpWatcher, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.files import json_text
@@ -95,7 +95,7 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     ops: list[RecordedOp] = []
     recorder = OpRecorder(ops.append, calls.current, partial(devices.synchronize, plan.device))
     precision = build_precision(
-        plan, _caster(plan, calls), _arithmetic(build_arithmetic(plan), recorder)
+        plan, _caster(plan, calls), watched_arithmetic(build_arithmetic(plan), recorder)
     )
     parts = build_parts(plan, precision)
     trainer = Trainer(parts, plan.limits)
@@ -125,7 +125,7 @@ def traced_step(plan: Plan, batch: Batch) -> StepTrace:
     calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
     ops: list[RecordedOp] = []
     recorder = OpRecorder(ops.append, calls.current)
-    arithmetic = _arithmetic(build_arithmetic(plan), recorder)
+    arithmetic = watched_arithmetic(build_arithmetic(plan), recorder)
     parts = build_parts(plan, build_precision(plan, _caster(plan, calls), arithmetic))
     with recorder.following(parts.model, parts.optimizer), recorder:
         Trainer(parts, plan.limits).optimizer_step(batch)
@@ -162,7 +162,8 @@ def shipped_op_lists(name: str, device: torch.device) -> OpLists:
     return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
 
 
-def _arithmetic(inner: Arithmetic, recorder: OpRecorder) -> Arithmetic:
+def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:
+    """An arithmetic whose ops a watcher sees as the model calls them."""
     native = isinstance(inner, NativeArithmetic)
     return inner if native else WrappedArithmetic(inner, lambda: recorder)
 

@@ -142,7 +142,7 @@ def current_line() -> CodeLine | None:
     """The line of code that runs the caller's op; None if only libraries are on the stack."""
     for frame in calling_frames():
         code = frame.f_code
-        if not _is_library(code.co_filename):
+        if not is_library(code.co_filename):
             return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
         if is_backward_call(code) or code.co_filename == LOOP:
             return None
@@ -150,7 +150,8 @@ def current_line() -> CodeLine | None:
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file of code belongs to PyTorch, mprun or Python, and is no recipe."""
     if file.startswith("<"):
         return not file.startswith(INTERACTIVE)
     path = Path(file)

@@ -22,7 +22,7 @@ from mprun.numerics.nonfinite.fp_exception import (
     TensorStats,
     WrongResult,
 )
-from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
+from mprun.numerics.nonfinite.nonfinite_watcher import current_line, is_library
 from mprun.numerics.nonfinite.op_call import OpCall, op_spec, recomputed, stats, value_range
 from mprun.numerics.nonfinite.shadow import Lineage, Origin
 from mprun.records.files import jsonable
@@ -211,9 +211,9 @@ def test_code_of_libraries_is_distinguished_from_the_user_s() -> None:
     import mprun.train.loop
 
     for library in (nn.__file__, mprun.train.loop.__file__, contextlib.__file__, "<string>"):
-        assert _is_library(str(library))
+        assert is_library(str(library))
     for own in (__file__, mprun.recipes.mnist.__file__, pytest.__file__, "<stdin>"):
-        assert not _is_library(str(own))
+        assert not is_library(str(own))
 
 
 # ---- lineage -------------------------------------------------------------------------------------
