@@ -1,0 +1,145 @@
+"""Planted faults for `mprun check`: the models are learned, each fault acts, and is counted."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from benchmarks import check_faults
+from benchmarks.check_faults import MODELS, Alarm, Looked, Planted, Row, main
+from benchmarks.check_models import healthy
+from mprun.data import DataRequest
+from mprun.errors import UsageError
+from mprun.results.check_result import Finding
+
+FAULT = Planted("vae", "softplus_overflows", "decoder.1", "fp16_mixed", "exp overflows")
+
+
+def recipe_of(model: str, fault: str = "none"):
+    module = importlib.import_module(f"benchmarks.check_models.{model}")
+    (kind,) = (
+        x
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__ == module.__name__ and hasattr(x, "PLANTS")
+    )
+    return kind(fault=fault)
+
+
+def test_there_are_forty_faults_with_a_module_and_a_mode_each() -> None:
+    pytest.importorskip("transformers")
+    faults = check_faults.planted([])
+    assert len(faults) == 40
+    for fault in faults:
+        recipe = recipe_of(fault.model, fault.name)
+        names = dict(recipe.healthy().named_modules())
+        assert fault.module in names
+        assert fault.mode in check_faults.MODES
+        assert recipe.PLANTS.keys() == recipe.FAULTS.keys()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_fault_leaves_the_weights_as_they_are_drawn(model: str) -> None:
+    if model == "tiny_llama":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    drawn = recipe_of(model).model().state_dict()
+    rounded = ("loaded_in_16_bits", "layer_in_16_bits")
+    for fault in (x for x in recipe_of(model).FAULTS if x not in rounded):
+        torch.manual_seed(0)
+        again = recipe_of(model, fault).model().state_dict()
+        assert drawn.keys() == again.keys()
+        assert all(torch.equal(drawn[name], again[name]) for name in drawn)
+    with pytest.raises(ValueError, match=r"fault=no: legal is none, "):
+        recipe_of(model, "no")
+
+
+def test_most_faults_act_in_16_bits_alone() -> None:
+    """In float32 the model with the fault gives the same numbers, bit for bit."""
+    everywhere = {"layer_in_16_bits", "log_of_softmax", "softplus_overflows"}
+    for fault in check_faults.planted(["lstm", "vae", "mixture_of_experts"]):
+        if fault.name in everywhere:
+            continue
+        healthy_output, output = (
+            _output(recipe_of(fault.model, name)) for name in ("none", fault.name)
+        )
+        assert torch.equal(healthy_output, output), fault
+
+
+def _output(recipe) -> torch.Tensor:
+    torch.manual_seed(0)
+    model, batch = recipe.model(), recipe.sample().content
+    output = recipe.forward(model, batch)
+    return output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+
+
+@pytest.mark.parametrize("name", [*healthy.EXAMPLES, "vit", "densenet", "convnext"])
+def test_healthy_models_learn_their_batch(name: str) -> None:
+    recipe = healthy.HealthyModel(name=name)
+    torch.manual_seed(0)
+    model, batch = recipe.model(), recipe.data(DataRequest()).train.first(8).content
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(8):
+        loss = recipe.loss(recipe.forward(model, batch), batch)
+        total = sum(loss.values()) if isinstance(loss, dict) else loss
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    assert min(losses[-3:]) < losses[0]
+
+
+def test_every_healthy_model_is_checked_in_every_mode() -> None:
+    cases = check_faults.healthy_cases()
+    first = [next(cases) for _ in range(len(healthy.MODELS) * len(check_faults.MODES) + 1)]
+    assert len(set(first)) == len(first)
+    assert first[-1][2] == 1
+    with pytest.raises(ValueError, match=r"name=no: legal is lstm_classifier, "):
+        healthy.HealthyModel(name="no")
+
+
+def test_what_is_found_without_the_fault_is_not_counted(monkeypatch, tmp_path) -> None:
+    usual = Finding("near_overflow", "head", "")
+    seen = {"none": [usual], "x": [usual, Finding("overflow", "decoder.1.part", "inf")]}
+
+    def looked(recipe: str, mode: str, *overrides: str) -> Looked:
+        return Looked(seen["x" if overrides else "none"], {}, 2.0)
+
+    monkeypatch.setattr(check_faults, "looked", looked)
+    monkeypatch.setattr(check_faults, "smoked", lambda fault, folder: (False, 1.0))
+    check_faults.without_fault.cache_clear()
+    row = check_faults.judged(FAULT, tmp_path)
+    assert (row.found, row.named) == (seen["x"][1:], True)
+    elsewhere = check_faults.judged(FAULT._replace(module="decoder.10"), tmp_path)
+    assert (len(elsewhere.found), elsewhere.named) == (1, False)
+    check_faults.without_fault.cache_clear()
+
+
+def test_the_tables() -> None:
+    finding = Finding("overflow", "decoder.1", "inf")
+    rows = [
+        Row(FAULT, True, 1.0, [finding], True, 3.0),
+        Row(FAULT._replace(name="other"), False, 1.0, [], False, 1.0),
+    ]
+    text = check_faults.faults_table(rows)
+    assert "Of 2 planted faults `preset=smoke` finds 1 and `mprun check` 1; of 1 it names" in text
+    assert "takes 2.0 s" in text
+    assert "| vae | `softplus_overflows` | fp16_mixed | yes | yes | yes | overflow | 3.0 |" in text
+    assert "| vae | `other` | fp16_mixed | no | no | no | - | 1.0 |" in text
+    alarms = [Alarm("vit", "fp32", 0, finding)] * 2
+    text = check_faults.alarms_table(alarms, 200, 3, 400.0)
+    assert text.startswith("200 checks of healthy models: 2 false alarms in 1 of them (3 parts")
+    assert text.count("- vit, fp32, seed 0: overflow: decoder.1: inf") == 2
+
+
+def test_one_fault_and_one_healthy_model(capsys) -> None:
+    assert main(["--only", "softplus_overflows", "--healthy", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "| vae | `softplus_overflows` | fp16_mixed | yes | " in said
+    assert "1 checks of healthy models: " in said
+    assert main(["--only", "softplus"]) == 2
+    assert "--only softplus: legal is " in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        check_faults.planted(["softplus"])
