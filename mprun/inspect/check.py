@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,11 @@ def plan_check(
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
         return PlannedRun("check", composed, plan)
 
-    modes = []
+    modes, shared = [], defaultdict[int, dict[str, Any]](dict)
     for combination in combinations(parsed):
         run, exact = planned(*combination), planned(*_in_float32(combination)).plan
         checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
-        modes.append(CheckedMode(run, exact, settings, checks))
+        modes.append(CheckedMode(run, exact, settings, checks, shared[id(exact)]))
     return modes
 
 

@@ -6,9 +6,10 @@ The batches are the first samples of the training data, in the stored order, the
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,8 @@ class CheckedMode:
     """The same recipe in float32."""
     settings: CheckSettings
     checks: ModeChecks
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What was computed in float32, for all modes with the same float32."""
 
     @property
     def plan(self) -> Plan:
