@@ -5,7 +5,7 @@ A page is written once, for GitHub and for the site. What is generated is not co
 - README.md is the site's first page.
 - `reference/commands.md` has every command with its settings.
 - A comment `<!-- site: NAME -->` in a page becomes what is made from the code: every field, the
-  docstrings of the public names, the report of a comparison.
+  docstrings of the public names, the findings of a check, the report of a comparison.
 - A link to a file outside of docs/ leads to the repository, if `SOURCE_URL` names it.
 """
 
@@ -36,6 +36,7 @@ from mprun.config.settings import CompareSettings
 from mprun.records.mode_names import ALIASES
 from mprun.report.exports import page as html_page
 from mprun.report.plots import draw
+from mprun.results.check_result import CHECKS, kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]+)?\)")
@@ -78,7 +79,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({source}/blob/main/{goal}{anchor})" if source else f"{text} (`{goal}`)"
 
     def fill(match: re.Match[str]) -> str:
-        made = {"fields": fields, "python": python, "report": report}
+        made = {"fields": fields, "python": python, "report": report, "findings": findings}
         return made[match[1]](posixpath.relpath(REPORT, folder or "."))
 
     return MARK.sub(fill, LINK.sub(link, markdown))
@@ -141,6 +142,18 @@ def _line(field: Field) -> str:
 def _names_all(field: Field) -> bool:
     """Whether a field's text names each of its legal values."""
     return all(re.search(rf"\b{choice}\b", field.doc) for choice in field.choices)
+
+
+def findings(_: str) -> str:
+    """Every kind of finding of `mprun check`: its meaning, an example, its cure."""
+    parts = []
+    for check, holds in CHECKS.items():
+        parts.append(f"## {check}\n\n{holds[0].upper()}{holds[1:]}.\n")
+        for name, kind in kinds().items():
+            if kind.check == check:
+                parts.append(f"### {name}\n\n{kind.severity.capitalize()}: {kind.text}.\n")
+                parts.append(f"```python\n{kind.example}\n```\n\nCure: {kind.cure}.\n")
+    return "\n".join(parts)
 
 
 # ---- the Python interface ------------------------------------------------------------------------

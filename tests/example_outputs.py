@@ -273,6 +273,12 @@ def halted(example: Example) -> str:
     return printed(*shlex.split(run)[1:], *SMALL, "train.max_steps=20", "train.lr=0.1", status=1)
 
 
+def checked(example: Example) -> str:
+    """A recipe of the docs, on generated images, in the same order of modes."""
+    run = example.run.replace("--config-dir=mine", f"--config-dir={RECIPES / 'mine'}")
+    return in_small(replace(example, run=run), "data.source=generated", "device=cpu")
+
+
 def replayed(_: Example) -> str:
     """A loop of the docs, and its saved step."""
     script = str(RECIPES / "pairs.py")
@@ -335,6 +341,7 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "doctor": doctor,
     "time": time_line,
     "memory": memory,
+    "check": checked,
     "scale-memory": lambda example: in_small(example, "memory.picture=false"),
     "numerics": numerics,
     "trace": lambda example: in_small(example, *LINEAR),

@@ -21,6 +21,7 @@ from mprun.config.reference import leaves
 from mprun.config.settings import fields, take
 from mprun.config.study_request import with_every_mode
 from mprun.errors import UsageError
+from mprun.results.check_result import CHECKS, CheckSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -138,6 +139,7 @@ def check_overrides(line: str) -> None:
         args = [x for x in args if x.startswith(f"{command.name}.")]
     words = ("-m", "check")
     own = [x for x in args if x not in words and not x.lstrip("+").startswith(("hydra/", "hydra."))]
+    own = [x for x in own if not x.startswith("--")]
     _, overrides = take(own, *command.settings)
     *_, last = combinations(
         [parse(x) for x in with_every_mode(overrides)]
@@ -153,6 +155,28 @@ def test_fields_that_are_named_exist() -> None:
             if not name.startswith("recipe.model."):
                 where = f"{page}: {name}"
                 assert name.partition(".")[0] not in sections or name in keys, where
+
+
+CHECK = ROOT / "docs/how-to/check.md"
+
+
+def test_the_page_of_check_names_its_checks_and_what_its_files_have() -> None:
+    text = text_of(CHECK)
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [*CHECKS]
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    workflow, gitlab, hooks = map(yaml.safe_load, blocks)
+    inputs = workflow["jobs"]["check"]["steps"][-1]["with"]
+    assert {*inputs} <= {*yaml.safe_load(text_of(ROOT / "action.yml"))["inputs"]}
+    (hook,) = yaml.safe_load(text_of(ROOT / ".pre-commit-hooks.yaml"))
+    (used,) = hooks["repos"][0]["hooks"]
+    assert used["id"] == hook["id"]
+    version = re.search(r'^version = "(.*)"', text_of(ROOT / "pyproject.toml"), re.MULTILINE)
+    assert version is not None
+    assert text.count(f"v{version[1]}") == 2
+    junit = gitlab["precision"]["artifacts"]["reports"]["junit"]
+    words = [*shlex.split(gitlab["precision"]["script"][-1])[2:], *used["args"]]
+    words += inputs["args"].splitlines()
+    assert take(words, CheckSettings)[0].own(CheckSettings).junit == junit
 
 
 PUBLIC = [mprun.metrics, mprun.numerics, mprun.optim]

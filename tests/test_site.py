@@ -17,6 +17,7 @@ import yaml
 import mprun
 from mprun.cli.main import COMMANDS
 from mprun.config.reference import GROUPS, leaves
+from mprun.results.check_result import kinds
 
 pytest.importorskip("material")
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,7 @@ def test_the_reference_has_every_field_command_and_public_name(site: Path) -> No
     fields, commands, names = map(text, ("configuration.html", "commands.html", "python.html"))
     keys = {*leaves()} - {f"{group}.name" for group in GROUPS}
     assert [key for key in keys if f"<code>{key}" not in fields] == []
+    assert [kind for kind in kinds() if f'id="{kind}"' not in text("check.html")] == []
     assert [c.name for c in COMMANDS if f'id="{c.name}"' not in commands] == []
     public = [f"mprun.{name}" for name in mprun.__all__ if name[0] != "_"]
     for package in (mprun.metrics, mprun.numerics, mprun.optim):
