@@ -64,6 +64,12 @@ class Arguments(argparse.Namespace):
     verbose: bool = False
     update: bool = False
     """Of check: whether the baseline is written."""
+    observed: Path | None = None
+    """Of check: the folder of a loop that `mprun.observe` recorded."""
+    python: Path | None = None
+    """Of check: the interpreter of another environment."""
+    requirement: str | None = None
+    """Of check: what another environment has, as `torch==2.13.0`."""
 
 
 VERBOSE = ("--verbose", "-v")
@@ -115,7 +121,10 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
         legal = ["--save", *legal]
     if command.name == "check":
         parser.add_argument("--update", action="store_true")
-        legal = ["--update", *legal]
+        parser.add_argument("--observed", type=Path)
+        parser.add_argument("--python", type=Path)
+        parser.add_argument("--with", dest="requirement")
+        legal = ["--update", "--observed", "--python", "--with", *legal]
     if command.name in ("sweep", "advise", "double", "show"):
         parser.add_argument(*VERBOSE, action="store_true")
         legal = ["--verbose", *legal]

@@ -3,6 +3,9 @@
     mprun check recipe=my.py
     mprun check recipe=my.py precision=fp32,bf16_mixed check.junit=check.xml
     mprun check recipe=my.py --update                  (writes mprun-baseline.json, for review)
+    mprun check --observed FOLDER                      (what mprun.observe recorded)
+    mprun check recipe=my.py --with torch==2.13.0      (module by module, beside this environment)
+    mprun check recipe=my.py --python PATH             (the same, of an environment that you made)
 
 Takes the overrides of a run, and `check.*` settings. In one process each mode is held against
 float32: it must train, agree with float32 by what its roundings explain, run in the dtypes that it
@@ -12,10 +15,12 @@ folder. Status: 0, 1 for findings of severity error, 2 for usage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mprun.cli.arguments import Command, parse_arguments
-from mprun.results import measuring, show
+from mprun.cli.arguments import Arguments, Command, parse_arguments
+from mprun.console import ReportPart
+from mprun.errors import UsageError
+from mprun.results import Result, measuring, show
 from mprun.results.check_result import CheckSettings
 from mprun.train.signals import StopSignals, interruptible
 
@@ -32,19 +37,42 @@ def check_command(args: Sequence[str]) -> int:
     from mprun.results.check_reports import refuse_folder, tell_others
 
     refuse_folder(settings.junit)
-    from mprun.inspect.check import plan_check
-
-    modes = plan_check(overrides, known.config_dir, settings)
+    measure, wanted = _planned(known, overrides, settings)
 
     def check(stop: StopSignals) -> int:
-        from mprun.inspect.check import check_modes
         from mprun.records.files import new_folder
 
-        folder = new_folder(modes[0].planned.composed.config.run.dir)
+        folder = known.observed or new_folder(wanted)
         with measuring(folder) as report:
-            result = check_modes(modes, settings, known.update, report)
+            result = measure(report)
         status = show(result, folder)
         tell_others(result, settings.junit)
         return status
 
     return interruptible(check, " before the first result")
+
+
+def _planned(
+    known: Arguments, overrides: Sequence[str], settings: CheckSettings
+) -> tuple[Callable[[ReportPart], Result], str | None]:
+    """What gives the result, and the folder that `run.dir` names.
+
+    Raises:
+        UsageError: the arguments do not fit together, or a mode cannot be planned.
+    """
+    from mprun.inspect import check, check_other_runs
+
+    if known.observed is not None:
+        if overrides or known.python or known.requirement:
+            raise UsageError("--observed judges a record alone: leave out overrides and --python")
+        folder = known.observed
+        return lambda report: check_other_runs.check_observed(folder, settings, known.update), None
+    modes = check.plan_check(overrides, known.config_dir, settings)
+    wanted = modes[0].planned.composed.config.run.dir
+    if known.python is None and known.requirement is None:
+        return lambda report: check.check_modes(modes, settings, known.update, report), wanted
+    if known.update or (known.python and known.requirement):
+        raise UsageError("--python and --with compare two environments: give one, without --update")
+    python = known.python or check_other_runs.environment_with(str(known.requirement))
+    planned = (overrides, known.config_dir, settings, python)
+    return lambda report: check_other_runs.check_environment(*planned), wanted

@@ -22,7 +22,6 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.console import ReportPart, report_nothing
-from mprun.doctor import machine
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.inspect.baseline_figures import figures_of, reference_of
@@ -77,9 +76,7 @@ def plan_check(
     if given is not None:
         made = given_recipe(*given)
         recipe, overrides = made.recipe, made.below(overrides)
-    has_mode = any(text.startswith("precision=") for text in overrides)
-    texts = [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
-    parsed = [parse(text) for text in texts]
+    parsed = [parse(text) for text in with_modes(overrides)]
     cache = DataCache()
 
     @functools.cache
@@ -94,6 +91,12 @@ def plan_check(
         checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
         modes.append(CheckedMode(run, exact, settings, checks, shared[id(exact)]))
     return modes
+
+
+def with_modes(overrides: Sequence[str]) -> list[str]:
+    """The overrides, with `DEFAULT_MODES` where they name no mode."""
+    has_mode = any(text.startswith("precision=") for text in overrides)
+    return [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
 
 
 def _in_float32(combination: Sequence[str]) -> list[str]:
@@ -128,15 +131,29 @@ def check_modes(
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
             else:
                 _carry_out(mode, name, examine)
-    plan, summary = modes[0].plan, modes[0].planned.summary
+    summary = modes[0].planned.summary
+    about = summary.recipe, summary.hardware.name, summary.versions
+    return check_result(*about, [mode.checks for mode in modes], began, settings, notes)
+
+
+def check_result(
+    recipe: str,
+    hardware: str,
+    versions: dict[str, str | None],
+    modes: list[ModeChecks],
+    began: float,
+    settings: CheckSettings,
+    notes: list[str],
+) -> Result:
+    """The result of checks that began at this time (`time.monotonic`)."""
     record = CheckRecord(
         schema_version=SCHEMA_VERSION,
-        recipe=plan.config.recipe.name,
-        hardware=machine.hardware(plan.device, []).name,
-        versions=summary.versions,
+        recipe=recipe,
+        hardware=hardware,
+        versions=versions,
         seconds=time.monotonic() - began,
         budget_s=settings.budget_s,
-        modes=[mode.checks for mode in modes],
+        modes=modes,
         notes=notes,
     )
     status = EXIT_FAILED if record.has_errors else EXIT_OK

@@ -75,7 +75,8 @@ class Baseline:
     versions: dict[str, str | None]
     code: dict[str, str]
     """Class of a module to twelve hex digits of its source."""
-    reference: BaselineStep
+    reference: BaselineStep | None
+    """None for an observed loop, whose model is not run again."""
     modes: dict[str, ModeBaseline]
 
     @property
@@ -146,7 +147,7 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
     if different:
         shown = ", ".join(f"{x} {was.ops.get(x, 0)} -> {now.ops.get(x, 0)}" for x in different[:4])
         yield Finding("casts_changed", "", shown + since)
-    before, after = was.peak_bytes.get("peak", 0), now.peak_bytes["peak"]
+    before, after = was.peak_bytes.get("peak", 0), now.peak_bytes.get("peak", 0)
     if before and after > GREW * before:
         grown = {
             k: now.peak_bytes[k] - was.peak_bytes.get(k, 0) for k in now.peak_bytes if k != "peak"
@@ -160,7 +161,9 @@ Change = tuple[str, str, str, float]
 """Kind, module, text and size of a change."""
 
 
-def _reference_change(old: BaselineStep, new: BaselineStep) -> Change | None:
+def _reference_change(old: BaselineStep | None, new: BaselineStep | None) -> Change | None:
+    if old is None or new is None:
+        return None
     for what, was, now in (
         ("output of", old.outputs, new.outputs),
         ("gradient of", old.gradients, new.gradients),
