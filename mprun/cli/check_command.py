@@ -8,9 +8,14 @@
     mprun check recipe=my.py --python PATH             (the same, of an environment that you made)
 
 Takes the overrides of a run, and `check.*` settings. In one process each mode is held against
-float32: it must train, agree with float32 by what its roundings explain, run in the dtypes that it
-says, stay away from overflow and noise, and fit into memory. Writes check.json into the run's
-folder. Status: 0, 1 for findings of severity error, 2 for usage.
+float32, with tolerances that are measured on this model:
+
+    trains     the loss falls            agrees    loss and gradients differ by roundings alone
+    dtypes     all runs as it says       robust    nothing is near overflow, nothing is noise
+    fits       check.memory_gib          baseline  nothing changed since mprun-baseline.json
+
+Writes check.json into the run's folder; on GitHub also annotations and the summary of the job.
+Status: 0, 1 for findings of severity error, 2 for usage.
 """
 
 from __future__ import annotations

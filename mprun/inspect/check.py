@@ -22,7 +22,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.console import ReportPart, report_nothing
-from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError
+from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.inspect.baseline_figures import figures_of, reference_of
 from mprun.inspect.check_agreement import agrees
@@ -76,6 +76,8 @@ def plan_check(
     if given is not None:
         made = given_recipe(*given)
         recipe, overrides = made.recipe, made.below(overrides)
+    if any(text.startswith("run.resume=") for text in overrides):
+        raise UsageError("mprun check starts at new weights: leave out run.resume")
     parsed = [parse(text) for text in with_modes(overrides)]
     cache = DataCache()
 

@@ -18,6 +18,7 @@ LINEAR = ["recipe=linear", "precision=bf16_mixed", "run.dir=run"]
 COMMANDS = {
     "memory": ["memory", *LINEAR],
     "trace": ["trace", *LINEAR],
+    "check": ["check", *LINEAR],
     "numerics": ["numerics", *LINEAR, "numerics.steps=1", "train.max_steps=4"],
 }
 

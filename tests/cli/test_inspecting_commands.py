@@ -14,7 +14,7 @@ LINEAR = [
     *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
     *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
 ]
-COMMANDS = ("trace", "memory", "numerics")
+COMMANDS = ("trace", "memory", "numerics", "check")
 
 
 def made() -> list[str]:
@@ -53,6 +53,12 @@ def made() -> list[str]:
         ("memory", ["memory.world_size=two"], ["memory.world_size is a whole number"]),
         ("memory", ["memory.parallel=fsdp"], ["did you mean 'fsdp2'?"]),
         ("memory", ["memory.checkpointing=some"], ["memory.checkpointing is true or false"]),
+        ("check", ["check.steps=3"], ["check.steps=3: legal is 6 or more"]),
+        ("check", ["check.target=[t4]"], ["did you mean 'check.targets'?"]),
+        ("check", ["check.targets=[t5]"], ["check.targets=t5", "of t4, v100"]),
+        ("check", ["check.junit=no/junit.xml"], ["check.junit=no/junit.xml: expected a file"]),
+        ("check", ["check.budget_s=0"], ["check.budget_s=0: legal is above 0"]),
+        ("check", ["precision=bf16_mixd"], ["did you mean 'bf16_mixed'?"]),
         ("numerics", ["numerics.stepz=3"], ["no field 'numerics.stepz'", "'numerics.steps'?"]),
         ("numerics", ["numerics.steps=0"], ["numerics.steps=0: legal is 1 or more"]),
         ("numerics", ["numerics.steps=many"], ["numerics.steps is a whole number"]),
