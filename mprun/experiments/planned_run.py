@@ -27,7 +27,7 @@ from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.nested import to_dtype
 from mprun.numerics.passes import NotMeasurableError
 from mprun.numerics.updates import own_random_numbers
-from mprun.precision import Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.layers import LAYER_MODES, NEAREST, STOCHASTIC
@@ -157,9 +157,10 @@ class PolicyProbe:
     Args:
         plan: the plan of the run.
         policy: the precision; float32 ignores the plan's layers and op lists.
+        arithmetic: whose kernels compute; None: PyTorch's.
     """
 
-    def __init__(self, plan: Plan, policy: Policy) -> None:
+    def __init__(self, plan: Plan, policy: Policy, arithmetic: Arithmetic | None = None) -> None:
         exact = policy.name == EXACT
         layers = {n: UNROUNDED.get(x, x) for n, x in without_formats(plan.layers).items()}
         self._plan = replace(
@@ -179,7 +180,7 @@ class PolicyProbe:
         self._precision = Precision(
             policy,
             device=plan.device,
-            execution=build_arithmetic(self._plan),
+            execution=arithmetic or build_arithmetic(self._plan),
             loss_scale=self._scale,
             layers=self._plan.layers,
             op_lists=build_caster(self._plan),

@@ -27,6 +27,7 @@ from mprun.experiments.planned_run import PlannedRun
 from mprun.inspect.baseline_figures import figures_of, reference_of
 from mprun.inspect.check_agreement import agrees
 from mprun.inspect.check_memory import fits
+from mprun.inspect.check_on_targets import on_targets
 from mprun.inspect.check_ops import dtypes, robust
 from mprun.inspect.check_training import trains
 from mprun.inspect.checked_mode import CheckedMode
@@ -41,6 +42,7 @@ from mprun.results.check_result import (
     ModeChecks,
     check_parts,
 )
+from mprun.results.check_targets import target_lines
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
@@ -51,6 +53,7 @@ STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
     "dtypes": dtypes,
     "robust": robust,
     "agrees": agrees,
+    "targets": on_targets,
 }
 """Check to what carries it out, in this order."""
 
@@ -128,11 +131,14 @@ def check_modes(
         report(f"checking {mode.checks.label}", done, len(modes))
         share = settings.budget_s * (done + 1) / len(modes)
         for name, examine in STEPS.items():
+            if name == "targets" and not settings.targets:
+                continue
             left_s = share - (time.monotonic() - began)
             if left_s <= 0:
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
             else:
                 _carry_out(mode, name, examine)
+    notes += target_lines(settings.targets, [mode.checks for mode in modes])
     summary = modes[0].planned.summary
     about = summary.recipe, summary.hardware.name, summary.versions
     return check_result(*about, [mode.checks for mode in modes], began, settings, notes)

@@ -19,6 +19,7 @@ from mprun.data import Batch
 from mprun.data.loader_sets import untouched
 from mprun.experiments.planned_run import PlannedRun, PolicyProbe
 from mprun.numerics.process_memory import StepMemory
+from mprun.precision import Arithmetic
 from mprun.results.check_result import CheckSettings, ModeChecks
 from mprun.train.loop import Trainer
 
@@ -68,10 +69,15 @@ class CheckedMode:
         """A new model with the first weights of the run, prepared for the mode."""
         return self.trainer(exact).parts.model
 
-    def probe(self, exact: bool = False) -> PolicyProbe:
-        """A probe of the mode's policy, or of float32's, for passes beside the run."""
+    def probe(self, exact: bool = False, arithmetic: Arithmetic | None = None) -> PolicyProbe:
+        """A probe of the mode's policy, or of float32's, for passes beside the run.
+
+        Args:
+            exact: float32's.
+            arithmetic: whose kernels compute; None: PyTorch's.
+        """
         plan = self.exact if exact else self.plan
-        return PolicyProbe(plan, plan.policy)
+        return PolicyProbe(plan, plan.policy, arithmetic)
 
 
 def batches_of(plan: Plan, at_most: int) -> list[Batch]:
