@@ -28,17 +28,17 @@ FAULTS: Faults = {
     "deviation_detached": (
         "posterior",
         "bf16_mixed",
-        "The deviation is cast by torch.tensor's way, .detach(), where its dtype is bfloat16.",
+        "Where the log-variance is bfloat16, its cast to float32 goes through .detach().",
     ),
     "cast_without_gradient": (
         "encoder.0",
         "fp16_mixed",
         "The weight is cast to float16 under no_grad, as for evaluation, and has no gradient.",
     ),
-    "layer_in_16_bits": (
+    "weights_kept_in_16_bits": (
         "decoder.2",
         "bf16_mixed",
-        "The last layer's parameters were left in bfloat16, and its input is cast to them.",
+        "Between steps the last layer's weights are kept in bfloat16, to save memory.",
     ),
     "softplus_overflows": (
         "decoder.1",
@@ -106,7 +106,7 @@ class LossIn16Bits(Bound):
 
 
 class DeviationDetached(Posterior):
-    """A new tensor in float32."""
+    """A cast that cuts the graph."""
 
     def deviation(self, log_variance: Tensor) -> Tensor:
         if log_variance.dtype == torch.bfloat16:
@@ -126,17 +126,15 @@ class CastWithoutGradient(nn.Linear):
         return F.linear(input, weight, self.bias)
 
 
-class LayerIn16Bits(nn.Linear):
-    """Follows its weight's dtype."""
+class WeightsKeptIn16Bits(nn.Linear):
+    """Reads its weight from what was kept."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))
-
-
-def layer_in_16_bits(module: nn.Linear) -> None:
-    """Leave the parameters in bfloat16."""
-    module.bfloat16()
-    module.__class__ = LayerIn16Bits
+        dtype = compute_dtype(input)
+        if dtype == torch.bfloat16:
+            with torch.no_grad():
+                self.weight.copy_(self.weight.to(dtype))
+        return super().forward(input)
 
 
 class SoftplusOverflows(nn.Softplus):
@@ -175,7 +173,7 @@ PLANTS: Plants = {
     "loss_in_16_bits": LossIn16Bits,
     "deviation_detached": DeviationDetached,
     "cast_without_gradient": CastWithoutGradient,
-    "layer_in_16_bits": layer_in_16_bits,
+    "weights_kept_in_16_bits": WeightsKeptIn16Bits,
     "softplus_overflows": SoftplusOverflows,
     "saved_in_8_bits": SavedIn8Bits,
 }
