@@ -31,7 +31,7 @@ from mprun.results.check_result import Finding
 from mprun.train.loop import Trainer
 from mprun.train.user_code import model_of
 
-SAMPLES = 16
+SAMPLES = 32
 """Of the batch of the step that is watched."""
 MAX_SKIPPED = 24
 """Steps that a dynamic loss scale may skip until it fits."""
@@ -40,11 +40,9 @@ PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "convolution", "mkld
 SUMS = (
     *("sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "cumsum", "logsumexp", "norm"),
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
-    "rms_norm",
+    *("rms_norm", "index_add", "scatter_add"),
 )
 """Ops of many numbers, of which a cast before them spoils the result."""
-MANY = 8
-"""Additions one after another that are a sum."""
 FEWEST = 32
 """Numbers of a tensor of which it can be said that all of them were rounded."""
 
@@ -55,7 +53,7 @@ class WatchedStep:
 
     ops: list[StepOp]
     loss_scale: float
-    is_dynamic: bool
+    """The dynamic one that fits, else 1."""
 
 
 def dtypes(mode: CheckedMode) -> Iterator[Finding]:
@@ -72,6 +70,7 @@ def dtypes(mode: CheckedMode) -> Iterator[Finding]:
         yield from _first_of_each(_by_hand(ops))
         if mode.plan.policy.casts:
             yield from _first_of_each(_in_another_dtype(mode, ops))
+            yield from _first_of_each(_loss_in_16_bits(ops))
 
 
 def robust(mode: CheckedMode) -> Iterator[Finding]:
@@ -127,8 +126,9 @@ def _is_exact_in_16_bits(x: Tensor) -> bool:
 def _rounded_before(model: nn.Module) -> Iterator[Finding]:
     """Float32 numbers that all have the digits of a 16-bit format."""
     rows: dict[str, list[tuple[str, str, int]]] = {}
-    for name, x in [*model.named_parameters(), *model.named_buffers()]:
-        dtype = _grid_of(x.detach())
+    kept = [(name, x) for name, x in model.named_buffers() if x.dtype not in LOW]
+    for name, x in [*model.named_parameters(), *kept]:
+        dtype = _grid_of(x.detach().float() if x.dtype in LOW else x.detach())
         if dtype is not None:
             module, _, own = name.rpartition(".")
             rows.setdefault(module, []).append((own, dtype_name(dtype), x.numel()))
@@ -141,13 +141,13 @@ def _rounded_before(model: nn.Module) -> Iterator[Finding]:
 
 def _grid_of(x: Tensor) -> torch.dtype | None:
     """The 16-bit format that all numbers have; None for others, and those with equal steps."""
-    if not x.is_floating_point() or x.dtype in LOW or x.numel() < FEWEST:
+    if x.dtype != torch.float32 or x.numel() < FEWEST:
         return None
     values = x[x.isfinite() & (x != 0)]
-    if values.unique().numel() < FEWEST:
-        return None
-    for dtype in LOW:
-        if bool((values.to(dtype).to(values.dtype) == values).all()):
+    for dtype in (torch.bfloat16, torch.float16):  # small numbers of the first are of both
+        if all(bool((part.to(dtype) == part).all()) for part in (values[:FEWEST], values)):
+            if values.unique().numel() < FEWEST:
+                return None
             # integers and fractions of a power of two have equal steps; rounded numbers do not
             step = 2.0 ** math.ceil(math.log2(float(values.abs().max()))) * torch.finfo(dtype).eps
             steps = values.double() / step
@@ -233,17 +233,19 @@ def _watched(mode: CheckedMode) -> WatchedStep:
 
 def _watch(plan: Plan, exact: Plan, in_float64: bool) -> WatchedStep:
     batch = batches_of(plan, SAMPLES)[0]
-    scale = _taken_step(Trainer(build_parts(plan), plan.limits), batch)
     ops = StepOps(in_float64)
     arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
     parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
     loss_scale = parts.precision.loss_scale
-    if loss_scale.tensor is not None:
+    is_dynamic = loss_scale.kind == "dynamic"
+    scale = _taken_step(Trainer(build_parts(plan), plan.limits), batch) if is_dynamic else 1.0
+    if loss_scale.tensor is not None and is_dynamic:
         loss_scale.tensor.fill_(scale)
-    buffers = dict(build_parts(exact).model.named_buffers()) if in_float64 else {}
-    with ops.watching(parts.model, parts.optimizer, buffers):
+    rounds = in_float64 and not plan.policy.casts and any(True for _ in parts.model.buffers())
+    before = build_parts(exact).model.named_buffers() if rounds else ()
+    with ops.watching(parts.model, parts.optimizer, dict(before)):
         Trainer(parts, plan.limits).optimizer_step(batch)
-    return WatchedStep(ops.ops, scale, loss_scale.kind == "dynamic")
+    return WatchedStep(ops.ops, scale)
 
 
 def _at(kind: str, op: StepOp, text: str, at: float = 0.0) -> Finding:
@@ -252,38 +254,42 @@ def _at(kind: str, op: StepOp, text: str, at: float = 0.0) -> Finding:
 
 
 def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
-    """Casts by the model's code that the mode does not ask for, and what reads them."""
+    """What the model's code computes of numbers that it makes, or casts, in 16 bits by itself."""
     low: set[int] = set()
-    """Ops whose numbers have 16 bits by such casts alone."""
-    rough: dict[int, int] = {}
-    """Those that such a cast has rounded, and how many additions one after another."""
+    """Ops whose numbers have 16 bits by such code alone."""
     for i, op in enumerate(ops):
         if op.phase == "backward":
             continue
-        read = [index for dtype, index in op.inputs if dtype in LOW]
-        spoiled = [index for index in read if index in rough]
-        yield from _cast_undone(op, [ops[index] for index in spoiled])
-        is_alone = bool(spoiled) and low.issuperset(read)
-        added = 1 + max((rough[x] for x in spoiled), default=0) if op.name in ("add", "add_") else 0
-        is_sum = spelled(op.name)[0] in SUMS or added == MANY
-        if is_sum and op.makes in LOW and (op.lowers or is_alone):
-            yield _at("lower_dtype", op, f"{dtype_name(op.makes)}, by a cast of the code")
-        if op.makes in LOW and (op.by_hand or (is_alone and op.name not in PRODUCTS)):
+        is_new = op.name.startswith("new_") or op.name.endswith("_like")  # reads a shape alone
+        read = [index for dtype, index in op.inputs if dtype in LOW and not is_new]
+        is_alone = low.issuperset(read)
+        is_inexact = op.lowers or (bool(read) and is_alone and op.error > 0)
+        dtype = dtype_name(op.makes)
+        if op.makes in LOW and spelled(op.name)[0] in SUMS and is_inexact:
+            yield _at("lower_dtype", op, f"{dtype}, by a cast of the code")
+        if op.by_hand and op.rounds and op.makes in LOW and not op.inputs:
+            yield _at("lower_dtype", op, f"integers are rounded to {dtype}")
+        yield from _cast_undone(op, [ops[index] for index in read if index in low])
+        follows = is_alone and (read or is_new or not op.inputs) and op.name not in PRODUCTS
+        if op.makes in LOW and (op.by_hand or follows):
             low.add(i)
-            if is_alone or op.rounds:
-                rough[i] = added
 
 
-def _cast_undone(op: StepOp, rounded: list[StepOp]) -> Iterator[Finding]:
+def _cast_undone(op: StepOp, read: list[StepOp]) -> Iterator[Finding]:
     """An op that reads numbers which the code has rounded, and makes other formats of them."""
-    if op.is_cast and rounded and rounded[0].by_hand:
-        if op.makes == torch.float32 or (op.makes in LOW and op.rounds):
-            to = f"{dtype_name(rounded[0].makes)} and then to {dtype_name(op.makes)}"
-            yield _at("cast_undone", rounded[0], f"cast to {to}")
-    elif op.by_hand and op.rounds and op.inputs[0][0] in LOW and op.makes in LOW:
+    cast = next((x for x in read if x.by_hand and x.rounds), None)
+    if op.is_cast and cast and (op.makes == torch.float32 or op.rounds):
+        to = f"{dtype_name(cast.makes)} and then to {dtype_name(op.makes)}"
+        yield _at("cast_undone", cast, f"cast to {to}")
+    elif op.by_hand and op.rounds and op.makes in LOW and any(x in LOW for x, _ in op.inputs):
         names = f"{dtype_name(op.inputs[0][0])} to {dtype_name(op.makes)}"
         yield _at("cast_undone", op, f"a second rounding, {names}")
-    elif rounded and op.phase == "other" and op.line and op.makes == torch.float32:
+    elif (
+        op.phase == "other"
+        and op.line
+        and op.makes == torch.float32
+        and any(x.error > 0 for x in read)
+    ):
         yield _at("cast_undone", op, "the loss reads numbers that were cast to 16 bits")
 
 
@@ -306,6 +312,21 @@ def _in_another_dtype(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]
             yield _at("lower_dtype", op, f"a loss in {dtype_name(op.makes)}")
 
 
+def _loss_in_16_bits(ops: list[StepOp]) -> Iterator[Finding]:
+    """Sums in 16 bits of which the loss is made by ops of single numbers."""
+    end = next((i for i, op in enumerate(ops) if op.phase == "backward"), 0)
+    left, seen = [index for op in ops[end - 1 : end + 1] for _, index in op.inputs], set()
+    while left:
+        index = left.pop()
+        if index < 0 or index in seen or ops[index].numbers > 1:
+            continue
+        seen.add(index)
+        op = ops[index]
+        if op.makes in LOW and spelled(op.name)[0] in SUMS:
+            yield _at("lower_dtype", op, f"a sum of the loss in {dtype_name(op.makes)}")
+        left += [index for _, index in op.inputs]
+
+
 def _overflows(ops: list[StepOp]) -> Iterator[Finding]:
     for op in ops:
         if op.overflows is not None:
@@ -322,37 +343,37 @@ def _vanishing(ops: list[StepOp]) -> Iterator[Finding]:
 
 def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
     """The fewest doublings to overflow, of results and of gradients times the loss scale."""
-    by_scale = step.loss_scale if step.is_dynamic else 1.0  # a dynamic scale is as large as fits
-    least: dict[str, tuple[float, StepOp]] = {}
+    least: dict[str, tuple[float, float, StepOp]] = {}
     for op in step.ops:
         if not op.size > 0 or op.makes == torch.float64:
             continue
         is_gradient = op.phase == "backward"
-        size = op.size / by_scale if is_gradient else op.size
+        size = op.size / (step.loss_scale if is_gradient else 1)
         left = math.log2(torch.finfo(op.makes).max / size)
         key = "headroom_gradients" if is_gradient else "headroom"
         if key not in least or left < least[key][0]:
-            least[key] = left, op
-    for key, (left, op) in least.items():
+            least[key] = left, size, op
+    has_overflow = any(op.overflows is not None for op in step.ops)
+    for key, (left, size, op) in least.items():
         mode.checks.figures[key] = round(left, 1)
-        if left < mode.settings.headroom:
-            text = f"{op.size:.4g} in {dtype_name(op.makes)}: {left:.1f} doublings left"
+        if left < mode.settings.headroom and not has_overflow:
+            unscaled = " without the loss scale" if step.loss_scale != 1 and "_" in key else ""
+            text = f"{size:.4g}{unscaled} in {dtype_name(op.makes)}: {left:.1f} doublings left"
             yield _at("near_overflow", op, text, -left)
 
 
 def _noise(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:
     """Results that are as large as their error, where float32's are not."""
     read = {index for op in ops for _, index in op.inputs}
-    noisy = [op for i, op in enumerate(ops) if op.noise is not None and i in read]
+    noisy = [op for i, op in enumerate(ops) if op.is_noise and i in read]
     if not noisy:
         return
     in_float32 = _watch(mode.exact, mode.exact, in_float64=True).ops
     wide = [op for op in in_float32 if all(x == torch.float32 for x, _ in op.inputs)]
-    also = {(op.module, op.name) for op in wide if op.noise is not None}
+    also = {(op.module, op.name) for op in wide if op.is_noise}
     own = (op for op in noisy if (op.module, op.name) not in also)
     yield from _first_of_each(
-        _at("all_noise", op, f"an error of {op.noise:.0%} of the result", op.noise or 0)
-        for op in own
+        _at("all_noise", op, f"an error of {op.error:.0%} of the result", op.error) for op in own
     )
 
 

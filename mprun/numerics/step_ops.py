@@ -68,6 +68,8 @@ class StepOp(NamedTuple):
     """Dtype of each floating input, and the index of the op that made it, or -1."""
     makes: torch.dtype
     """Of its first floating result."""
+    numbers: int
+    """Of this result."""
     is_cast: bool
     by_hand: bool
     """Whether it is a cast that code outside of PyTorch and mprun asks for."""
@@ -83,8 +85,10 @@ class StepOp(NamedTuple):
     """A number beyond the dtype that became infinite."""
     vanishes: float | None
     """A constant of the code that is 0 in the dtype of the result."""
-    noise: float | None
-    """The error as a share of the exact result, where it is noise and the inputs are not."""
+    error: float
+    """Root mean square of the error of all ops so far, as a share of the exact result's."""
+    is_noise: bool
+    """Whether the result is noise and the inputs are not."""
 
 
 @dataclass
@@ -161,7 +165,7 @@ class StepOps(OpWatcher):
             error, noisy, rms = (0.0, 0.0, 0.0) if right is None else _error(first, right)
             spoiled = any(known.is_spoiled for _, known in read)
             beyond = None if right is None or spoiled else _beyond(first, right)
-            name, is_copy = op_name(func), len(inputs) == 1 and op_name(func) == "_to_copy"
+            name, is_copy = op_name(func), op_name(func) == "_to_copy"
             quiet = all(known.error <= SMALL for _, known in read)
             is_noise = noisy >= NOISY_COLUMNS and quiet and rms >= CANCELS * self._largest(inputs)
             weighted = any(known.is_weight for _, known in read)
@@ -175,9 +179,10 @@ class StepOps(OpWatcher):
                     line=current_line() if phase != "backward" else None,
                     inputs=tuple(before),
                     makes=first.dtype,
+                    numbers=first.numel(),
                     is_cast=is_copy,
                     by_hand=is_copy and self._calls.is_users and self._calls.name in CASTS,
-                    rounds=is_copy and bool((first.to(inputs[0].dtype) != inputs[0]).any()),
+                    rounds=is_copy and bool((first.to(args[0].dtype) != args[0]).any()),
                     weighted=weighted,
                     lowers=not is_copy
                     and asked in LOW
@@ -185,7 +190,8 @@ class StepOps(OpWatcher):
                     size=_size(first, call),
                     overflows=beyond,
                     vanishes=self._vanishing(name, call, first.dtype),
-                    noise=error if is_noise else None,
+                    error=error,
+                    is_noise=is_noise,
                 )
             )
             for x in plain:

@@ -107,6 +107,27 @@ def test_loss_in_16_bits(tmp_path):
     assert all("(loss)" in x.line for x in findings)
 
 
+def test_loss_that_the_model_computes_in_16_bits(tmp_path):
+    forward = "self.loss = y.square().mean()"
+    added = "import gc; part = [x for x in gc.get_objects() if type(x) is Part][-1]"
+    loss = f"{added}; return F.cross_entropy(output, batch[1]) + part.loss"
+    (finding,) = found(tmp_path, "bf16_mixed", forward=forward, loss=loss)
+    assert (finding.kind, finding.module, finding.op) == ("lower_dtype", "part", "mean")
+
+
+def test_integers_that_a_cast_rounds(tmp_path):
+    forward = "i = torch.arange(3000, 3008).to(LOW); y = y + (i[:, None] > i).any(1)"
+    (finding,) = found(tmp_path, "bf16_mixed", forward=forward)
+    assert (finding.kind, finding.module) == ("lower_dtype", "part")
+
+
+def test_count_in_16_bits(tmp_path):
+    forward = "y = y + (torch.ones_like(y.repeat(64, 1), dtype=LOW).sum(0) - 500) * 1e-3"
+    assert found(tmp_path, "bf16_mixed", forward=forward) == []
+    (finding,) = found(tmp_path, "bf16_mixed", forward=forward.replace("64", "129 * 3"))
+    assert (finding.kind, finding.op) == ("lower_dtype", "sum")
+
+
 def test_lost_update(tmp_path):
     (finding,) = found(tmp_path, "bf16_true", "train.lr=1e-7")
     assert (finding.kind, finding.check) == ("lost_update", "dtypes")
