@@ -42,20 +42,9 @@ if TYPE_CHECKING:
     from mprun.parallel.coordinator import GroupCoordinator
 
 ORDER = (
-    *(
-        "train",
-        "sweep",
-        "compare",
-        "advise",
-        "double",
-        "check",
-        "ls",
-        "show",
-        "trace",
-        "doctor",
-        "memory",
-    ),
-    *("numerics", "search-ops", "diff", "replay", "export", "data", "new-recipe"),
+    *("train", "sweep", "compare", "advise", "double", "check", "ls", "show", "trace"),
+    *("doctor", "memory", "numerics", "search-ops", "diff", "replay", "export", "data"),
+    "new-recipe",
 )
 """The commands as help lists them; one that is not named here comes behind these."""
 

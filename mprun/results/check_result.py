@@ -181,17 +181,20 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
         yield f"  fix: {kinds()[x.kind].cure}"
     if (rest := len(record.merged) - SHOWN) > 0:
         yield f"({counted(rest, 'more finding')} in check.json)"
-    left = {f"{x} of {m.label}": why for m in record.modes for x, why in m.not_done.items()}
-    for why, names in by_reason(left).items():
-        yield f"not done: {', '.join(names)}: {why}"
+    left: dict[tuple[str, str], list[str]] = {}
+    for mode in record.modes:
+        for why, checks in by_reason(mode.not_done).items():
+            left.setdefault((", ".join(checks), why), []).append(mode.label)
+    for (names, why), labels in left.items():
+        yield f"not done: {names} of {', '.join(labels)}: {why}"
     yield from record.notes
 
 
 def _answer(record: CheckRecord) -> str:
     errors = sum(x.severity == ERROR for _, x in record.merged)
     numbers = {"error": errors, "warning": len(record.merged) - errors}
-    numbers["undone check"] = sum(len(mode.not_done) for mode in record.modes)
+    numbers["unfinished check"] = left = sum(len(mode.not_done) for mode in record.modes)
     said = ", ".join(counted(n, x) for x, n in numbers.items() if n)
     modes = ", ".join(mode.label for mode in record.modes)
-    answer = "failed" if errors else "passed"
+    answer = "failed" if errors else "incomplete" if left else "passed"
     return f"{answer}: {record.recipe} in {modes}: {said or 'no findings'} ({record.seconds:.0f} s)"

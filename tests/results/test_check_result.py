@@ -84,8 +84,8 @@ def test_many_findings_are_counted() -> None:
 def test_what_was_not_done_is_no_silent_success() -> None:
     late = "check.budget_s=60 was used up"
     lines = shown(mode("fp32"), mode("bf16_mixed", agrees=late), mode("x", agrees=late, fits="no"))
-    assert lines[0] == "passed: tiny in fp32, bf16_mixed, x: 3 undone checks (13 s)"
+    assert lines[0] == "incomplete: tiny in fp32, bf16_mixed, x: 3 unfinished checks (13 s)"
     assert lines[-2:] == [
-        f"not done: agrees of bf16_mixed, agrees of x: {late}",
+        f"not done: agrees of bf16_mixed, x: {late}",
         "not done: fits of x: no",
     ]
