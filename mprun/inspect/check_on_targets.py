@@ -8,6 +8,7 @@ explain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -111,17 +112,21 @@ def _first_step(mode: CheckedMode) -> FormatUse:
     there = step(fallback if low == torch.float16 else emulated("nearest", seed=0))
     draws = [step(emulated("stochastic", seed=seed)) for seed in range(DRAWS)]
     excess = {}
-    for name, x in here.items():
-        spread = explained([float((draw[name] - there[name]).norm()) for draw in draws], 0.0)
-        one_more = float(x.norm()) * torch.finfo(low).eps / 2
-        excess[name] = float((there[name] - x).norm()) / max(spread + one_more, TINY)
-    worst = max(excess, key=lambda name: excess[name])
+    for name in here.keys() & there.keys():
+        mine, other = here[name], there[name]
+        spread = explained([float((draw[name] - other).norm()) for draw in draws], 0.0)
+        one_more = float(mine.norm()) * torch.finfo(low).eps / 2
+        ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
+        lost = bool(mine.isfinite().all()) and not other.isfinite().all()
+        excess[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
+    worst = max(sorted(excess), key=lambda name: excess[name])
     loss = f"loss {float(there[LOSS]):.7g} there and {float(here[LOSS]):.7g} here"
-    if not excess[worst] > 1:  # NaN in both is no difference
+    if excess[worst] <= 1:
         return FormatUse(measured=f"the first step agrees, {loss}")
-    times = f"{worst} differs by {excess[worst]:.3g} times what roundings explain"
-    measured = f"the first step does not agree, {loss}: {times}"
-    return FormatUse(worst.rpartition(".")[0], measured=measured)
+    measured = (
+        f"the first step does not agree, {loss}: {worst} differs by {excess[worst]:.3g} times"
+    )
+    return FormatUse(worst.rpartition(".")[0], measured=f"{measured} what roundings explain")
 
 
 class _Float64Ops(OpWatcher):
@@ -160,14 +165,13 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
     given = [x for part in batch.parts for x in all_tensors((part.content, part.inputs))]
     if any(x.dtype == torch.float64 for x in given):
         return FormatUse(text="float64 in the batch")
-    probe, start = mode.probe(exact=True), mode.start(exact=True)
-    model = probe.model
-    watcher = _Float64Ops([*model.parameters(), *model.buffers(), *given])
+    probe = mode.probe(exact=True)
+    watcher = _Float64Ops([*probe.model.parameters(), *probe.model.buffers(), *given])
 
     @contextmanager
     def inside(model: nn.Module) -> Iterator[None]:
         with watcher.following(model), watcher:
             yield
 
-    probe.gradients(start, batch, before_backward=watcher.end, inside=inside)
+    probe.gradients(mode.start(exact=True), batch, before_backward=watcher.end, inside=inside)
     return watcher.found

@@ -42,11 +42,11 @@ def loss(output, batch):
     return nn.functional.mse_loss(output, {loss})
 """
 DOUBLES = """
-@torch.library.custom_op("mprun_test::doubles", mutates_args=())
-def doubles(x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if x.dtype == torch.bfloat16 else 1.0)
+@torch.library.custom_op("mprun_test::{name}", mutates_args=())
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if x.dtype == torch.bfloat16 else {number})
 
-doubles.register_autograd(lambda context, gradient: gradient)
+kernel.register_autograd(lambda context, gradient: gradient)
 """
 ALL = ["t4", "v100", "a100", "h100", "mps", "cpu-avx2"]
 
@@ -90,16 +90,18 @@ def test_bfloat16_without_units_agrees_in_a_healthy_model(recipe: Path, precisio
     assert "the first step agrees, loss " in x.text
 
 
-def test_a_kernel_that_is_wrong_in_bfloat16_does_not_agree(recipe: Path) -> None:
+@pytest.mark.parametrize("there", ["one", "nan"])
+def test_a_kernel_that_is_another_in_bfloat16_does_not_agree(recipe: Path, there: str) -> None:
+    number = {"one": "1.0", "nan": "float('nan')"}[there]
     (x,) = found(
         recipe,
         ["cpu-avx2"],
         "precision=bf16_mixed",
-        before=DOUBLES,
-        code="y = torch.ops.mprun_test.doubles(y)",
+        before=DOUBLES.format(name=there, number=number),
+        code=f"y = torch.ops.mprun_test.{there}(y)",
     )
     assert "the first step does not agree" in x.text
-    assert "times what roundings explain" in x.text
+    assert f"{'inf ' if there == 'nan' else ''}times what roundings explain" in x.text
 
 
 def test_float16_of_a_cpu_without_instructions(recipe: Path) -> None:
