@@ -7,7 +7,7 @@ A format that a target does not name is native there. Sources, by their short na
     DATA  NVIDIA's data sheets of the four GPUs; memory of each model that is sold
     CUDNN cuDNN has no bfloat16 convolutions below 8.0: huggingface/diffusers pull 14129
     BF16  what PyTorch does without bfloat16 units: pytorch/pytorch issue 124996, pull 148322
-    WHEEL kernels in PyTorch's wheels: pytorch/pytorch issues 172352 and 190385
+    WHEEL kernels in PyTorch's wheels: pytorch/pytorch issue 172352, test-infra pull 8739
     MPS   PyTorch, "MPS backend" (no float64); pytorch/pytorch pull 119641 (bfloat16, macOS 14)
     DNN   oneDNN, "Data Types", hardware limitations; pytorch/pytorch issue 97068 (float16)
 """
@@ -45,7 +45,6 @@ class Lack(NamedTuple):
 class Target(NamedTuple):
     """Other hardware."""
 
-    title: str
     device: str
     """The type of its `torch.device`."""
     memory_gib: tuple[float, ...]
@@ -62,8 +61,8 @@ NO_FLOAT8 = {"fp8": Lack(EMULATED, "its products need compute capability 8.9", "
 NO_AMPERE = {
     "bfloat16": Lack(
         IN_FLOAT32,
-        "no bfloat16 units before compute capability 8.0: PyTorch computes it in float32, slower "
-        "than float16, and without cuDNN's convolutions",
+        "no units for it before compute capability 8.0, so it is slower than float16; no cuDNN "
+        "convolutions",
         "CC, BF16, CUDNN",
     ),
     "tf32": Lack(EMULATED, "TensorFloat-32 needs compute capability 8.0", "CC"),
@@ -81,23 +80,20 @@ NO_INSTRUCTIONS = {
 }
 NO_FLOAT64 = Lack(ABSENT, "the MPS backend has no float64", "MPS")
 TARGETS = {
-    "t4": Target("NVIDIA T4, 7.5", "cuda", (16,), NO_AMPERE, "CC, DATA"),
+    "t4": Target("cuda", (16,), NO_AMPERE, "CC, DATA"),
     "v100": Target(
-        "NVIDIA V100, 7.0",
         "cuda",
         (16, 32),
         NO_AMPERE,
         "CC, DATA, WHEEL",
-        "PyTorch's wheels from 2.11 on have kernels for it in those of CUDA 12.6 alone",
+        "PyTorch's wheels have kernels for it up to 2.14, from 2.11 on only those of CUDA 12.6",
     ),
-    "a100": Target("NVIDIA A100, 8.0", "cuda", (40, 80), NO_FLOAT8, "CC, DATA"),
-    "h100": Target("NVIDIA H100, 9.0", "cuda", (80, 94), BLOCKS, "CC, DATA"),
-    "mps": Target("Apple's GPU", "mps", (), {**NOT_NVIDIA, "float64": NO_FLOAT64}, "MPS"),
-    "cpu-avx2": Target(
-        "a CPU with AVX2", "cpu", (), {**NOT_NVIDIA, **NO_INSTRUCTIONS}, "CC, TE, DNN"
-    ),
+    "a100": Target("cuda", (40, 80), NO_FLOAT8, "CC, DATA"),
+    "h100": Target("cuda", (80, 94), BLOCKS, "CC, DATA"),
+    "mps": Target("mps", (), {**NOT_NVIDIA, "float64": NO_FLOAT64}, "MPS"),
+    "cpu-avx2": Target("cpu", (), {**NOT_NVIDIA, **NO_INSTRUCTIONS}, "CC, TE, DNN"),
 }
-"""By the names of `check.targets`."""
+"""By the names of `check.targets`; the compute capabilities of the GPUs are 7.5, 7.0, 8.0, 9.0."""
 FLOAT16_LEAST = 2.0**-24
 
 

@@ -96,7 +96,7 @@ def test_a_finding_names_the_targets_the_module_and_what_was_measured() -> None:
     wanted = Configuration({"bfloat16": FormatUse("head", measured="the first step agrees")})
     (found,) = target_findings(["t4", "h100", "v100", "t4"], wanted)
     assert found.module == "head"
-    assert found.text.startswith("on t4, v100: bfloat16: no bfloat16 units")
+    assert found.text.startswith("on t4, v100: bfloat16: no units")
     assert found.text.endswith("rounded; the first step agrees")
     (unmeasured,) = target_findings(["cpu-avx2"], Configuration({"bfloat16": FormatUse()}))
     assert unmeasured.text.endswith("not run here in that arithmetic")
