@@ -14,6 +14,7 @@ In anyone's own loop:
     with mprun.observe(model, optimizer, out="runs/bf16") as run: ...   # a record of any loop
     mprun.audit(model, optimizer)  # which dtypes it trains in, and which updates they lose
     mprun.diff(a, b, batch)      # where two precisions, versions or compiled and eager part
+    mprun.assert_explained(kernel, x, reference=f)   # a test without a guessed tolerance
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
     mprun.metrics                # accuracy, F1, perplexity, mean absolute error
     mprun.optim                  # optimizers that keep parameters and state in 16 bits
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mprun.integrations.observe import observe
     from mprun.numerics.audit import audit
     from mprun.numerics.divergence import diff
+    from mprun.numerics.explained import assert_explained
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
@@ -44,6 +46,7 @@ __all__ = [
     "Precision",
     "Recipe",
     "__version__",
+    "assert_explained",
     "audit",
     "check",
     "compare",
@@ -60,6 +63,7 @@ __all__ = [
 _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
+    "assert_explained": "mprun.numerics.explained",
     "audit": "mprun.numerics.audit",
     "check": "mprun.cli.functions",
     "diff": "mprun.numerics.divergence",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,17 +78,14 @@ def test_nothing_of_the_given_model_changes() -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_it_takes_overrides_and_settings_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_takes_overrides_and_settings_and_writes_nothing() -> None:
     result = mprun.check("recipe=linear", precision="fp32,bf16_mixed", budget_s=30, steps=6)
     assert isinstance(result, Result)
     record = result.record
     assert isinstance(record, CheckRecord)
     assert (record.recipe, record.budget_s) == ("linear", 30)
     assert [mode.precision for mode in record.modes] == ["fp32", "bf16_mixed"]
-    assert [*tmp_path.iterdir()] == []
+    assert [*Path().iterdir()] == []
 
 
 def test_the_record_names_the_model_and_overrides_win() -> None:
