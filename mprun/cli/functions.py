@@ -116,6 +116,7 @@ def check(
     *given: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[Any], Any] | None = None,
+    update: bool = False,
     **fields: object,
 ) -> Result:
     """Check a recipe, or a model, in precision modes, as `mprun check` does.
@@ -131,12 +132,13 @@ def check(
         loss: of the output and the target (the batch, where it is no tuple) the mean, a scalar.
             None: the output brings its own.
         optimizer: makes an optimizer of a model; None: AdamW at 1e-3, or as `train.*` says.
+        update: write the baseline instead of comparing with it.
         fields: settings of check (`budget_s=60`), and overrides whose names have no dot
             (`precision="fp32,bf16_mixed"`).
 
     Returns:
-        What was found (`record`, a `CheckRecord` with `findings`); `status` is 1 where there is an
-        error. Nothing is written.
+        The findings (`record`, a `CheckRecord` with `findings`); `status` is 1 where there is an
+        error. A file is written only for `junit=FILE` or `update=True`.
 
     Raises:
         UsageError: an override, the recipe or one of the objects cannot be used.
@@ -145,6 +147,7 @@ def check(
     from mprun.data.loader_sets import untouched
     from mprun.inspect.check import check_modes, plan_check
     from mprun.records.files import own_records
+    from mprun.results.check_reports import tell_others
 
     own_records()
     objects = [x for x in given if not isinstance(x, str)]
@@ -164,7 +167,10 @@ def check(
         raise UsageError("check: loss and optimizer belong to a model; write check(model, batch)")
     made_of = (*objects, loss, optimizer) if objects else None
     with untouched():
-        return check_modes(plan_check(overrides, None, settings, made_of), settings)
+        modes = plan_check(overrides, None, settings, made_of)
+        result = check_modes(modes, settings, update)
+    tell_others(result, settings.junit, {})
+    return result
 
 
 def _overrides(fields: Mapping[str, object]) -> list[str]:

@@ -105,13 +105,13 @@ def assert_explained(
     function = _checked(actual, inputs, dtype, reference, backward, passes)
     runs = _Runs(to_dtype(inputs, dtype), dtype, backward, seed)
     exact = runs.exact(function)
-    found = {"output": actual} if isinstance(actual, Tensor) else runs.low(actual)
+    results = {"output": actual} if isinstance(actual, Tensor) else runs.low(actual)
     rounded = [runs.emulated(function, "stochastic", k) for k in range(1, passes + 1)]
     rounded.append(runs.emulated(function, "nearest", 0))
-    if {n: x.shape for n, x in found.items()} != {n: x.shape for n, x in exact.items()}:
-        raise ValueError(f"actual gives {_shapes(found)}, and the reference {_shapes(exact)}")
+    if {n: x.shape for n, x in results.items()} != {n: x.shape for n, x in exact.items()}:
+        raise ValueError(f"actual gives {_shapes(results)}, and the reference {_shapes(exact)}")
     failures = []
-    for name, x in found.items():
+    for name, x in results.items():
         passed = torch.stack([one[name] for one in rounded])
         texts = [*_unexplained(x, exact[name], passed, dtype)]
         if texts and (op := runs.noisiest_op(function, name)):
@@ -277,7 +277,7 @@ class _OneRounding(Exact):
 def _unexplained(
     actual: Tensor, exact: Tensor, rounded: Tensor, dtype: torch.dtype
 ) -> Iterator[str]:
-    """What of a tensor is not explained, each in the words that follow its name.
+    """What of a tensor is not explained, each as it follows its name.
 
     Args:
         actual: floating, any shape.
@@ -319,12 +319,12 @@ def _part(
         return torch.where(size > 0, (e * exact).nan_to_num().sum(others) / size, 0)
 
     spread = _spread_bound(torch.stack([along(e) for e in passes - exact]), size)
-    found, bound = along(error), along(step * exact.sign()) + spread
-    ratio = (found.abs() / bound).nan_to_num(0)
+    lead, bound = along(error), along(step * exact.sign()) + spread
+    ratio = (lead.abs() / bound).nan_to_num(0)
     at = _index(ratio)
     place = iter(at)
     shown = _shown([next(place) if d in kept else ":" for d in range(exact.dim())])
-    factor, most = float(found[at] / size[at]), float(bound[at] / size[at])
+    factor, most = float(lead[at] / size[at]), float(bound[at] / size[at])
     return float(ratio[at]), (
         f"{shown}: as a whole {1 + factor:.5g} times float64's; {{explain}} a factor of "
         f"{1 - most:.5g} to {1 + most:.5g}; {int((ratio > 1).sum())} of "

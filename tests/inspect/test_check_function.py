@@ -88,6 +88,12 @@ def test_it_takes_overrides_and_settings_and_writes_nothing() -> None:
     assert [*Path().iterdir()] == []
 
 
+def test_files_are_written_where_they_are_asked_for() -> None:
+    model, batch, loss = CASES["inputs and target"]
+    mprun.check(model, batch, loss, precision="fp32", junit="check.xml", update=True)
+    assert {x.name for x in Path().iterdir()} == {"check.xml", "mprun-baseline.json"}
+
+
 def test_the_record_names_the_model_and_overrides_win() -> None:
     model, batch, loss = CASES["inputs and target"]
     given = (model, batch, loss)
