@@ -38,6 +38,8 @@ STARTS = 4
 """Curves of a mode: its own, and those of moved weights."""
 LEVEL = 1e-4
 """The chance of an alarm without a cause that a test accepts."""
+SKIPS = 40
+"""How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them."""
 LONGER = 4
 """How many times as many steps are taken before a loss counts as flat."""
 COARSEST = torch.finfo(torch.bfloat16).eps / 2
@@ -83,54 +85,58 @@ class Curve:
         with untouched():
             self.trainer = Trainer(build_parts(plan), plan.limits)
         self.losses: list[float] = []
-        self.skipped: list[bool] = []
+        self.is_stuck = False
+        """Whether the loss scale cannot work: one step was skipped again and again."""
 
     def until(self, steps: int) -> list[float]:
         """The losses of the first steps; it ends at one that is not finite."""
         with untouched(), self._plan.backend_flags():
-            while len(self.losses) < steps and all(map(math.isfinite, self.losses)):
+            while len(self.losses) < steps and not self.is_stuck:
                 self.step()
+                self.is_stuck |= not math.isfinite(self.losses[-1])
         return self.losses
 
     def step(self) -> None:
-        """Take the next step, as the loop does."""
+        """Take the next step, as the loop does; if it is skipped, the loss scale falls: again.
+
+        So a curve has as many updates as float32's.
+        """
         trainer, number = self.trainer, len(self.losses)
-        seed_all(self._seed + number)
+        batch = self._batches[number % len(self._batches)].trained
         trainer.parts.model.train()
-        result = trainer.optimizer_step(self._batches[number % len(self._batches)].trained)
-        trainer.step += 1
+        for _ in range(SKIPS):
+            seed_all(self._seed + number)
+            result = trainer.optimizer_step(batch)
+            trainer.step += 1
+            if not (result.skipped is not None and bool(result.skipped)):
+                break
+            if not math.isfinite(float(result.loss)):
+                break
+        else:
+            self.is_stuck = True
         self.losses.append(float(result.loss))
-        self.skipped.append(result.skipped is not None and bool(result.skipped))
 
 
 def trains(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
-    steps, own = mode.settings.steps, Curve(mode)
-    losses = list(own.until(steps))
-    mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1]}
-    if not math.isfinite(losses[-1]):
-        yield _not_finite(mode, len(losses))
-        return
-    floor = _moved_by_roundings(mode, losses[0])
-    count = len(mode.batches)
-    if not _falls(losses, count, floor):
-        longer = own.until(LONGER * steps)
-        if not math.isfinite(longer[-1]):
-            yield _not_finite(mode, len(longer))
+    steps, own, count = mode.settings.steps, Curve(mode), len(mode.batches)
+    floor = math.nan
+    for taken in (steps, LONGER * steps):
+        losses = list(own.until(taken))
+        if taken == steps:
+            mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1]}
+        if own.is_stuck:
+            yield _not_finite(mode, losses)
             return
-        if all(own.skipped):
-            text = f"all of {len(longer)} steps were skipped: no loss scale gives finite gradients"
-            yield Finding("not_finite", "", text)
-        elif not _falls(longer, count, floor):
-            fall, noise = _fall(longer, count)
-            text = f"{longer[0]:.5g} falls by {fall:.1e} in {len(longer)} steps; "
-            yield Finding("loss_does_not_fall", "", f"{text}its noise is {noise + floor:.1e}")
+        floor = _moved_by_roundings(mode, losses[0]) if taken == steps else floor
+        fall, noise = _fall(losses, count)
+        if fall > noise + floor:
+            break
+    else:
+        text = f"{losses[0]:.5g} falls by {fall:.1e} in {len(losses)} steps; "
+        yield Finding("loss_does_not_fall", "", f"{text}its noise is {noise + floor:.1e}")
+    losses = losses[:steps]
     yield from _other_curve(mode, losses)
-
-
-def _falls(losses: list[float], count: int, floor: float) -> bool:
-    fall, noise = _fall(losses, count)
-    return fall > noise + floor
 
 
 def _fall(losses: list[float], count: int) -> tuple[float, float]:
@@ -160,23 +166,23 @@ def _moved_by_roundings(mode: CheckedMode, loss: float) -> float:
     return math.sqrt(fmean((x - loss) ** 2 for x in others if math.isfinite(x)))
 
 
-def _not_finite(mode: CheckedMode, steps: int) -> Finding:
+def _not_finite(mode: CheckedMode, losses: list[float]) -> Finding:
     """The op that first made a number that is not finite, in the step that shows it."""
-    curve = Curve(mode)
+    curve, steps = Curve(mode), len(losses)
     curve.until(steps - 1)
     parts = curve.trainer.parts
-    text = f"the loss is {{}} in step {steps}"
+    what = "a gradient" if math.isfinite(losses[-1]) else "the loss"
+    text = f"{what} of step {steps} is not finite, at any loss scale"
     try:
         with untouched(), fp_exceptions(parts.model, parts.optimizer, "halt", halt_after=1):
             curve.step()
     except FpExceptionError as error:
         report = error.report
         all_of_step = [*report.findings, *report.expected, *report.of("absorbed")]
-        found = next((x for x in all_of_step if x.phase == "forward"), error.exception)
-        if found is not None:
-            where = found.location or ""
-            return Finding("not_finite", found.module, text.format("lost"), found.op, where)
-    return Finding("not_finite", "", text.format(curve.losses[-1] if curve.losses else "lost"))
+        first = next((x for x in all_of_step if x.phase == "forward"), error.exception)
+        if first is not None:
+            return Finding("not_finite", first.module, text, first.op, first.location or "")
+    return Finding("not_finite", "", text)
 
 
 def _other_curve(mode: CheckedMode, own: list[float]) -> Iterator[Finding]:

@@ -68,7 +68,11 @@ class Results:
 
 
 def forced(
-    twin: nn.Module, side: Recording, run: Callable[[nn.Module], object], rounded: bool
+    twin: nn.Module,
+    side: Recording,
+    run: Callable[[nn.Module], object],
+    rounded: bool,
+    seed: int = 0,
 ) -> Results:
     """Run the pieces of a side.
 
@@ -77,35 +81,36 @@ def forced(
         side: the recording.
         run: calls the copy, with any floating numbers.
         rounded: round to the dtype of each call.
+        seed: of the random moves.
     """
     set_values(twin, {**side.parameters, **side.buffers})
     if rounded:
-        _move_parameters(twin, side)
+        _move_parameters(twin, side, seed)
     with exact_arithmetic(twin) as exact:
-        forcing = _ForcedRun(side, exact, rounded)
+        forcing = _ForcedRun(side, exact, rounded, seed)
         with calls_followed(twin.named_modules(), forcing.begin, forcing.end):
             run(twin)
         return forcing.results(dict(twin.named_parameters()))
 
 
-def _move_parameters(twin: nn.Module, side: Recording) -> None:
+def _move_parameters(twin: nn.Module, side: Recording, seed: int) -> None:
     steps = {boundary.place[0]: boundary.half_step for boundary in side.boundaries.values()}
     for path, module in twin.named_modules():
         for p in module.parameters(recurse=False):
             if path in steps:
-                p.data = moved(p.data, steps[path])
+                p.data = moved(p.data, steps[path], seed)
 
 
-def moved(x: Tensor, most: float) -> Tensor:
+def moved(x: Tensor, most: float, seed: int = 0) -> Tensor:
     """`x` in float64, each number moved at random by up to this share of itself."""
-    generator = torch.Generator().manual_seed(x.numel())
+    generator = torch.Generator().manual_seed(x.numel() + (seed << 40))
     share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return x.double() * (1 + share.to(x.device) * most)
 
 
 class _ForcedRun:
-    def __init__(self, side: Recording, exact: Exact, rounded: bool) -> None:
-        self._side, self._exact, self._rounded = side, exact, rounded
+    def __init__(self, side: Recording, exact: Exact, rounded: bool, seed: int) -> None:
+        self._side, self._exact, self._rounded, self._seed = side, exact, rounded, seed
         self._calls: Counter[str] = Counter()
         self._open: list[Piece | None] = []
         self._pieces: list[Piece] = []
@@ -167,7 +172,7 @@ class _ForcedRun:
                 return x
             wide = numbers[count].to(x.device).double()
             if self._rounded and reader is not None:
-                wide = moved(wide, reader.boundary.half_step)
+                wide = moved(wide, reader.boundary.half_step, self._seed)
             forced = wide.requires_grad_()
             if reader is not None:
                 reader.starts.append((f"{name} {count}", forced, gradients.get(count)))
@@ -201,7 +206,7 @@ class _ForcedRun:
         trained = [(name, p, None) for name, p in parameters.items() if p.requires_grad]
         wanted: list[tuple[str, Tensor, Tensor | None]] = [*starts, *trained]
         most = piece.boundary.half_step
-        sent = [moved(g, most) if self._rounded else g.double() for _, g in ends]
+        sent = [moved(g, most, self._seed) if self._rounded else g.double() for _, g in ends]
         computed = torch.autograd.grad(
             [x for x, _ in ends],
             [x for _, x, _ in wanted],

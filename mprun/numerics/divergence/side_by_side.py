@@ -210,18 +210,28 @@ class Captured(NamedTuple):
     compiled: bool
 
 
-def capture(step: SharedStep, side: Side, reference: nn.Module | None = None) -> Captured:
+def capture(
+    step: SharedStep,
+    side: Side,
+    reference: nn.Module | None = None,
+    passes: int = 1,
+    ops: bool = True,
+) -> Captured:
     """The errors that arise in one side.
 
     Args:
         step: its step.
         side: the side.
         reference: a float64 copy of a model with the same modules; None: of the side's own.
+        passes: rounded passes; the largest of their errors counts as explained. They draw other
+            random numbers than the side: dtypes may draw different ones from one seed.
+        ops: look at each op too.
     """
     recording = step.record(side)
     twin = reference or _float64_of((side,))[0]
-    calls = list(_calls(_SideResults(step, side, recording, twin)))
-    return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
+    calls = list(_calls(_SideResults(step, side, recording, twin, passes)))
+    seen = step.ops(side) if ops else []
+    return Captured(calls, seen, recording.loss, side.is_compiled)
 
 
 def together(
@@ -248,13 +258,18 @@ def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
 class _SideResults:
     """A side's numbers beside float64's."""
 
-    def __init__(self, step: SharedStep, side: Side, recording: Recording, twin: nn.Module) -> None:
+    def __init__(
+        self, step: SharedStep, side: Side, recording: Recording, twin: nn.Module, passes: int
+    ) -> None:
         self.recording = recording
         run = step.exactly(side)
         with ready(twin, SEED):
             self.exact = forced(twin, recording, run, rounded=False)
-            self.rounded = forced(twin, recording, run, rounded=True)
             self.true = true_outputs(twin, recording, run)
+        self.rounded = []
+        for n in range(passes):
+            with ready(twin, SEED + 1 + n):
+                self.rounded.append(forced(twin, recording, run, rounded=True, seed=n))
 
 
 def _calls(side: _SideResults) -> Iterator[CapturedCall]:
@@ -281,27 +296,30 @@ def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[Diff
             yield DifferenceRow(x.phase, x.module, x.call, x.kind, *worst)
 
 
-Numbers = dict[str, tuple[Tensor, Tensor, Tensor, Tensor | None]]
-"""Name to a side's tensor, the exact one, the one rounded to the dtype, and the true one."""
+Quadruple = tuple[Tensor, Tensor, list[Tensor], Tensor | None]
+"""A side's tensor, the exact one, those rounded to the dtype, and the true one."""
+Numbers = dict[str, Quadruple]
+"""By name."""
 
 
 def _forward(side: _SideResults, place: Place) -> Numbers:
     theirs = side.recording.boundaries[place].outputs
-    rows = zip(theirs, side.exact.outputs[place], side.rounded.outputs[place], strict=False)
+    rounded = zip(*(r.outputs[place] for r in side.rounded), strict=False)
+    rows = zip(theirs, side.exact.outputs[place], rounded, strict=False)
     true = side.true.get(place, [])
     return {
-        f"output {n}": (x, y, z, true[n] if n < len(true) else None)
+        f"output {n}": (x, y, [*z], true[n] if n < len(true) else None)
         for n, (x, y, z) in enumerate(rows)
-        if x.shape == y.shape == z.shape
+        if {x.shape} == {y.shape, *(each.shape for each in z)}
     }
 
 
 def _backward(side: _SideResults, place: Place) -> Numbers:
-    exact, rounded = (r.gradients.get(place, {}) for r in (side.exact, side.rounded))
+    rounded = [r.gradients.get(place, {}) for r in side.rounded]
     rows: Numbers = {
-        f"gradient at {name}": (theirs, x, rounded[name][0], None)
-        for name, (x, theirs) in exact.items()
-        if name in rounded
+        f"gradient at {name}": (theirs, x, [r[name][0] for r in rounded], None)
+        for name, (x, theirs) in side.exact.gradients.get(place, {}).items()
+        if all(name in r for r in rounded)
     }
     path = place[0]
     for name, x in side.exact.parameters.items():
@@ -310,23 +328,20 @@ def _backward(side: _SideResults, place: Place) -> Numbers:
             rows[f"gradient of {name.rpartition('.')[2]}"] = (
                 theirs,
                 x,
-                side.rounded.parameters[name],
+                [r.parameters[name] for r in side.rounded],
                 None,
             )
     return rows
 
 
-def _error(
-    side: _SideResults, place: Place, numbers: tuple[Tensor, Tensor, Tensor, Tensor | None]
-) -> SideError:
-    theirs, exact, rounded, true = (None if x is None else x.double().cpu() for x in numbers)
-    assert theirs is not None
-    assert exact is not None
-    assert rounded is not None
+def _error(side: _SideResults, place: Place, numbers: Quadruple) -> SideError:
+    theirs, exact = (x.double().cpu() for x in numbers[:2])
+    true = None if numbers[3] is None else numbers[3].double().cpu()
+    largest = max(relative_rms(x.double().cpu(), exact) for x in numbers[2])
     boundary = side.recording.boundaries[place]
     margin = MARGINS.get(boundary.dtype, MARGIN) if boundary.format is None else FORMAT_MARGIN
     scale = rms(exact)
-    explained = margin * max(relative_rms(rounded, exact), boundary.half_step)
+    explained = margin * max(largest, boundary.half_step)
     return SideError(
         dtype=boundary.rounding,
         arising=relative_rms(theirs, exact),
