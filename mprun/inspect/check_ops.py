@@ -164,31 +164,26 @@ def _after_steps(mode: CheckedMode, low: bool) -> Iterator[Finding]:
     def judge(*args: object) -> None:
         lost[:] = _lost(parts.model, parts.optimizer)
 
+    _taken_step(trainer, mode.batches[0])
     with parts.optimizer.register_step_pre_hook(judge):
-        for n in range(2):
-            _taken_step(trainer, mode.batches[n % len(mode.batches)])
+        _taken_step(trainer, mode.batches[-1])
     yield from lost
     if low:
         return
     own = [name for name, x in resolve(parts.model, mode.plan.layers).items() if x != "fp32"]
-    named = {n: p for n, p in parts.model.named_parameters() if not _inside(n, own)}
-    yield from _stored(named.items(), "after two steps")
-    buffers = [(n, x) for n, x in parts.model.named_buffers() if not _inside(n, own)]
-    yield from _stored(buffers, "after two steps")
-    if policy.momentum_dtype == policy.variance_dtype == "float32":
-        states = parts.optimizer.state
-        yield from _stored(
-            (
-                (f"{name}: {key}", x)
-                for name, p in named.items()
-                for key, x in states.get(p, {}).items()
-                if isinstance(x, Tensor)
-            ),
-            "after two steps",
-        )
+    named = [(n, p) for n, p in parts.model.named_parameters() if not _inside(n, own)]
+    held = [*named, *((n, x) for n, x in parts.model.named_buffers() if not _inside(n, own))]
     if policy.accum_dtype == "float32":
-        grads = ((f"{n}.grad", p.grad) for n, p in named.items() if p.grad is not None)
-        yield from _stored(grads, "after two steps")
+        held += [(f"{n}: gradient", p.grad) for n, p in named if p.grad is not None]
+    if policy.momentum_dtype == policy.variance_dtype == "float32":
+        held += [(f"{n}: {key}", x) for n, p in named for key, x in _state(parts.optimizer, p)]
+    yield from _stored(held, "after two steps")
+
+
+def _state(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an optimizer's state."""
+    state = optimizer.state.get(p, {}).items()
+    return ((key, x) for key, x in state if isinstance(x, Tensor))
 
 
 def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:

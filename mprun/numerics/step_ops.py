@@ -144,8 +144,9 @@ class StepOps(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         phase, module = self.tracker.context()
-        if phase == "optimizer" or not op_spec(func).makes_numbers:
-            return run()
+        is_over = phase == "other" and bool(self.ops) and self.ops[-1].phase == "backward"
+        if phase == "optimizer" or is_over or not op_spec(func).makes_numbers:
+            return run()  # after a backward pass: of the loss scale, of clipping
         inputs = [x for x in tensors_of((args, kwargs)) if is_plain(x)]
         read = [(x.dtype, self._known.get(storage_key(x), KnownNumbers(None))) for x in inputs]
         before = [(dtype, known.index) for dtype, known in read]

@@ -46,6 +46,7 @@ def data():
 def loss(output, batch):
     {loss}
     return F.cross_entropy(output, batch[1])
+{end}
 """
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
 
@@ -53,7 +54,7 @@ MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
 def found(folder: Path, mode: str, *more: str, **parts: str) -> list[Finding]:
     """The findings of both checks for a model with these lines in it."""
     path = folder / f"model{len([*folder.iterdir()])}.py"
-    lines = {"init": "pass", "forward": "pass", "made": "pass", "loss": "pass", **parts}
+    lines = {"init": "pass", "forward": "pass", "made": "pass", "loss": "pass", "end": "", **parts}
     path.write_text(RECIPE.format(**lines))
     (checked,) = plan_check([f"recipe={path}", f"precision={mode}", *more], None, CheckSettings())
     with checked.planned.executing():
@@ -126,6 +127,25 @@ def test_count_in_16_bits(tmp_path):
     assert found(tmp_path, "bf16_mixed", forward=forward) == []
     (finding,) = found(tmp_path, "bf16_mixed", forward=forward.replace("64", "129 * 3"))
     assert (finding.kind, finding.op) == ("lower_dtype", "sum")
+
+
+def test_optimizer_state_in_16_bits(tmp_path):
+    own = """
+
+class Rounding(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def optimizer(model):
+    return Rounding(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+"""
+    findings = found(tmp_path, "fp32", loss="pass", end=own)
+    assert {x.kind for x in findings} == {"stored_in_16_bits"}
+    assert {x.module for x in findings} == {"0", "part.linear", "2", "3"}
+    assert "weight: momentum_buffer has bfloat16 after two steps" in findings[0].text
 
 
 def test_lost_update(tmp_path):
