@@ -136,13 +136,14 @@ def test_it_installs_what_is_asked_for(
     assert runner.evaluated(step["with"]["path"]) == f"{cache}/mprun-pip"
 
 
+@pytest.mark.representative("0.00001-*")
 @pytest.mark.parametrize(
     ("gib", "status", "answer"), [("1", 0, "passed: linear"), ("0.00001", 1, "failed: linear")]
 )
 def test_it_checks_and_keeps_what_is_uploaded(
     gib: str, status: int, answer: str, in_empty_folder: Path
 ) -> None:
-    args = f"check.memory_gib={gib}\n\ncheck.samples=8\nrecipe.model.in_features=8\n"
+    args = f"check.memory_gib={gib}\n\ncheck.samples=8\ncheck.steps=6\nrecipe.model.in_features=8\n"
     runner = Runner(in_empty_folder, recipe="linear", precision="bf16_mixed", args=args)
     runner.program("mprun", f'PYTHONPATH={ROOT} exec {sys.executable} -m mprun "$@"')
     done = runner.run(step_of("Check"))
