@@ -50,6 +50,8 @@ def test_every_kind_that_the_code_names_is_one() -> None:
     }
     assert "over_memory" in named
     assert named <= {*kinds()}
+    text = "".join(path.read_text(encoding="utf-8") for path in MPRUN.rglob("*.py"))
+    assert [name for name in kinds() if f'"{name}"' not in text] == []
 
 
 def test_a_check_without_findings_is_a_line_and_a_table() -> None:
