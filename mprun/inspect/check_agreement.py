@@ -301,6 +301,13 @@ def _is_determined(exact: Tensor, float64: Tensor) -> bool:
 def _far(passes: _StepPasses) -> Iterator[Finding]:
     """The parameter whose gradient is furthest from float32's, or the loss."""
     ratios = _excesses(passes)
+    if ratios:  # a gradient that is zero but for roundings (a bias before a BatchNorm) is none
+        exact, float64 = passes.exact(passes.mode.exact_batches[0]), passes.in_float64()
+        ratios = {
+            x: ratio
+            for x, ratio in ratios.items()
+            if x == LOSS or (x in float64 and _is_determined(exact[x], float64[x]))
+        }
     if not ratios:
         return
     name = LOSS if LOSS in ratios else max(ratios, key=lambda x: ratios[x])
