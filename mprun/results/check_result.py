@@ -6,19 +6,21 @@ named as not done and is no success. A finding of severity error ends the comman
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, NamedTuple
+from typing import Annotated, TypeVar
 
-import yaml  # type: ignore[import-untyped]
-from msgspec import Meta
+from msgspec import Meta, convert
 
 from mprun.console.fitted_table import FittedTable, text_column
 from mprun.console.formatting import by_reason, counted
 from mprun.records.policy_columns import Count, Legal, NotNegative, Positive
+from mprun.records.reader import load_yaml
 
+T = TypeVar("T")
 SCHEMA_VERSION = 1
 ERROR, WARNING = "error", "warning"
 CHECKS = {
@@ -57,7 +59,8 @@ class CheckSettings:
     """The most samples of a batch."""
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """A kind of finding."""
 
     check: str
@@ -71,11 +74,16 @@ class Kind(NamedTuple):
     """What to do."""
 
 
+def data_file(name: str, kind: type[T]) -> T:
+    """The content of a YAML file of this package."""
+    text = files("mprun.results").joinpath(name).read_text(encoding="utf-8")
+    return convert(load_yaml(text), kind)
+
+
 @cache
 def kinds() -> dict[str, Kind]:
     """Every kind of finding by its name, in the order of the checks: check_kinds.yaml."""
-    text = files("mprun.results").joinpath("check_kinds.yaml").read_text(encoding="utf-8")
-    return {name: Kind(**fields) for name, fields in yaml.safe_load(text).items()}
+    return data_file("check_kinds.yaml", dict[str, Kind])
 
 
 @dataclass(frozen=True)
@@ -181,10 +189,10 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
         yield f"  fix: {kinds()[x.kind].cure}"
     if (rest := len(record.merged) - SHOWN) > 0:
         yield f"({counted(rest, 'more finding')} in check.json)"
-    left: dict[tuple[str, str], list[str]] = {}
+    left: dict[tuple[str, str], list[str]] = defaultdict(list)
     for mode in record.modes:
         for why, checks in by_reason(mode.not_done).items():
-            left.setdefault((", ".join(checks), why), []).append(mode.label)
+            left[", ".join(checks), why].append(mode.label)
     for (names, why), labels in left.items():
         yield f"not done: {names} of {', '.join(labels)}: {why}"
     yield from record.notes
