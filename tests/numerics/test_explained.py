@@ -118,6 +118,11 @@ def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> N
     assert message.endswith("(most of what is explained arises in mm)")
 
 
+def test_of_several_ops_the_noisiest_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"arises in add\)$"):
+        assert_explained(lambda x: x + 3, draw(8), reference=lambda x: ((x * 1.5) + 100).sub(100))
+
+
 def test_a_kernel_that_adds_up_in_the_dtype_passes_beside_a_reference_that_does() -> None:
     def one_by_one(x: Tensor, w: Tensor, order: int = 1) -> Tensor:
         total = torch.zeros(len(x), w.shape[1], dtype=x.dtype)
@@ -168,6 +173,8 @@ def test_nan_fails_and_infinities_pass_where_the_format_has_no_larger_number() -
         assert_explained(torch.tensor([1.0, math.nan]).half(), x, dtype=torch.float16, reference=sq)
     with pytest.raises(AssertionError, match=r"output\[0\]: actual inf, float64 1"):
         assert_explained(torch.tensor([math.inf] * 2).half(), x, dtype=torch.float16, reference=sq)
+    with pytest.raises(AssertionError, match=r"output\[0\]: actual -7, float64 -inf"):
+        assert_explained(lambda x: torch.full_like(x, -7), torch.zeros(1), reference=torch.log)
 
 
 def sq(x: Tensor) -> Tensor:
@@ -192,16 +199,20 @@ def test_it_changes_no_random_numbers() -> None:
     ("call", "kind", "text"),
     [
         (lambda: assert_explained(3, draw(2)), TypeError, "actual is a int"),
-        (lambda: assert_explained(draw(2), draw(2)), TypeError, "there is no reference"),
+        (lambda: assert_explained(draw(2), draw(2)), TypeError, "reference is a NoneType"),
         (lambda: assert_explained(sq, sq, draw(2)), TypeError, "write the reference by its name"),
         (lambda: assert_explained(sq, draw(2), reference=3), TypeError, "reference is a int"),
         (lambda: assert_explained(sq, draw(2), dtype=torch.float64), ValueError, "legal: torch"),
         (lambda: assert_explained(sq, draw(2), passes=1), ValueError, "2 or more"),
-        (lambda: assert_explained(draw(2), reference=sq, backward=True), ValueError, "function"),
+        (
+            lambda: assert_explained(draw(2), draw(2), reference=sq, backward=True),
+            ValueError,
+            r"actual gives {'output': \[2\]}, and .* 'gradient of input 0': \[2\]}",
+        ),
         (
             lambda: assert_explained(draw(3), draw(2), reference=sq),
             ValueError,
-            r"output \[3\], and the reference output \[2\]",
+            r"{'output': \[3\]}, and the reference {'output': \[2\]}",
         ),
     ],
 )
