@@ -7,10 +7,10 @@ the caller's changes. The batch is all of the training data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,26 +23,13 @@ from mprun.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
 
 
-class GivenRecipe(NamedTuple):
-    """A recipe of objects, and the configuration that it begins with."""
-
-    recipe: Recipe
-    defaults: dict[str, str]
-    """Key to value of overrides."""
-
-    def below(self, overrides: Sequence[str]) -> list[str]:
-        """The overrides of its configuration, with the user's, which win."""
-        given = {text.partition("=")[0] for text in overrides}
-        return [*(f"{k}={x}" for k, x in self.defaults.items() if k not in given), *overrides]
-
-
 def given_recipe(
     model: nn.Module,
     batch: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
-) -> GivenRecipe:
-    """The recipe of a model, a batch and a loss.
+) -> tuple[Recipe, list[str]]:
+    """The recipe of a model, a batch and a loss, and overrides to which the user's are added.
 
     Args:
         model: any module, in any dtype and on any device.
@@ -59,42 +46,37 @@ def given_recipe(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"check: model is a {type(model).__name__}; legal is a torch.nn.Module")
-    tensors = all_tensors(batch)
-    sizes = {len(x) if x.dim() else 0 for x in tensors}
+    sizes = {len(x) if x.dim() else 0 for x in all_tensors(batch)}
     if sizes <= {0}:
         raise UsageError(
             f"check: batch is a {type(batch).__name__} without samples; legal is a tensor, or a "
             "tuple or mapping of tensors"
         )
-    samples = map_tensors(lambda x: x.detach().cpu(), batch)
-    form = tuple(samples) if isinstance(samples, list) else samples
-    form = form if isinstance(form, tuple | Mapping) else (form,)
-    # Tensors of unequal lengths (time first, then samples) are a batch that nobody may divide.
-    is_divisible = len(sizes) == 1
+    form = map_tensors(lambda x: x.detach().cpu(), batch)
+    if not isinstance(form, Mapping):
+        form = tuple(form) if isinstance(form, tuple | list) else (form,)
     whole: Any = [form]
-    train = form if is_divisible else DataLoader(whole, batch_size=None)
-    functions: dict[str, Any] = {
-        "model": lambda: _copied(model),
-        "data": lambda: {"train": train, "validation": None},
-    }
-    if loss is None:
-        functions["forward"] = _forward_all
-    else:
-        functions["loss"] = lambda output, b: loss(output, b if isinstance(b, Mapping) else b[-1])
-    if optimizer is not None:
-        functions["optimizer"] = optimizer
+    # Tensors of unequal lengths (time first, then samples) are a batch that nobody may divide.
+    train = form if len(sizes) == 1 else DataLoader(whole, batch_size=None)
     name = type(model).__name__
     module = ModuleType(name, f"{name}, given in Python")
-    vars(module).update(functions)
-    defaults = {
-        "recipe": "linear",  # whose other settings are the defaults of a run
-        "recipe.name": quoted(name),
-        "recipe.target": quoted(f"{type(model).__module__}.{type(model).__qualname__}"),
-        "train.optimizer.name": "adamw",
-        "train.lr": "0.001",
-        "train.batch_size": str(max(sizes)),
-    }
-    return GivenRecipe(of_functions(module, Path(name))(), defaults)
+    functions: dict[str, Any] = vars(module)
+    functions["model"] = lambda: _copied(model)
+    functions["data"] = lambda: {"train": train, "validation": None}
+    if loss is not None:
+        functions["loss"] = lambda output, b: loss(output, b if isinstance(b, Mapping) else b[-1])
+    else:  # every item is an argument
+        functions["forward"] = lambda m, b: m(**b) if isinstance(b, Mapping) else m(*b)
+    if optimizer is not None:
+        functions["optimizer"] = optimizer
+    return of_functions(module, Path(name))(), [
+        "recipe=linear",  # whose other settings are the defaults of a run
+        f"recipe.name={quoted(name)}",
+        f"recipe.target={quoted(f'{type(model).__module__}.{type(model).__qualname__}')}",
+        "train.optimizer.name=adamw",
+        "train.lr=0.001",
+        f"train.batch_size={max(sizes)}",
+    ]
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -102,8 +84,3 @@ def _copied(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model).cpu()
     copied.zero_grad(set_to_none=True)
     return copied
-
-
-def _forward_all(model: nn.Module, batch: Any) -> Any:
-    """The output for a batch that has no target: every item is an argument."""
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)

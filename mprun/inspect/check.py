@@ -77,8 +77,8 @@ def plan_check(
     """
     recipe = None
     if given is not None:
-        made = given_recipe(*given)
-        recipe, overrides = made.recipe, made.below(overrides)
+        recipe, defaults = given_recipe(*given)
+        overrides = [*defaults, *overrides]
     if any(text.startswith("run.resume=") for text in overrides):
         raise UsageError("mprun check starts at new weights: leave out run.resume")
     parsed = [parse(text) for text in with_modes(overrides)]
