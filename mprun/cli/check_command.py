@@ -72,12 +72,14 @@ def _planned(
             raise UsageError("--observed judges a record alone: leave out overrides and --python")
         folder = known.observed
         return lambda report: check_other_runs.check_observed(folder, settings, known.update), None
-    modes = check.plan_check(overrides, known.config_dir, settings)
-    wanted = modes[0].planned.composed.config.run.dir
-    if known.python is None and known.requirement is None:
-        return lambda report: check.check_modes(modes, settings, known.update, report), wanted
-    if known.update or (known.python and known.requirement):
+    other = known.python or known.requirement
+    if other and (known.update or (known.python and known.requirement)):
         raise UsageError("--python and --with compare two environments: give one, without --update")
-    python = known.python or check_other_runs.environment_with(str(known.requirement))
-    planned = (overrides, known.config_dir, settings, python)
-    return lambda report: check_other_runs.check_environment(*planned), wanted
+    texts = [*overrides, *(check_other_runs.ONE_STEP if other else ())]
+    modes = check.plan_check(texts, known.config_dir, settings)
+    wanted = modes[0].planned.composed.config.run.dir
+    if not other:
+        return lambda report: check.check_modes(modes, settings, known.update, report), wanted
+    needed = known.requirement
+    python = check_other_runs.environment_with(needed) if needed else [str(known.python)]
+    return lambda report: check_other_runs.check_environment(modes, settings, python), wanted

@@ -11,31 +11,27 @@ side more than on the other, is a finding, as in `mprun diff`.
 
 from __future__ import annotations
 
-import hashlib
 import math
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, variance
-
-from scipy.special import stdtr
+from statistics import fmean, median, stdev
 
 import mprun
-from mprun.config import compose
-from mprun.config.compose import parse
-from mprun.config.multirun import combinations
-from mprun.config.recipe_file import as_text, quoted
 from mprun.console.formatting import UNITS, size_text
-from mprun.doctor import machine
-from mprun.errors import RunFailedError, UsageError
-from mprun.experiments.planned_run import plan_or_resume
+from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.baseline_figures import explained
-from mprun.inspect.check import check_result, with_modes
+from mprun.inspect.check import check_result
+from mprun.inspect.checked_mode import CheckedMode
 from mprun.inspect.diff import capture_run, diff_captures, load_run, read_capture
+from mprun.numerics.audit_finding import KINDS
+from mprun.numerics.divergence import DifferenceRow
 from mprun.records.files import write_atomic
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.results import Result
@@ -48,20 +44,14 @@ from mprun.results.check_baseline import (
     read_baseline,
     updated,
 )
-from mprun.results.check_result import CheckSettings, Finding, ModeChecks
+from mprun.results.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.run import run
 from mprun.train.signals import StopSignals
 
 FALLS_BY_CHANCE = 1e-3
 """The chance at which losses without a trend pass as falling."""
-OF_AUDIT = {
-    "lost_update": "lost_update",
-    "loaded_in_16_bits": "stored_in_16_bits",
-    "norm_in_16_bits": "stored_in_16_bits",
-    "embedding_in_16_bits": "stored_in_16_bits",
-    "state_in_16_bits": "stored_in_16_bits",
-}
-"""Findings of the audit, which the record has as warnings, to those of a check."""
+ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
+"""Overrides of the runs that two environments load."""
 
 
 def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Result:
@@ -83,18 +73,18 @@ def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Resul
     losses = [float(x["loss"]) for x in steps if x.get("loss") is not None]
     checks = ModeChecks(summary.variant, summary.precision)
     checks.findings += [*_trained(summary, losses), *_audited(summary)]
-    checks.done |= {"trains": 0.0, "dtypes": 0.0}
-    peak = {k: int(v) for k, v in vars(summary.memory_bytes).items() if isinstance(v, int)}
-    if peak.get("peak"):
-        limit = (settings.memory_gib or math.inf) * UNITS["GiB"]
+    checks.done = dict.fromkeys(("trains", "dtypes"), 0.0)
+    why = "a record has no model: mprun check recipe=... takes its steps"
+    checks.not_done = dict.fromkeys(("agrees", "robust"), why)
+    peak = {k: x for k, x in vars(summary.memory_bytes).items() if isinstance(x, int)}
+    limit = (settings.memory_gib or math.inf) * UNITS["GiB"]
+    if not peak.get("peak"):
+        checks.not_done["fits"] = "the loop was observed without memory=True"
+    else:
+        checks.done["fits"] = 0.0
         if peak["peak"] > limit:
             text = f"{size_text(peak['peak'])}, limit {size_text(int(limit))}"
             checks.findings.append(Finding("over_memory", "", text))
-        checks.done["fits"] = 0.0
-    else:
-        checks.not_done["fits"] = "the loop was observed without memory=True"
-    for name in ("agrees", "robust"):
-        checks.not_done[name] = "a record has no model: mprun check recipe=... takes its steps"
     path = Path(settings.baseline)
     old, notes = read_baseline(path), []
     new = _observed_baseline(summary, losses, peak)
@@ -127,133 +117,103 @@ def _trained(summary: Summary, losses: Sequence[float]) -> Iterator[Finding]:
 def chance_of_fall(losses: Sequence[float]) -> float:
     """The chance of such a fall from the first to the last third of losses without a trend.
 
-    Welch's t-test, one-sided; 1 for fewer than six losses.
+    Welch's t-test, one-sided; 1 for fewer than six losses, and for losses that are all the same.
     """
+    from scipy.stats import ttest_ind_from_stats  # half a second to import
+
     third = len(losses) // 3
     if third < 2:
         return 1.0
-    first, last = losses[:third], losses[-third:]
-    a, b = variance(first) / third, variance(last) / third
-    fall = fmean(first) - fmean(last)
-    if a + b == 0:
-        return 0.0 if fall > 0 else 1.0
-    freedom = (a + b) ** 2 / ((a * a + b * b) / (third - 1))
-    return float(stdtr(freedom, -fall / math.sqrt(a + b)))
+    first, last = ((fmean(x), stdev(x), third) for x in (losses[:third], losses[-third:]))
+    test = ttest_ind_from_stats(*first, *last, equal_var=False, alternative="greater")
+    return 1.0 if math.isnan(test.pvalue) else float(test.pvalue)
 
 
 def _audited(summary: Summary) -> Iterator[Finding]:
+    """The audit's findings, which the record has as warnings."""
     for text in summary.warnings:
         kind, _, rest = text.partition(" ")
         module, _, said = rest.partition(": ")
-        if kind in OF_AUDIT:
-            yield Finding(OF_AUDIT[kind], module, said)
+        if kind in KINDS and (kind in kinds() or kind.endswith("_in_16_bits")):
+            yield Finding(kind if kind in kinds() else "stored_in_16_bits", module, said)
     if summary.requested != summary.effective:
         yield Finding("substituted", "", f"{summary.precision} was asked for")
 
 
 def _observed_baseline(summary: Summary, losses: list[float], peak: dict[str, int]) -> Baseline:
-    differences = [abs(x - y) for x, y in pairwise(losses)]
-    scatter = median(differences) if differences else 0.0  # robust to the fall itself
-    bound = explained([scatter] * max(len(differences), 1), 0.0)
-    hardware = summary.hardware
-    return Baseline(
-        schema_version=SCHEMA_VERSION,
-        recipe=summary.recipe,
-        machine=f"{hardware.name}, {summary.backend.threads} threads",
-        versions=summary.versions,
-        code={},
-        reference=None,
-        modes={
-            summary.variant: ModeBaseline([BaselineFigure(x, bound) for x in losses[:8]], {}, peak)
-        },
-    )
+    differences = [abs(x - y) for x, y in pairwise(losses)] or [0.0]
+    scatter = median(differences)  # robust to the fall itself
+    bound = explained([scatter] * len(differences), 0.0)
+    mode = ModeBaseline([BaselineFigure(x, bound) for x in losses[:8]], peak_bytes=peak)
+    machine = f"{summary.hardware.name}, {summary.backend.threads} threads"
+    modes = {summary.variant: mode}
+    return Baseline(SCHEMA_VERSION, summary.recipe, machine, summary.versions, modes=modes)
 
 
 # ---- another environment -------------------------------------------------------------------------
 
 
 def check_environment(
-    overrides: Sequence[str], config_dir: Path | None, settings: CheckSettings, python: Path
+    modes: Sequence[CheckedMode], settings: CheckSettings, python: Sequence[str]
 ) -> Result:
     """Hold the step of each mode in another environment against this one, module by module.
 
     Args:
-        overrides, config_dir: of a run; `precision=` may list modes.
+        modes: planned with `ONE_STEP`.
         settings: of the check.
-        python: the other environment's interpreter.
+        python: the command of the other environment's interpreter.
 
     Raises:
-        UsageError: it has no mprun, or a mode cannot be planned.
+        UsageError: it has no mprun.
         RunFailedError: a step fails in one of them.
     """
     began = time.monotonic()
-    _answer(python, ["-c", "import mprun"], f"{python} -m pip install mprun")
-    checks, notes = [], []
+    missing = f"{shlex.join(python)} cannot import mprun (pip install mprun)"
+    _ask([*python, "-c", "import mprun"], UsageError, missing)
+    notes: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for number, texts in enumerate(combinations([*map(parse, with_modes(overrides))])):
-            folder = Path(temporary) / str(number)
-            summary, found = _beside(texts, config_dir, python, folder)
-            mode = ModeChecks(summary.variant, summary.precision, found[0])
-            mode.done["agrees"] = time.monotonic() - began
-            checks.append(mode)
-            notes += [x for x in found[1] if x not in notes]
+        for number, mode in enumerate(modes):
+            mode.plan.config.run.dir = f"{temporary}/{number}"
+            with StopSignals() as stop:
+                summary, folder = run(mode.plan, mode.planned.composed.resolved, stop)
+            file = folder / "other.json"
+            saved = ["-m", "mprun", "diff", str(folder), "--save", str(file)]
+            _ask([*python, *saved], RunFailedError, f"{mode.checks.label} in the other environment")
+            difference = diff_captures(capture_run(load_run(folder)), read_capture(file))
+            notes += [x for x in difference.notes if x not in notes]
+            mode.checks.findings += map(_parted, filter(None, [difference.first]))
+            mode.checks.done["agrees"] = time.monotonic() - began
     about = summary.recipe, summary.hardware.name, summary.versions
-    return check_result(*about, checks, began, settings, notes)
+    return check_result(*about, [mode.checks for mode in modes], began, settings, notes)
 
 
-def _beside(
-    texts: Sequence[str], config_dir: Path | None, python: Path, folder: Path
-) -> tuple[Summary, tuple[list[Finding], list[str]]]:
-    """A mode's run of one step, and findings and notes about its step in both environments."""
-    here = [f"run.dir={quoted(as_text(str(folder)))}", "train.max_steps=1", "data.eval_limit=64"]
-    composed = compose([*texts, *here], config_dir)
-    plan, _ = plan_or_resume(composed)
-    stop = StopSignals()
-    with stop:
-        summary, path = run(plan, composed.resolved, stop)
-    file = folder / "other.json"
-    _answer(python, ["-m", "mprun", "diff", str(path), "--save", str(file)], "")
-    difference = diff_captures(capture_run(load_run(path)), read_capture(file))
-    notes = list(difference.notes)
-    first = difference.first
-    if first is None:
-        return summary, ([], notes)
+def _parted(first: DifferenceRow) -> Finding:
+    """The first error that arises in one environment more than in the other."""
     there = first.b.arising > first.a.arising
     error, where = (first.b, "there") if there else (first.a, "here")
     text = f"{first.phase}: an error of {error.arising:.1e} arises {where}; {error.dtype} explains "
     text += f"{error.explained:.1e}"
-    found = Finding("larger_error", first.module, text, first.op, at=error.arising)
-    return summary, ([found], notes)
+    return Finding("larger_error", first.module, text, first.op, at=error.arising)
 
 
-def _answer(python: Path, arguments: Sequence[str], fix: str) -> None:
-    """Run the other interpreter.
-
-    Raises:
-        UsageError: it cannot be started, or fails where `fix` says what to do.
-        RunFailedError: it fails.
-    """
+def _ask(command: Sequence[str], failure: type[MprunError], what: str) -> None:
+    """Run a command of the other environment; raise `failure` with the last line that it says."""
     try:
-        done = subprocess.run(
-            [str(python), *arguments], capture_output=True, text=True, cwd=None, check=False
-        )
+        subprocess.run(command, capture_output=True, text=True, check=True)
     except OSError as error:
-        raise UsageError(f"--python {python} cannot be started: {error.strerror}") from None
-    if done.returncode == 0:
-        return
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if fix:
-        raise UsageError(f"--python {python} has no mprun ({last}); {fix}")
-    raise RunFailedError(f"{python} {' '.join(arguments[:3])} failed: {last}")
+        raise failure(f"{what}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise failure(f"{what}: {last}") from None
 
 
-def environment_with(requirement: str) -> Path:
-    """The interpreter of an environment with this mprun and a package of another version.
+def environment_with(requirement: str) -> list[str]:
+    """The command of an interpreter with this mprun and a package of another version.
 
-    It is made by uv once for each requirement, in the user's cache folder.
+    uv makes the environment and keeps it in its cache.
 
     Raises:
-        UsageError: there is no uv, or it cannot install this.
+        UsageError: there is no uv.
     """
     uv = shutil.which("uv")
     if uv is None:
@@ -261,16 +221,5 @@ def environment_with(requirement: str) -> Path:
     source = Path(mprun.__file__).parent.parent
     is_tree = (source / "pyproject.toml").exists()
     package = str(source) if is_tree else f"mprun=={mprun.__version__}"
-    digest = hashlib.sha256(f"{requirement} {package} {machine.versions()}".encode()).hexdigest()
-    folder = Path.home() / ".cache" / "mprun" / "environments" / digest[:12]
-    python = folder / "bin" / "python"
-    if python.exists():
-        return python
-    install = ["pip", "install", "--python", str(python), package, requirement]
-    for arguments in (["venv", str(folder)], install):
-        done = subprocess.run([uv, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UsageError(f"--with {requirement}: uv {arguments[0]} failed: {last}")
-    return python
+    asked = ["--python", sys.executable, "--with", package, "--with", requirement]
+    return [uv, "run", "--isolated", "--no-project", "--quiet", *asked, "python"]

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from mprun.errors import UsageError
 from mprun.records.reader import read_json
 from mprun.results.check_result import Finding
 
 SCHEMA_VERSION = 1
 DIGITS = 7
 """Significant digits that are written: those of float32."""
+OUTPUT, LOSS = "norm of the output of {} in float64", "loss of {}"
 GREW = 1.02
 """Peak over the baseline's from which memory has grown: other kernels ask for other scratch."""
 
@@ -36,9 +36,17 @@ class BaselineFigure(NamedTuple):
     value: float
     explained: float
 
-    def is_near(self, other: float) -> bool:
-        """Whether another machine's number is explained, with the digits that are written."""
-        return abs(other - self.value) <= self.explained + 10.0 ** (1 - DIGITS) * abs(self.value)
+    def agrees(self, other: BaselineFigure, exact: bool) -> bool:
+        """Whether another number is the same in the digits that are written.
+
+        Args:
+            other: the number.
+            exact: without what is explained between machines.
+        """
+        if exact:
+            return rounded(self.value) == rounded(other.value)
+        bound = math.hypot(self.explained, other.explained)
+        return abs(other.value - self.value) <= bound + 10.0 ** (1 - DIGITS) * abs(self.value)
 
 
 @dataclass(frozen=True)
@@ -73,26 +81,40 @@ class Baseline:
     machine: str
     """Hardware, instructions and threads: where they are the same, bits are."""
     versions: dict[str, str | None]
-    code: dict[str, str]
+    code: dict[str, str] = field(default_factory=dict)
     """Class of a module to twelve hex digits of its source."""
-    reference: BaselineStep | None
+    reference: BaselineStep | None = None
     """None for an observed loop, whose model is not run again."""
-    modes: dict[str, ModeBaseline]
+    modes: dict[str, ModeBaseline] = field(default_factory=dict)
+
+    def figures(self, mode: str, steps: int) -> dict[str, dict[str, BaselineFigure]]:
+        """What a mode is compared by, in this order: what it is, and where, to the figures.
+
+        Args:
+            mode: the mode.
+            steps: of how many its losses are compared.
+        """
+        losses = {f"step {n}": x for n, x in enumerate(self.modes[mode].losses[:steps], 1)}
+        if self.reference is None:
+            return {LOSS: losses}
+        return {
+            OUTPUT: self.reference.outputs,
+            "norm of the gradient of {} in float64": self.reference.gradients,
+            "loss of {} in float64": {"the first step": self.reference.loss},
+            LOSS: losses,
+        }
 
     @property
     def text(self) -> str:
         """The file: sorted, a figure per line, with digits that do not change without a reason."""
-        rounded = _rounded(msgspec.to_builtins(self))
-        text = json.dumps(rounded, indent=1, sort_keys=True)
+        content = json.loads(msgspec.json.encode(self), parse_float=rounded)
+        text = json.dumps(content, indent=1, sort_keys=True)
         return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
 
 
-def _rounded(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _rounded(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(x) for x in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+def rounded(number: float | str) -> float:
+    """A number with the digits that are written."""
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 def read_baseline(path: Path) -> Baseline | None:
@@ -105,8 +127,6 @@ def read_baseline(path: Path) -> Baseline | None:
         return read_json(path, Baseline, SCHEMA_VERSION)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def updated(old: Baseline | None, new: Baseline) -> Baseline:
@@ -118,16 +138,16 @@ def updated(old: Baseline | None, new: Baseline) -> Baseline:
 
 def circumstances(old: Baseline, new: Baseline) -> Iterator[str]:
     """What is not the same as when the baseline was written."""
-    for name in sorted({*old.versions, *new.versions}):
-        was, now = old.versions.get(name), new.versions.get(name)
-        if was != now:
-            yield f"{name} {was} -> {now}"
-    if old.machine != new.machine:
-        yield f"machine {old.machine} -> {new.machine}"
-    changed = [x for x in new.code if x in old.code and old.code[x] != new.code[x]]
-    changed += sorted(set(new.code) ^ set(old.code))
-    if changed:
-        yield f"code of {', '.join(changed)}"
+    yield from _different(old.versions, new.versions, None)
+    yield from _different({"machine": old.machine}, {"machine": new.machine}, None)
+    if code := [x.split()[0] for x in _different(old.code, new.code, None)]:
+        yield f"code of {', '.join(code)}"
+
+
+def _different(old: Mapping[str, object], new: Mapping[str, object], missing: object) -> list[str]:
+    """`name old -> new` of each value that is not the same."""
+    pairs = [(x, old.get(x, missing), new.get(x, missing)) for x in sorted({*old, *new})]
+    return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
 
 
 def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
@@ -138,64 +158,41 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
     since = "; ".join(circumstances(old, new))
     since = f" (changed since: {since})" if since else ""
     was, now = old.modes[mode], new.modes[mode]
-    found = _reference_change(old.reference, new.reference)
-    found = found or _loss_change(was, now, bits=old.machine == new.machine and not since)
-    if found is not None:
-        kind, module, text, at = found
-        yield Finding(kind, module, text + since, at=at)
-    different = [x for x in {**was.ops, **now.ops} if was.ops.get(x, 0) != now.ops.get(x, 0)]
-    if different:
-        shown = ", ".join(f"{x} {was.ops.get(x, 0)} -> {now.ops.get(x, 0)}" for x in different[:4])
-        yield Finding("casts_changed", "", shown + since)
+    if (changed := next(_changed_figures(old, new, mode, bits=not since), None)) is not None:
+        module, text = changed
+        yield Finding("changed", module, text + since, at=1.0)
+    if ops := _different(was.ops, now.ops, 0):
+        yield Finding("casts_changed", "", ", ".join(ops[:4]) + since)
     before, after = was.peak_bytes.get("peak", 0), now.peak_bytes.get("peak", 0)
     if before and after > GREW * before:
-        grown = {
-            k: now.peak_bytes[k] - was.peak_bytes.get(k, 0) for k in now.peak_bytes if k != "peak"
-        }
+        grown = {k: x - was.peak_bytes.get(k, 0) for k, x in now.peak_bytes.items() if k != "peak"}
         most = max(grown, key=lambda k: grown[k])
         text = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB, most of it {most}"
         yield Finding("memory_grew", "", text + since, at=after / before)
 
 
-Change = tuple[str, str, str, float]
-"""Kind, module, text and size of a change."""
+def _changed_figures(
+    old: Baseline, new: Baseline, mode: str, bits: bool
+) -> Iterator[tuple[str, str]]:
+    """The module of each figure that is new, gone, or differs by more than is explained; a text.
 
-
-def _reference_change(old: BaselineStep | None, new: BaselineStep | None) -> Change | None:
-    if old is None or new is None:
-        return None
-    for what, was, now in (
-        ("output of", old.outputs, new.outputs),
-        ("gradient of", old.gradients, new.gradients),
-        ("loss of", {"the first step": old.loss}, {"the first step": new.loss}),
-    ):
-        for name, figure in now.items():
-            if name not in was:
-                return "changed", name, f"{what} {name or 'the model'} is new", 1.0
-            if not was[name].is_near(figure.value):
-                module = name if what == "output of" else name.rpartition(".")[0]
-                text = f"norm of the {what} {name or 'the model'} in float64"
-                return "changed", module, _moved(text, was[name], figure.value), 1.0
-        if missing := [name for name in was if name not in now]:
-            return "changed", missing[0], f"{what} {missing[0]} is gone", 1.0
-    return None
-
-
-def _loss_change(was: ModeBaseline, now: ModeBaseline, bits: bool) -> Change | None:
-    for step, (old, new) in enumerate(zip(was.losses, now.losses, strict=False), 1):
-        same = f"{old.value:.{DIGITS}g}" == f"{new.value:.{DIGITS}g}"
-        near = old.is_near(new.value) or _explained_here(old, new)
-        if not (same if bits else near):
-            text = f"loss of step {step}"
-            text += ", on the same machine and versions," if bits else ""
-            return "changed", "", _moved(text, old, new.value), 1.0
-    return None
-
-
-def _explained_here(old: BaselineFigure, new: BaselineFigure) -> bool:
-    """Whether what is explained on this machine covers the difference."""
-    return abs(new.value - old.value) <= math.hypot(old.explained, new.explained)
-
-
-def _moved(text: str, old: BaselineFigure, new: float) -> str:
-    return f"{text} {old.value:.7g} -> {new:.7g}; explained is {old.explained:.1e}"
+    Args:
+        old, new: the baselines.
+        mode: of both.
+        bits: whether losses of the mode must be the same in each digit.
+    """
+    steps = min(len(x.modes[mode].losses) for x in (old, new))
+    before = old.figures(mode, steps)
+    for what, now in new.figures(mode, steps).items():
+        was, exact = before.get(what, now), bits and what == LOSS
+        for name in {**now, **was}:
+            module = name if what == OUTPUT else name.rpartition(".")[0]
+            text = what.format(name or "the model")
+            if name not in was or name not in now:
+                yield module, f"{text} is {'gone' if name in was else 'new'}"
+                continue
+            x, y = was[name], now[name]
+            if not x.agrees(y, exact):
+                text += ", on the same machine and versions," if exact else ""
+                text += f" {x.value:.7g} -> {y.value:.7g}; explained is {x.explained:.1e}"
+                yield module, text

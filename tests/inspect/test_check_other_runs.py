@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from torch import nn
 import mprun
 from mprun.cli.main import main
 from mprun.errors import UsageError
+from mprun.inspect.check import plan_check
 from mprun.inspect.check_other_runs import (
+    ONE_STEP,
     chance_of_fall,
     check_environment,
     check_observed,
     environment_with,
 )
-from mprun.results.check_result import CheckSettings
+from mprun.results.check_baseline import read_baseline
+from mprun.results.check_result import CheckRecord, CheckSettings
 
 
 def observed(folder: Path, lr: float = 0.05, dtype: torch.dtype = torch.float32) -> Path:
@@ -59,6 +63,20 @@ def test_another_learning_rate_is_a_change(tmp_path: Path) -> None:
     assert "changed" in found(observed(tmp_path / "b", lr=0.06))
 
 
+def test_on_another_machine_the_scatter_of_the_losses_is_explained(tmp_path: Path) -> None:
+    folder, path = observed(tmp_path / "a"), Path("mprun-baseline.json")
+    found(folder, update=True)
+    base = read_baseline(path)
+    assert base is not None
+    ((label, mode),) = base.modes.items()
+    for by, kinds in ((0.5, []), (2.0, ["changed"])):
+        losses = [x._replace(value=x.value + by * x.explained) for x in mode.losses]
+        moved = replace(base, machine="another", modes={label: replace(mode, losses=losses)})
+        path.write_text(moved.text)
+        assert found(folder) == kinds
+    assert mode.losses[0].explained < 10 * mode.losses[0].value
+
+
 def test_a_loop_that_does_not_learn_fails(tmp_path: Path) -> None:
     assert found(observed(tmp_path / "a", lr=0.0)) == ["loss_does_not_fall"]
 
@@ -83,6 +101,8 @@ def test_losses_without_a_trend_rarely_count_as_falling() -> None:
     assert sum(x <= 0.05 for x in chances) / 2000 == pytest.approx(0.05, abs=0.02)  # 4 deviations
     assert chance_of_fall([2.0, 1.9, 1.5, 1.4, 1.1, 1.0]) < 0.05
     assert chance_of_fall([1.0, 1.0]) == 1.0
+    assert chance_of_fall([1.0] * 6) == 1.0
+    assert chance_of_fall([2.0] * 3 + [1.0] * 3) == 0.0
 
 
 def test_a_run_of_mprun_is_no_observed_loop(tmp_path: Path) -> None:
@@ -91,15 +111,21 @@ def test_a_run_of_mprun_is_no_observed_loop(tmp_path: Path) -> None:
         check_observed(tmp_path / "run", CheckSettings(), update=False)
 
 
-LINEAR = ("recipe=linear", "precision=fp32,bf16_mixed")
+def beside(python: Path, precision: str = "fp32,bf16_mixed") -> CheckRecord:
+    """The record of a check of `linear` in another environment."""
+    settings = CheckSettings()
+    modes = plan_check(["recipe=linear", f"precision={precision}", *ONE_STEP], None, settings)
+    record = check_environment(modes, settings, [str(python)]).record
+    assert isinstance(record, CheckRecord)
+    return record
 
 
 def test_the_same_environment_has_no_finding() -> None:
-    modes = ("recipe=linear", "precision=bf16_mixed")
-    result = check_environment(modes, None, CheckSettings(), Path(sys.executable))
-    assert result.record.findings == []
-    assert [x.precision for x in result.record.modes] == ["bf16_mixed"]
-    assert all("agrees" in x.done for x in result.record.modes)
+    record = beside(Path(sys.executable), "bf16_mixed")
+    assert record.findings == []
+    assert [x.precision for x in record.modes] == ["bf16_mixed"]
+    assert all("agrees" in x.done for x in record.modes)
+    assert not Path("outputs").exists()
 
 
 WRONG = """#!{python}
@@ -122,7 +148,7 @@ def test_an_environment_that_computes_something_else_is_found(tmp_path: Path) ->
     python = tmp_path / "python"
     python.write_text(WRONG.format(python=sys.executable))
     python.chmod(0o755)
-    record = check_environment(LINEAR, None, CheckSettings(), python).record
+    record = beside(python)
     assert {x.kind for _, x in record.findings} == {"larger_error"}
     assert {label for label, _ in record.findings} == {"fp32", "bf16_mixed"}
     assert any("2.99" in note for note in record.notes)
@@ -132,31 +158,40 @@ def test_an_environment_without_mprun_is_refused(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no mprun' >&2\nexit 1\n")
     python.chmod(0o755)
-    with pytest.raises(UsageError, match=r"has no mprun .*pip install mprun"):
-        check_environment(LINEAR, None, CheckSettings(), python)
-    with pytest.raises(UsageError, match="cannot be started"):
-        check_environment(LINEAR, None, CheckSettings(), tmp_path / "nothing")
+    with pytest.raises(UsageError, match=r"python cannot import mprun .*pip .*: .*no mprun"):
+        beside(python, "fp32")
+    with pytest.raises(UsageError, match=r"nothing cannot import mprun .*: No such file"):
+        beside(tmp_path / "nothing", "fp32")
 
 
-def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+UV = """#!/bin/sh
+echo "$@" >> {asked}
+case "$*" in *torch==0*) echo "no such version" >&2; exit 1;; esac
+while [ "$1" != python ]; do shift; done
+shift
+exec {python} "$@"
+"""
+
+
+def test_uv_makes_an_environment_with_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked, uv = tmp_path / "asked.txt", tmp_path / "bin" / "uv"
     uv.parent.mkdir()
-    uv.write_text(
-        f'#!/bin/sh\necho "$@" >> {asked}\n'
-        '[ "$1" = venv ] && mkdir -p $2/bin && touch $2/bin/python\n'
-        'case "$*" in *torch==0*) echo "no such version" >&2; exit 1;; esac\nexit 0\n'
-    )
+    uv.write_text(UV.format(asked=asked, python=sys.executable))
     uv.chmod(0o755)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{uv.parent}:/usr/bin:/bin")
-    python = environment_with("torch==2.13.0")
-    assert python.exists()
-    assert environment_with("torch==2.13.0") == python
+    check = ["check", "recipe=linear", "precision=fp32", "run.dir=new", "--with"]
+    assert main([*check, "torch==2.13.0"]) == 0
     lines = asked.read_text().splitlines()
     assert len(lines) == 2
-    assert lines[1].endswith("torch==2.13.0")
-    with pytest.raises(UsageError, match="no such version"):
-        environment_with("torch==0.1")
+    for line in lines:
+        assert line.startswith("run --isolated")
+        assert f"--with {Path(mprun.__file__).parent.parent} --with torch==2.13.0 python -" in line
+    assert (tmp_path / "new" / "check.json").exists()
+    capsys.readouterr()
+    assert main([*check[:-2], "--with", "torch==0.1"]) == 2
+    assert "no such version" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="needs uv"):
         environment_with("torch==2.12.0")
