@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mprun.results import Result
 
 MARK = "precision"
-DEFAULT = "bf16_mixed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,24 +47,24 @@ def mprun_check(request: pytest.FixtureRequest) -> Callable[..., Result]:
     test's mark, else bf16_mixed. The test fails with a line for each finding of severity error;
     warnings are warnings of pytest. It returns the Result.
     """
-    marked = getattr(request, "param", DEFAULT)
+    marked = getattr(request, "param", "bf16_mixed")
 
     def check(*given: Any, precision: str = marked, **settings: Any) -> Result:
         __tracebackhide__ = True
         import mprun
         from mprun.errors import UsageError
-        from mprun.results.check_result import ERROR, kinds
+        from mprun.results.check_result import ERROR
 
         try:
             result = mprun.check(*given, precision=precision, **settings)
         except UsageError as error:
             pytest.fail(str(error), pytrace=False)
-        findings = result.record.findings
-        for label, x in findings:
-            if x.severity != ERROR:
+        errors = []
+        for label, x in result.record.findings:
+            if x.severity == ERROR:
+                errors.append(f"{label}: {x.with_cure}")
+            else:
                 request.node.warn(pytest.PytestWarning(f"{label}: {x}"))
-        errors = [f"{label}: {x}\n  fix: {kinds()[x.kind].cure}" for label, x in findings]
-        errors = errors[: sum(x.severity == ERROR for _, x in findings)]  # they come first
         if errors:
             pytest.fail("\n".join(errors), pytrace=False)
         return result

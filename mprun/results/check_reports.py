@@ -17,13 +17,15 @@ from mprun.console import note
 from mprun.errors import UsageError, printable
 from mprun.records.files import write_files
 from mprun.results import Result
-from mprun.results.check_result import CHECKS, ERROR, CheckRecord, Finding, ModeChecks, kinds
+from mprun.results.check_result import CHECKS, ERROR, CheckRecord, ModeChecks
 
 CONTROLS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, escaped or not."""
 LINE = re.compile(r"(?P<file>.+?):(?P<number>\d+)(?=\W|$)")
 """A line of code as findings name it: `model.py:12 (forward)`, `model.py:12, in forward`."""
 NOT_ASKED = "nothing to compare with"
+COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
+"""Attributes of suites, and the elements that each counts."""
 
 
 # ---- JUnit ---------------------------------------------------------------------------------------
@@ -34,16 +36,14 @@ def junit(record: CheckRecord) -> bytes:
     root = Xml.Element("testsuites", name="mprun check", time=f"{record.seconds:.3f}")
     for mode in record.modes:
         suite = Xml.SubElement(root, "testsuite", name=f"{record.recipe} {mode.label}")
-        for check in CHECKS:
-            suite.append(_case(f"mprun.{record.recipe}.{mode.label}", mode, check))
-        _count(suite)
         suite.set("time", f"{sum(mode.done.values()):.3f}")
-    _count(root)
-    for element in root.iter():
-        element.text = CONTROLS.sub("?", element.text or "") or None
-        element.attrib.update({k: CONTROLS.sub("?", v) for k, v in element.attrib.items()})
+        suite.extend(_case(f"mprun.{record.recipe}.{mode.label}", mode, check) for check in CHECKS)
+    for element in (root, *root):
+        for name, tag in COUNTS.items():
+            element.set(name, str(len([*element.iter(tag)])))
+    del root.attrib["skipped"]  # the schema has none there
     Xml.indent(root)
-    return bytes(Xml.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+    return CONTROLS.sub("?", Xml.tostring(root, encoding="unicode")).encode() + b"\n"
 
 
 def _case(group: str, mode: ModeChecks, check: str) -> Xml.Element:
@@ -53,24 +53,12 @@ def _case(group: str, mode: ModeChecks, check: str) -> Xml.Element:
     if errors:
         kinds = ",".join(dict.fromkeys(x.kind for x in errors))
         failure = Xml.SubElement(case, "failure", message=str(errors[0]), type=kinds)
-        failure.text = _texts(errors)
+        failure.text = "\n".join(x.with_cure for x in errors)
     elif check not in mode.done:
         Xml.SubElement(case, "skipped", message=mode.not_done.get(check, NOT_ASKED))
-    if warnings := [x for x in mode.of(check) if x.severity != ERROR]:
-        Xml.SubElement(case, "system-out").text = _texts(warnings)
+    if warnings := [x.with_cure for x in mode.of(check) if x not in errors]:
+        Xml.SubElement(case, "system-out").text = "\n".join(f"warning: {x}" for x in warnings)
     return case
-
-
-def _texts(findings: list[Finding]) -> str:
-    return "\n".join(f"{x.severity}: {x}\n  fix: {kinds()[x.kind].cure}" for x in findings)
-
-
-def _count(element: Xml.Element) -> None:
-    """The numbers of cases in an element, as its attributes."""
-    counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
-    for name, tag in counts.items():
-        if name != "skipped" or element.tag == "testsuite":  # the schema has none at the root
-            element.set(name, str(sum(1 for _ in element.iter(tag))))
 
 
 # ---- GitHub --------------------------------------------------------------------------------------
@@ -86,24 +74,19 @@ def github_commands(record: CheckRecord, workspace: Path) -> Iterator[str]:
     for label, x in record.merged:
         where = _place(x.line, workspace) | {"title": f"mprun check: {x.kind} in {label}"}
         fields = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in where.items())
-        yield f"::{x.severity} {fields}::{_escaped(f'{x}{chr(10)}fix: {kinds()[x.kind].cure}')}"
+        yield f"::{x.severity} {fields}::{_escaped(x.with_cure)}"
 
 
 def _place(line: str, workspace: Path) -> dict[str, str]:
-    match = LINE.match(line)
-    if match is None:
-        return {}
-    path = Path(match["file"]).resolve()
-    if not path.is_relative_to(workspace.resolve()):
-        return {}
-    return {"file": path.relative_to(workspace.resolve()).as_posix(), "line": match["number"]}
+    match, folder = LINE.match(line), workspace.resolve()
+    if match and (path := Path(match["file"]).resolve()).is_relative_to(folder):
+        return {"file": path.relative_to(folder).as_posix(), "line": match["number"]}
+    return {}
 
 
 def _escaped(text: str, more: str = "") -> str:
     """Text as a command's data; as a property's value with `more`."""
-    for character in f"%\r\n{more}":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
+    return text.translate({ord(x): f"%{ord(x):02X}" for x in f"%\r\n{more}"})
 
 
 # ---- where they go -------------------------------------------------------------------------------

@@ -118,6 +118,11 @@ class Finding:
         line = f" at {self.line}" if self.line else ""
         return f"{self.kind}: {where}{op}{line}: {self.text}"
 
+    @property
+    def with_cure(self) -> str:
+        """What was found, and on a second line what to do."""
+        return f"{self}\n  fix: {kinds()[self.kind].cure}"
+
 
 @dataclass
 class ModeChecks:
@@ -185,8 +190,7 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
         table.add_row(mode.label, *(mode.status(check) for check in CHECKS))
     yield table
     for label, x in record.merged[:SHOWN]:
-        yield f"{x.severity} in {label}: {x}"
-        yield f"  fix: {kinds()[x.kind].cure}"
+        yield f"{x.severity} in {label}: {x.with_cure}"
     if (rest := len(record.merged) - SHOWN) > 0:
         yield f"({counted(rest, 'more finding')} in check.json)"
     left: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -165,7 +165,7 @@ def test_a_finding_is_an_annotation_at_its_line(
     place = (fields["file"], fields["line"]) if "file" in fields else None
     assert (severity, place) == ("error", expected)
     assert fields["title"] == "mprun check: all_noise in bf16_mixed"
-    assert text == f"{x}\nfix: {kinds()['all_noise'].cure}"
+    assert text == f"{x}\n  fix: {kinds()['all_noise'].cure}"
 
 
 def test_an_absolute_path_and_a_folder_below_the_checkout_are_named_from_it(
