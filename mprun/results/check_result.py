@@ -6,11 +6,12 @@ named as not done and is no success. A finding of severity error ends the comman
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from operator import attrgetter, methodcaller
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, convert
@@ -185,10 +186,9 @@ class CheckRecord:
 def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
     """What the terminal shows: the answer, a row for each mode, the worst findings."""
     yield _answer(record)
-    table = FittedTable("", text_column("mode"), *(text_column(x) for x in CHECKS))
-    for mode in record.modes:
-        table.add_row(mode.label, *(mode.status(check) for check in CHECKS))
-    yield table
+    columns = [text_column(x, cell=methodcaller("status", x)) for x in CHECKS]
+    labels = text_column("mode", cell=attrgetter("label"))
+    yield FittedTable("", labels, *columns, rows=record.modes)
     for label, x in record.merged[:SHOWN]:
         yield f"{x.severity} in {label}: {x.with_cure}"
     if (rest := len(record.merged) - SHOWN) > 0:
@@ -197,16 +197,15 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
     for mode in record.modes:
         for why, checks in by_reason(mode.not_done).items():
             left[", ".join(checks), why].append(mode.label)
-    for (names, why), labels in left.items():
-        yield f"not done: {names} of {', '.join(labels)}: {why}"
+    for (names, why), modes in left.items():
+        yield f"not done: {names} of {', '.join(modes)}: {why}"
     yield from record.notes
 
 
 def _answer(record: CheckRecord) -> str:
-    errors = sum(x.severity == ERROR for _, x in record.merged)
-    numbers = {"error": errors, "warning": len(record.merged) - errors}
+    numbers = Counter(x.severity for _, x in record.merged)
     numbers["unfinished check"] = left = sum(len(mode.not_done) for mode in record.modes)
     said = ", ".join(counted(n, x) for x, n in numbers.items() if n)
     modes = ", ".join(mode.label for mode in record.modes)
-    answer = "failed" if errors else "incomplete" if left else "passed"
+    answer = "failed" if record.has_errors else "incomplete" if left else "passed"
     return f"{answer}: {record.recipe} in {modes}: {said or 'no findings'} ({record.seconds:.0f} s)"

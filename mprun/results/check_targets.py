@@ -14,9 +14,8 @@ HOW = {
     IN_FLOAT32: "each result is computed in float32 and rounded",
     EMULATED: "mprun emulates it in float32, which is no faster",
 }
-AS_ASKED = "as asked"
-REFUSED, NOT_RUN = "it is refused", "not run here in that arithmetic"
-FLOAT16_LEAST = 2.0**-24
+REFUSED = "target_refuses", "it is refused"
+AS_ASKED, NOT_RUN = "as asked", "not run here in that arithmetic"
 
 
 @dataclass(frozen=True)
@@ -100,23 +99,20 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
         if (lack := target.lacks.get(format_name)) is None:
             continue
         refused = lack.how == ABSENT or (lack.how == EMULATED and wanted.native)
-        kind = "target_refuses" if refused else "target_differs"
-        how = REFUSED if refused else HOW[lack.how]
+        kind, how = REFUSED if refused else ("target_differs", HOW[lack.how])
         measured = (use.measured or NOT_RUN) if lack.how == IN_FLOAT32 else ""
         said = [f"{use.text or format_name}: {lack.why}", how, measured]
         yield Finding(kind, use.module, "; ".join(filter(None, said)), line=use.line)
     if "float16" in wanted.uses.keys() - target.lacks.keys() and not wanted.scaled:
-        yield Finding(
-            "target_differs",
-            wanted.uses["float16"].module,
-            f"float16 without a loss scale (loss_scale=none): gradients below "
-            f"{FLOAT16_LEAST:.0e} become 0; leave out loss_scale=none",
-        )
+        text = "float16 without a loss scale: gradients below 6e-08 become 0; leave out "
+        text += "loss_scale=none"
+        yield Finding("target_differs", wanted.uses["float16"].module, text)
     step = f"a step takes {size_text(wanted.peak_bytes)}, and"
-    large = [x for x in target.memory_gib if wanted.peak_bytes <= x * UNITS["GiB"]]
-    if target.memory_gib and not large:
-        yield Finding("target_refuses", "", f"{step} it has {target.memory_gib[-1]:g}")
-    elif large != target.memory_gib:
+    sold = target.memory_gib
+    large = [x for x in sold if wanted.peak_bytes <= x * UNITS["GiB"]]
+    if sold and not large:
+        yield Finding("target_refuses", "", f"{step} it has {sold[-1]:g}")
+    elif large != sold:
         yield Finding("target_differs", "", f"{step} only models with {large[0]:g} GiB have it")
 
 
