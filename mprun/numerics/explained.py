@@ -97,12 +97,13 @@ def assert_explained(
         TypeError: an argument has another type than these.
         ValueError: an argument has another value, or the outputs differ in number or shape.
     """
-    function = _reference(actual, inputs, dtype, reference, passes)
+    function: Any = actual if reference is None else reference
+    _check(inputs, dtype, function, passes)
     runs = _Runs(to_dtype(inputs, dtype), dtype, backward, seed)
+    tested, function = (_in(f, dtype) for f in (actual, function))
     exact, ops = runs.exact(function)
-    results = {"output": actual} if isinstance(actual, Tensor) else runs.low(actual)
-    rounded = [runs.rounded(function, step) for step in range(1, passes + 1)]
-    rounded.append(runs.rounded(function, None))
+    results = {"output": tested} if isinstance(tested, Tensor) else runs.results(tested, dtype)
+    rounded = [runs.rounded(function, step) for step in (*range(1, passes + 1), None)]
     shapes, expected = ({n: [*x.shape] for n, x in found.items()} for found in (results, exact))
     if shapes != expected:
         raise ValueError(f"actual gives {shapes}, and the reference {expected}")
@@ -118,24 +119,16 @@ def assert_explained(
         raise AssertionError("\n".join(failures))
 
 
-def _reference(
-    actual: Any, inputs: tuple[Any, ...], dtype: Any, reference: Any, passes: int
-) -> Function:
-    """The function that is the reference; see `assert_explained` for what is raised."""
-    if not (callable(actual) or isinstance(actual, Tensor)):
-        raise TypeError(f"actual is a {type(actual).__name__}; legal is a function or a tensor")
+def _check(inputs: tuple[Any, ...], dtype: torch.dtype, reference: Any, passes: int) -> None:
+    """See `assert_explained` for what is raised."""
     if any(map(callable, inputs)):
         raise TypeError("an input is a function; write the reference by its name: reference=f")
-    if reference is None and callable(actual):
-        reference = actual
     if not callable(reference):
         kind = type(reference).__name__
-        raise TypeError(f"reference is a {kind}; legal is the function that computes it")
+        raise TypeError(f"the reference is a {kind}; legal is a function, as actual or reference=f")
     if dtype not in LOW or passes < 2:
         legal = "torch.bfloat16, torch.float16; 2 or more passes"
         raise ValueError(f"dtype is {dtype} and passes is {passes}; legal: {legal}")
-    function: Function = reference
-    return function
 
 
 @dataclass(frozen=True)
@@ -148,34 +141,30 @@ class _Runs:
     backward: bool
     seed: int
 
-    def low(self, function: Function) -> dict[str, Tensor]:
-        """The results in the dtype, by PyTorch's or the function's own kernels."""
-        return self._results(_in(function, self.dtype), self.inputs)
-
     def rounded(self, function: Function, step: int | None) -> dict[str, Tensor]:
         """The results in the dtype, each one rounded; to nearest where there is no step."""
         arithmetic = Emulated16("stochastic", "infinity", "float32", self.seed)
         if step is not None:
             arithmetic.begin_step(step)
-        function = _in(function, self.dtype)
         with arithmetic.region():
-            return self._results(function, self.inputs)
+            return self.results(function, self.dtype)
 
     def exact(self, function: Function, op: str = "") -> tuple[dict[str, Tensor], set[str]]:
         """The results in float64, of inputs and parameters in the dtype, and the ops there.
 
         Args:
-            function: is run.
+            function: is run; a module has parameters in the dtype.
             op: one whose results are rounded to the dtype.
         """
-        function = _in(_in(function, self.dtype), torch.float64)
         with unfused(), exact_arithmetic(nn.Module()) as mode:
             mode.dtype, mode.only = (self.dtype if op else None), op
-            return self._results(function, to_dtype(self.inputs, torch.float64)), mode.ops
+            return self.results(function, torch.float64), mode.ops
 
-    def _results(self, function: Function, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-        inputs = map_tensors(lambda x: x.detach().clone(), inputs)
+    def results(self, function: Function, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The results in a dtype, by the kernels that the function calls."""
+        inputs = map_tensors(lambda x: x.detach().clone(), to_dtype(self.inputs, dtype))
         wanted = {f"gradient of input {i}": x for i, x in enumerate(floating(inputs))}
+        function = _in(function, dtype)
         if isinstance(function, nn.Module):
             own = function.named_parameters()
             wanted |= {f"gradient of {n}": p for n, p in own if p.requires_grad}
@@ -189,20 +178,16 @@ class _Runs:
             results = {f"output {i}" if several else "output": x for i, x in enumerate(outputs)}
             if self.backward:
                 # Multiples of 1/32 that each dtype has: products with them are exact.
-                given = [torch.randint(-64, 65, x.shape, generator=drawn) for x in outputs]
-                sums = [(x * y.to(x) / 32).sum() for x, y in zip(outputs, given, strict=True)]
-                gradients = torch.autograd.grad(
-                    [x for x in sums if x.requires_grad],
-                    [*wanted.values()],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
+                given = [torch.randint(-64, 65, x.shape, generator=drawn).to(x) for x in outputs]
+                sums = [(x * y / 32).sum() for x, y in zip(outputs, given, strict=True)]
+                heads = [x for x in sums if x.requires_grad]
+                gradients = torch.autograd.grad(heads, [*wanted.values()], materialize_grads=True)
                 results |= zip(wanted, gradients, strict=True)
         return {name: x.detach() for name, x in results.items()}
 
 
-def _in(function: Function, dtype: torch.dtype) -> Function:
-    """A copy of a module in a dtype; a function itself."""
+def _in(function: Any, dtype: torch.dtype) -> Any:
+    """A copy of a module in a dtype; anything else itself."""
     return copy.deepcopy(function).to(dtype) if isinstance(function, nn.Module) else function
 
 
@@ -257,13 +242,11 @@ def _judged(
     ratio = (error / bound).nan_to_num(math.inf, math.inf)  # one that is not finite is beyond all
     at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), size))
     place = (str(i) if m == n else ":" for i, m, n in zip(at, size, shape, strict=True))
-    what, of = "", "elements"
-    if size != shape:
-        what, of = f" (as a whole {sums[0][at] / sums[1][at]:.5g} times)", "such parts"
+    factor = "" if size == shape else f" (as a whole {sums[0][at] / sums[1][at]:.5g} times)"
     return float(ratio[at]), (
-        f"[{', '.join(place)}]: actual {sums[0][at]:.6g}, float64 {sums[1][at]:.6g}{what}, error "
+        f"[{', '.join(place)}]: actual {sums[0][at]:.6g}, float64 {sums[1][at]:.6g}{factor}, error "
         f"{error[at]:.3g}; roundings to {dtype_name(dtype)} explain {bound[at]:.3g}; "
-        f"{int((ratio > 1).sum())} of {ratio.numel()} {of} fail"
+        f"{int((ratio > 1).sum())} of {ratio.numel()} {'such parts' if factor else 'elements'} fail"
     )
 
 
