@@ -99,15 +99,15 @@ def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Resul
 
 
 def _trained(summary: Summary, losses: Sequence[float]) -> Iterator[Finding]:
-    if bad := [text for text in summary.warnings if "is not finite" in text]:
+    bad = [text for text in summary.warnings if "is not finite" in text]
+    bad += [f"a logged loss is {x}" for x in losses if not math.isfinite(x)]
+    if bad:
         yield Finding("not_finite", "", bad[0])
-    elif not all(map(math.isfinite, losses)):
-        yield Finding("not_finite", "", "a logged loss")
     elif summary.status != "completed":
         yield Finding("step_fails", "", f"{summary.status}: {summary.error}")
     elif (chance := chance_of_fall(losses)) > FALLS_BY_CHANCE:
         third = len(losses) // 3
-        text = "no loss was logged: run.log(loss=loss)"
+        text = f"logged losses: {len(losses)}, needed: 6; run.log(loss=loss)"
         if third > 1:
             first, last = fmean(losses[:third]), fmean(losses[-third:])
             text = f"{first:.4g} to {last:.4g} over {len(losses)} steps, by chance {chance:.0%}"

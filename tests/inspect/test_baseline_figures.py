@@ -96,6 +96,16 @@ def test_a_changed_module_is_named_with_its_class(tmp_path: Path, base: Baseline
     assert found.severity == "error"
 
 
+def test_a_module_that_is_gone_or_new_is_a_change(base: Baseline) -> None:
+    assert base.reference is not None
+    outputs = {name: x for name, x in base.reference.outputs.items() if name != "1.linear"}
+    fewer = replace(base, reference=replace(base.reference, outputs=outputs))
+    for old, new, said in ((base, fewer, "gone"), (fewer, base, "new")):
+        (found,) = changes(old, new, BF16)
+        assert (found.kind, found.module) == ("changed", "1.linear")
+        assert found.text == f"norm of the output of 1.linear in float64 is {said}"
+
+
 def test_another_seed_is_a_change(tmp_path: Path, base: Baseline) -> None:
     assert named(base, figures(recipe(tmp_path), MODES, "seed=1")) == [("changed", "0")]
 

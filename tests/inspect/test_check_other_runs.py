@@ -24,12 +24,14 @@ from mprun.results.check_baseline import read_baseline
 from mprun.results.check_result import CheckRecord, CheckSettings
 
 
-def observed(folder: Path, lr: float = 0.05, dtype: torch.dtype = torch.float32) -> Path:
+def observed(
+    folder: Path, lr: float = 0.05, dtype: torch.dtype = torch.float32, steps: int = 64
+) -> Path:
     """The record of a small loop."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    x = torch.randn(512, 8, dtype=dtype)
+    x = torch.randn(8 * steps, 8, dtype=dtype)
     with mprun.observe(model, optimizer, out=folder, memory=True) as run:
         for part in x.split(8):
             optimizer.zero_grad()
@@ -79,6 +81,13 @@ def test_on_another_machine_the_scatter_of_the_losses_is_explained(tmp_path: Pat
 
 def test_a_loop_that_does_not_learn_fails(tmp_path: Path) -> None:
     assert found(observed(tmp_path / "a", lr=0.0)) == ["loss_does_not_fall"]
+
+
+def test_a_loop_with_few_logged_losses_is_not_known_to_learn(tmp_path: Path) -> None:
+    folder = observed(tmp_path / "a", steps=3)
+    (finding,) = check_observed(folder, CheckSettings(), False).record.modes[0].findings
+    assert finding.kind == "loss_does_not_fall"
+    assert finding.text == "logged losses: 3, needed: 6; run.log(loss=loss)"
 
 
 def test_a_loop_that_diverges_fails(tmp_path: Path) -> None:
