@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from mprun.doctor import machine
 from mprun.errors import definition
+from mprun.inspect.check_training import curve_losses
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.inspect.trace import traced_step
 from mprun.numerics.divergence.boundaries import calls_followed, floating
@@ -60,12 +61,13 @@ def reference_of(mode: CheckedMode) -> Baseline:
 
 def figures_of(mode: CheckedMode) -> ModeBaseline:
     """The figures of a mode."""
-    losses = _losses(mode, 0)
-    moved = [_losses(mode, seed) for seed in range(1, DRAWS + 1)]
-    bounds = [explained(x, loss) for loss, *x in zip(losses, *moved, strict=True)]
+    unit = torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
+    curves = [curve_losses(mode, STEPS, number, most=unit) for number in range(DRAWS + 1)]
+    losses = curves[0]
+    bounds = [explained(moved, loss) for loss, *moved in zip(*curves, strict=False)]
     grown = accumulate(bounds, max)  # a difference of one step is in all later ones
     return ModeBaseline(
-        losses=[BaselineFigure(*x) for x in zip(losses, grown, strict=True)],
+        losses=[BaselineFigure(*x) for x in zip(losses, grown, strict=False)],
         ops=dict(sorted(_ops(mode).items())),
         peak_bytes=mode.memory.totals,
     )
@@ -90,64 +92,32 @@ def _code(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _reference(mode: CheckedMode) -> BaselineStep:
-    passes = [_float64_pass(mode, seed) for seed in range(DRAWS + 1)]
-    figures = {
-        key: BaselineFigure(value, explained([x.get(key, value) for x in passes[1:]], value))
-        for key, value in passes[0].items()
-    }
-    return BaselineStep(
-        loss=figures.pop(("loss", "")),
-        outputs={name: x for (what, name), x in figures.items() if what == "output"},
-        gradients={name: x for (what, name), x in figures.items() if what == "gradient"},
-    )
+    own, *moved = (_float64_pass(mode, seed) for seed in range(DRAWS + 1))
+    figures: dict[str, dict[str, BaselineFigure]] = {"output": {}, "gradient": {}, "loss": {}}
+    for (what, name), value in own.items():
+        draws = [x.get((what, name), value) for x in moved]
+        figures[what][name] = BaselineFigure(value, explained(draws, value))
+    return BaselineStep(figures["loss"][""], figures["output"], figures["gradient"])
 
 
 def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
     """The figures of the first step in float64; seed 0 leaves the weights as they are."""
-    probe, run = mode.probe(exact=True), mode.start(exact=True)
+    probe, most = mode.probe(exact=True), torch.finfo(torch.float32).eps / 2 if seed else 0.0
     found: dict[tuple[str, str], float] = {}
-    unit = torch.finfo(torch.float32).eps / 2
+
+    def end(path: str, output: Any) -> None:
+        norms = [float(x.detach().double().norm()) for x in floating(output)]
+        found["output", path] = math.hypot(found.get(("output", path), 0.0), *norms)
 
     @contextmanager
     def inside(model: nn.Module) -> Iterator[None]:
-        parameters = list(model.parameters())
-        with ExitStack() as stack:
-            stack.enter_context(weights_moved(parameters, unit, seed) if seed else nullcontext())
-            stack.enter_context(in_float64(model))
-            stack.enter_context(calls_followed(model.named_modules(), _nothing, _norms(found)))
+        followed = calls_followed(model.named_modules(), lambda *_: None, end)
+        with weights_moved([*model.parameters()], most, seed), in_float64(model), followed:
             yield
 
-    gradients = probe.gradients(run, mode.exact_batches[0], inside=inside)
+    gradients = probe.gradients(mode.start(exact=True), mode.exact_batches[0], inside=inside)
     found |= {("gradient", name): float(x.norm()) for name, x in gradients.items()}
-    found["loss", ""] = probe.loss
-    return found
-
-
-def _nothing(path: str, module: nn.Module, arguments: Any) -> None:
-    pass
-
-
-def _norms(found: dict[tuple[str, str], float]) -> Any:
-    def end(path: str, output: Any) -> None:
-        squares = [float(x.detach().double().square().sum()) for x in floating(output)]
-        before = found.get(("output", path), 0.0)
-        found["output", path] = math.hypot(before, math.sqrt(math.fsum(squares)))
-
-    return end
-
-
-def _losses(mode: CheckedMode, seed: int) -> list[float]:
-    """Of the first steps; seed 0 leaves the first weights as they are."""
-    trainer, unit = mode.trainer(), torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
-    if seed:
-        with weights_moved(list(trainer.parts.model.parameters()), unit, seed):
-            moved = [p.detach().clone() for p in trainer.parts.model.parameters()]
-        with torch.no_grad():
-            for p, value in zip(trainer.parts.model.parameters(), moved, strict=True):
-                p.copy_(value)
-    batches = mode.batches
-    results = [trainer.optimizer_step(batches[n % len(batches)]) for n in range(STEPS)]
-    return [float(x.loss) for x in results]
+    return found | {("loss", ""): probe.loss}
 
 
 def _ops(mode: CheckedMode) -> Counter[str]:

@@ -33,7 +33,7 @@ from mprun.inspect.check_training import trains
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.records.files import json_text, write_atomic
 from mprun.results import Result
-from mprun.results.check_baseline import changes, read_baseline, updated
+from mprun.results.check_baseline import Baseline, changes, read_baseline, updated
 from mprun.results.check_result import (
     SCHEMA_VERSION,
     CheckRecord,
@@ -48,14 +48,12 @@ DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
 """First parts of keys that float32 does not get."""
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
-    "trains": trains,
     "fits": fits,
     "dtypes": dtypes,
     "robust": robust,
     "agrees": agrees,
-    "targets": on_targets,
 }
-"""Check to what carries it out, in this order."""
+"""Check to what carries it out, in this order, after `trains` and the baseline."""
 
 
 def plan_check(
@@ -99,9 +97,9 @@ def plan_check(
 
 
 def with_modes(overrides: Sequence[str]) -> list[str]:
-    """The overrides, with `DEFAULT_MODES` where they name no mode."""
-    has_mode = any(text.startswith("precision=") for text in overrides)
-    return [*overrides, *([] if has_mode else [f"precision={DEFAULT_MODES}"])]
+    """The overrides with the modes last; `DEFAULT_MODES` where they name none."""
+    modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
+    return [*(x for x in overrides if x not in modes), *modes]
 
 
 def _in_float32(combination: Sequence[str]) -> list[str]:
@@ -124,22 +122,34 @@ def check_modes(
         update: write the baseline instead of comparing with it.
         report: is called before each mode.
     """
-    began = time.monotonic()
-    report("comparing with the baseline", 0, len(modes))
-    notes = _baseline(modes, settings, update)
+    began, summary = time.monotonic(), modes[0].planned.summary
+    path, new = Path(settings.baseline), list[Baseline]()
+    old = read_baseline(path)
+
+    def baseline(mode: CheckedMode) -> Iterator[Finding]:
+        if not new:
+            new.append(reference_of(mode))
+        new[0].modes[mode.checks.label] = figures_of(mode)
+        if old is not None and not update:
+            yield from changes(old, new[0], mode.checks.label)
+
+    compared = {"baseline": baseline} if update or old is not None else {}
+    answered = {"targets": on_targets} if settings.targets else {}
+    examined = {"trains": trains, **compared, **STEPS, **answered}
     for done, mode in enumerate(modes):
         report(f"checking {mode.checks.label}", done, len(modes))
-        share = settings.budget_s * (done + 1) / len(modes)
-        for name, examine in STEPS.items():
-            if name == "targets" and not settings.targets:
-                continue
-            left_s = share - (time.monotonic() - began)
-            if left_s <= 0:
-                mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
-            else:
+        mode.ends = began + settings.budget_s * (done + 1) / len(modes)
+        for name, examine in examined.items():
+            if mode.left_s > 0:
                 _carry_out(mode, name, examine)
-    notes += target_lines(settings.targets, [mode.checks for mode in modes])
-    summary = modes[0].planned.summary
+            else:
+                mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
+    notes = [*target_lines(settings.targets, [mode.checks for mode in modes])]
+    if update and new:
+        write_atomic(path, updated(old, new[0]).text.encode())
+        notes.append(f"written: {path}; commit it")
+    elif old is None and not update:
+        notes.append(f"no {path} here: --update writes the one that later checks are held against")
     about = summary.recipe, summary.hardware.name, summary.versions
     return check_result(*about, [mode.checks for mode in modes], began, settings, notes)
 
@@ -154,44 +164,11 @@ def check_result(
     notes: list[str],
 ) -> Result:
     """The result of checks that began at this time (`time.monotonic`)."""
-    record = CheckRecord(
-        schema_version=SCHEMA_VERSION,
-        recipe=recipe,
-        hardware=hardware,
-        versions=versions,
-        seconds=time.monotonic() - began,
-        budget_s=settings.budget_s,
-        modes=modes,
-        notes=notes,
-    )
+    seconds, about = time.monotonic() - began, (recipe, hardware, versions)
+    record = CheckRecord(SCHEMA_VERSION, *about, seconds, settings.budget_s, modes, notes)
     status = EXIT_FAILED if record.has_errors else EXIT_OK
     files = {"check.json": json_text(record)}
     return Result(record, list(check_parts(record)), files, status=status)
-
-
-def _baseline(modes: Sequence[CheckedMode], settings: CheckSettings, update: bool) -> list[str]:
-    """Compare with the baseline, or write it; notes about it."""
-    path = Path(settings.baseline)
-    old = read_baseline(path)
-    if old is None and not update:
-        return [f"no {path} here: --update writes the one that later checks are held against"]
-    new = None
-    for mode in modes:
-        began = time.monotonic()
-        try:
-            with mode.planned.executing():
-                new = new or reference_of(mode)
-                new.modes[mode.checks.label] = figures_of(mode)
-        except RunFailedError as error:
-            mode.checks.not_done["baseline"] = str(error)
-            continue
-        if old is not None and not update:
-            mode.checks.findings += changes(old, new, mode.checks.label)
-        mode.checks.done["baseline"] = time.monotonic() - began
-    if not update or new is None:
-        return []
-    write_atomic(path, updated(old, new).text.encode())
-    return [f"written: {path}; commit it"]
 
 
 def _carry_out(
@@ -207,4 +184,5 @@ def _carry_out(
             return
         found = [Finding("step_fails", "", str(error))]
     mode.checks.findings += sorted(found, key=lambda x: -x.at)
-    mode.checks.done[name] = time.monotonic() - began
+    if name not in mode.checks.not_done:
+        mode.checks.done[name] = time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from mprun.console.formatting import UNITS, size_text
@@ -15,19 +16,14 @@ SHOWN = 3
 
 def fits(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check; the bytes at the peak are figures, also by category."""
-    counted = mode.memory
+    counted, samples = mode.memory, mode.plan.batch.micro
     mode.checks.figures |= {f"{name}_bytes": size for name, size in counted.totals.items()}
     limit = (mode.settings.memory_gib or math.inf) * UNITS["GiB"]
     if counted.peak_bytes <= limit:
         return
-    sizes = sorted(counted.categories.items(), key=lambda x: -x[1])[:SHOWN]
-    text = ", ".join(f"{name} {size_text(size)}" for name, size in sizes if size)
+    largest = Counter(counted.categories).most_common(SHOWN)
     module, own = max(counted.modules.items(), key=lambda x: sum(x[1].values()))
-    yield Finding(
-        "over_memory",
-        "",
-        f"{size_text(counted.peak_bytes)} with {mode.plan.batch.micro} samples, limit "
-        f"{size_text(int(limit))}: {text}; {module or 'the model'} has the most, "
-        f"{size_text(sum(own.values()))}",
-        at=counted.peak_bytes / limit,
-    )
+    text = f"{size_text(counted.peak_bytes)} with {samples} samples, limit {size_text(int(limit))}"
+    text += f": {', '.join(f'{name} {size_text(size)}' for name, size in largest if size)}; "
+    text += f"{module or 'the model'} has the most, {size_text(sum(own.values()))}"
+    yield Finding("over_memory", "", text, at=counted.peak_bytes / limit)

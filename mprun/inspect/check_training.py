@@ -1,22 +1,28 @@
 """Does a mode train: is its loss finite, does it fall, and is its curve that of float32?
 
-*Falls.* The same few batches are visited again and again. A batch's loss at its last third of
-visits is subtracted from that at its first third; the mean over batches is the fall. Its noise is
-the scatter of the visits around a straight line for each batch, and how much the loss moves if the
-first weights move by half a unit of bfloat16: a smaller fall is none in any format. A fall within
-its noise takes up to four times as many steps before it is reported, for a small learning rate or
-a warm-up is no fault.
+*Falls.* The same few batches are visited again and again. The losses of the last third of visits
+are subtracted from those of the same batches in the first third; the mean is the fall. It must be
+more than its noise: what chance explains of these differences by Student's t, and how much
+float32's loss moves with the first weights, by up to half a unit of bfloat16: a smaller fall is
+none in any format. A fall within its noise takes up to four times as many steps before it is
+reported, for a small learning rate or a warm-up is no fault.
 
-*Curve.* The same steps are taken from weights that are moved at random by up to half a unit of the
-mode's dtype, with other random numbers (dropout). The mean loss of the last half of the steps has a
-spread over these starts, and float32's must lie within their prediction interval by Student's t.
-Lower losses count too: they may be a regularization that is lost.
+*Curve.* The mode and float32 take the same steps, in pairs: from the run's first weights, and from
+weights that are moved at random by up to half a unit of bfloat16, with other random numbers
+(dropout), the same in both. Within a pair this noise cancels, so the difference of the mean losses
+is what the mode changes. Over pairs it must have a mean of zero by Student's t; few pairs are
+enough where it clearly has. Rounding alone moves that mean a little, so it must also leave the
+spread of float32's own starts. Lower losses count too: they may be a regularization that is lost.
+
+*Time.* A step is measured, and the steps are fewer where all pairs would not fit into the budget,
+but visit each batch three times. Pairs for which no time is left are said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -28,20 +34,26 @@ from mprun.assemble.parts import build_parts
 from mprun.data.loader_sets import seed_all, untouched
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.numerics.nonfinite import FpExceptionError, fp_exceptions
-from mprun.numerics.updates import OWN_SEED, weights_moved
-from mprun.precision.policy import torch_dtype
+from mprun.numerics.updates import OWN_SEED, move_weights
 from mprun.results.check_result import Finding
 from mprun.train.init_from import Weights
 from mprun.train.loop import Trainer
 
-STARTS = 4
-"""Curves of a mode: its own, and those of moved weights."""
+FEW, MANY = 3, 8
+"""Pairs of curves: at first, and where these differ by less than `SUSPECT` of chance."""
+SUSPECT = 0.05
+BY_NOISE = 0.01
+"""The chance at which noise passes as a fall."""
 LEVEL = 1e-4
 """The chance of an alarm without a cause that a test accepts."""
+SPREADS = 3
+"""Standard deviations of float32's starts that the mode's difference must exceed."""
 SKIPS = 40
 """How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them."""
 LONGER = 4
 """How many times as many steps are taken before a loss counts as flat."""
+VISITS = 3
+"""Of each batch at least: fewer have no thirds."""
 COARSEST = torch.finfo(torch.bfloat16).eps / 2
 
 
@@ -51,55 +63,62 @@ class MovedWeights(Weights):
 
     inner: Weights
     most: float
-    number: int
+    seed: int
 
     def load_into(self, model: nn.Module) -> None:
         self.inner.load_into(model)
-        parameters = [p for p in model.parameters() if p.is_floating_point()]
-        with weights_moved(parameters, self.most, OWN_SEED - self.number):
-            moved = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for p, value in zip(parameters, moved, strict=True):
-                p.copy_(value)
+        move_weights([*model.parameters()], self.most, self.seed)
 
 
 class Curve:
-    """The losses of a training that can go on.
+    """The losses of a training that can go on; it ends at one that is not finite.
 
     Args:
         mode: the mode.
+        number: of the start: 0 is the run's own, others have moved weights and other random
+            numbers.
         exact: train in float32 instead.
-        moved: the share of themselves by which the first weights are moved at most.
-        number: of the random numbers.
+        most: the share of themselves by which the first weights are moved at most.
     """
 
     def __init__(
-        self, mode: CheckedMode, exact: bool = False, moved: float = 0.0, number: int = 0
+        self, mode: CheckedMode, number: int = 0, exact: bool = False, most: float = COARSEST
     ) -> None:
         plan = mode.exact if exact else mode.plan
-        if moved:
-            weights = MovedWeights({}, (), frozenset(), plan.weights, moved, number)
-            plan = replace(plan, weights=weights)
+        if number:
+            moved = MovedWeights({}, (), frozenset(), plan.weights, most, OWN_SEED - number)
+            plan = replace(plan, weights=moved)
         self._plan, self._seed = plan, plan.config.seed + number * 2**16
         self._batches = mode.exact_batches if exact else mode.batches
         with untouched():
             self.trainer = Trainer(build_parts(plan), plan.limits)
         self.losses: list[float] = []
-        self.is_stuck = False
-        """Whether the loss scale cannot work: one step was skipped again and again."""
+        self.step_s = 0.0
+        """Seconds of the last step."""
+        known = mode.shared.setdefault("curves", {})
+        known[id(mode.exact if exact else mode.plan), number, number and most] = self.losses
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can go on."""
+        return all(map(math.isfinite, self.losses))
 
     def until(self, steps: int) -> list[float]:
-        """The losses of the first steps; it ends at one that is not finite."""
+        """The losses of the first steps, or up to one that is not finite."""
         with untouched(), self._plan.backend_flags():
-            while len(self.losses) < steps and not self.is_stuck:
-                self.step()
-                self.is_stuck |= not math.isfinite(self.losses[-1])
-        return self.losses
+            while len(self.losses) < steps and self.is_finite:
+                began = time.monotonic()
+                self.losses.append(self.step())
+                self.step_s = time.monotonic() - began
+        return self.losses[:steps]
 
-    def step(self) -> None:
+    def step(self) -> float:
         """Take the next step, as the loop does; if it is skipped, the loss scale falls: again.
 
         So a curve has as many updates as float32's.
+
+        Returns:
+            The loss; NaN where no loss scale gives finite gradients.
         """
         trainer, number = self.trainer, len(self.losses)
         batch = self._batches[number % len(self._batches)].trained
@@ -108,38 +127,51 @@ class Curve:
             seed_all(self._seed + number)
             result = trainer.optimizer_step(batch)
             trainer.step += 1
-            if not (result.skipped is not None and bool(result.skipped)):
-                break
-            if not math.isfinite(float(result.loss)):
-                break
-        else:
-            self.is_stuck = True
-        self.losses.append(float(result.loss))
+            loss = float(result.loss)
+            if not (result.skipped is not None and bool(result.skipped) and math.isfinite(loss)):
+                return loss
+        return math.nan
+
+
+def curve_losses(
+    mode: CheckedMode, steps: int, number: int = 0, exact: bool = False, most: float = COARSEST
+) -> list[float]:
+    """The losses of a curve's first steps; what was computed once is not again."""
+    key = id(mode.exact if exact else mode.plan), number, number and most
+    losses: list[float] = mode.shared.setdefault("curves", {}).get(key, [])
+    is_enough = len(losses) >= steps or not all(map(math.isfinite, losses))
+    return losses[:steps] if is_enough else Curve(mode, number, exact, most).until(steps)
 
 
 def trains(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
-    steps, own, count = mode.settings.steps, Curve(mode), len(mode.batches)
-    floor = math.nan
+    own, count = Curve(mode), len(mode.batches)
+    own.until(2)  # the first step is slower
+    affordable = mode.left_s / (2 * FEW * own.step_s)
+    steps = int(min(mode.settings.steps, max(VISITS * count, affordable)))
+    losses = own.until(steps)
+    mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1], "steps": len(losses)}
+    floor = _moved_by_roundings(mode)
     for taken in (steps, LONGER * steps):
-        losses = list(own.until(taken))
-        if taken == steps:
-            mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1]}
-        if own.is_stuck:
-            yield _not_finite(mode, losses)
+        losses = own.until(taken)
+        if not own.is_finite:
+            yield _not_finite(mode, len(losses))
             return
-        floor = _moved_by_roundings(mode, losses[0]) if taken == steps else floor
         fall, noise = _fall(losses, count)
         if fall > noise + floor:
             break
+        text = f"{losses[0]:.5g} falls by {fall:.1e} in {taken} steps; "
+        text += f"its noise is {noise + floor:.1e}"
+        if mode.left_s < (LONGER * steps - taken) * own.step_s:
+            mode.checks.not_done["trains"] = f"{text}; no time for {LONGER * steps} steps"
+            break
     else:
-        text = f"{losses[0]:.5g} falls by {fall:.1e} in {len(losses)} steps; "
-        yield Finding("loss_does_not_fall", "", f"{text}its noise is {noise + floor:.1e}")
-    losses = losses[:steps]
-    yield from _other_curve(mode, losses)
+        yield Finding("loss_does_not_fall", "", text)
+    if mode.plan is not mode.exact:
+        yield from _other_curve(mode, steps, own.step_s)
 
 
-def _fall(losses: list[float], count: int) -> tuple[float, float]:
+def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
     """How much the losses of the same batches fall, and the most that is noise.
 
     Args:
@@ -147,32 +179,25 @@ def _fall(losses: list[float], count: int) -> tuple[float, float]:
         count: batches that they cycle through.
     """
     visits = len(losses) // count
-    if visits < 3:  # the data have more batches than that many steps visit
+    if visits < VISITS:  # there are more batches than that many steps visit
         return losses[0] - losses[-1], 0.0
-    rows = torch.tensor(losses[: visits * count], dtype=torch.float64).view(visits, count)
-    third = visits // 3
-    fall = float((rows[:third].mean(0) - rows[-third:].mean(0)).mean())
-    at = torch.arange(visits, dtype=torch.float64)[:, None] - (visits - 1) / 2
-    centred = rows - rows.mean(0)
-    left = centred - at * (at * centred).sum(0) / (at * at).sum()
-    freedom = count * (visits - 2)
-    error = math.sqrt(float(left.square().sum()) / freedom * 2 / (third * count))
-    return fall, float(stdtrit(freedom, 0.99)) * error
+    third = visits // 3 * count
+    falls = [x - y for x, y in zip(losses, losses[visits * count - third :], strict=False)][:third]
+    return fmean(falls), by_chance(falls, 2 * BY_NOISE) if third > 1 else 0.0
 
 
-def _moved_by_roundings(mode: CheckedMode, loss: float) -> float:
-    """How much the first loss moves with the weights, by up to half a unit of bfloat16."""
-    others = [Curve(mode, moved=COARSEST, number=n).until(1)[0] for n in range(1, STARTS)]
-    return math.sqrt(fmean((x - loss) ** 2 for x in others if math.isfinite(x)))
+def _moved_by_roundings(mode: CheckedMode) -> float:
+    """How much float32's first loss moves with the weights, by up to half a unit of bfloat16."""
+    own, *others = (sum(curve_losses(mode, 1, n, exact=True)) for n in range(FEW))
+    return math.sqrt(fmean((x - own) ** 2 for x in others))
 
 
-def _not_finite(mode: CheckedMode, losses: list[float]) -> Finding:
+def _not_finite(mode: CheckedMode, steps: int) -> Finding:
     """The op that first made a number that is not finite, in the step that shows it."""
-    curve, steps = Curve(mode), len(losses)
+    curve = Curve(mode)
     curve.until(steps - 1)
     parts = curve.trainer.parts
-    what = "a gradient" if math.isfinite(losses[-1]) else "the loss"
-    text = f"{what} of step {steps} is not finite, at any loss scale"
+    text = f"the loss or a gradient of step {steps} is not finite, at any loss scale"
     try:
         with untouched(), fp_exceptions(parts.model, parts.optimizer, "halt", halt_after=1):
             curve.step()
@@ -185,23 +210,34 @@ def _not_finite(mode: CheckedMode, losses: list[float]) -> Finding:
     return Finding("not_finite", "", text)
 
 
-def _other_curve(mode: CheckedMode, own: list[float]) -> Iterator[Finding]:
-    """Whether float32's losses are outside of what starts that differ by roundings give."""
-    steps = len(own)
-    exact: list[float] = mode.shared.setdefault("curve", Curve(mode, exact=True)).until(steps)
-    if exact == own or len(exact) < steps:
+def _other_curve(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
+    """Whether the mean loss differs from float32's by more than roundings explain."""
+    differences, exact = list[float](), list[float]()
+    for number in range(MANY):
+        if number == FEW and abs(fmean(differences)) <= by_chance(differences, SUSPECT):
+            return
+        if mode.left_s / 2 < 2 * steps * step_s:
+            text = f"no time for more than {number} of {MANY} starts of {steps} steps"
+            mode.checks.not_done["curve"] = text
+            break
+        own, of_float32 = (curve_losses(mode, steps, number, exact=x) for x in (False, True))
+        if not (math.isfinite(own[-1]) and math.isfinite(of_float32[-1])):
+            return
+        exact.append(fmean(of_float32))
+        differences.append(fmean(own) - exact[-1])
+    if len(exact) < FEW:
         return
-    unit = torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
-    moved = [Curve(mode, moved=unit, number=n).until(steps) for n in range(1, STARTS)]
-    means = [fmean(x[steps // 2 :]) for x in (own, *moved) if len(x) == steps]
-    reference = fmean(exact[steps // 2 :])
-    if len(means) < STARTS or not all(map(math.isfinite, means)):
-        return
-    distance = fmean(means) - reference
-    quantile = float(stdtrit(STARTS - 1, 1 - LEVEL / 2))
-    bound = quantile * stdev(means) * math.sqrt(1 + 1 / STARTS)
+    distance = abs(fmean(differences))
+    bound = max(by_chance(differences, LEVEL), SPREADS * stdev(exact))
     mode.checks.figures |= {"curve_distance": distance, "curve_bound": bound}
-    if abs(distance) > bound:
-        text = f"its mean loss in steps {steps // 2 + 1} to {steps} is {fmean(means):.5g}, "
-        text += f"float32's {reference:.5g}; other starts explain {bound:.1e}"
-        yield Finding("other_curve", "", text, at=abs(distance) / bound if bound else 1.0)
+    if distance > bound:
+        reference = fmean(exact)
+        text = f"its mean loss of {steps} steps is {reference + fmean(differences):.5g}, float32's "
+        text += f"{reference:.5g} from the same {len(exact)} starts; roundings explain {bound:.1e}"
+        yield Finding("other_curve", "", text, at=distance / bound if bound else 1.0)
+
+
+def by_chance(differences: Sequence[float], level: float) -> float:
+    """The most by which chance moves the mean of independent differences from 0, at this level."""
+    quantile = float(stdtrit(len(differences) - 1, 1 - level / 2))
+    return quantile * stdev(differences) / math.sqrt(len(differences))

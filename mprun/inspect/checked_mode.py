@@ -5,6 +5,8 @@ The batches are the first samples of the training data, in the stored order, the
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,7 +39,14 @@ class CheckedMode:
     settings: CheckSettings
     checks: ModeChecks
     shared: dict[str, Any] = field(default_factory=dict)
-    """What was computed in float32, for all modes with the same float32."""
+    """What was computed once, for all modes with the same float32."""
+    ends: float = math.inf
+    """When the mode's share of the budget is used up, by `time.monotonic`."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of its share that are left."""
+        return self.ends - time.monotonic()
 
     @property
     def plan(self) -> Plan:

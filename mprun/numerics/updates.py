@@ -368,17 +368,22 @@ def is_rounding(float32: float, exact: float) -> bool:
     return float32 > 0 and not sums_db(exact, abs(float32 - exact)) >= LIMIT_DB
 
 
+def move_weights(parameters: Iterable[Tensor], most: float, seed: int) -> None:
+    """Move each weight by a random share of itself of at most `most`."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in parameters:
+            share = (torch.rand(p.shape, generator=generator) * 2 - 1) * most
+            p.mul_(1 + share.to(p.device))
+
+
 @contextmanager
 def weights_moved(
     parameters: Sequence[Tensor], most: float, seed: int = OWN_SEED
 ) -> Iterator[None]:
     """Each weight is moved by a random share of itself of at most `most`, and put back after."""
-    generator = torch.Generator().manual_seed(seed)
     before = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for p in parameters:
-            share = (torch.rand(p.shape, generator=generator) * 2 - 1) * most
-            p.mul_(1 + share.to(p.device))
+    move_weights(parameters, most, seed)
     try:
         yield
     finally:

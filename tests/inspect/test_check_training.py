@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.inspect.check import plan_check
-from mprun.inspect.check_training import trains
-from mprun.results.check_result import CheckSettings, Finding
+from mprun.inspect.check_training import FEW, VISITS, trains
+from mprun.results.check_result import CheckSettings, Finding, ModeChecks
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
 Change = Callable[[Tensor], Tensor]
@@ -66,3 +67,37 @@ def test_another_curve_than_float32s() -> None:
     findings = found("bf16_mixed", stronger, "train.lr=0.01")
     assert [x.kind for x in findings] == ["other_curve"]
     assert found("fp32", stronger, "train.lr=0.01") == []
+
+
+class Slow(nn.Module):
+    """Counts its steps, each of which takes a while."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Slow.steps += 1
+        time.sleep(0.01)
+        return x
+
+
+def test_steps_are_fewer_where_a_step_is_slow_and_what_is_left_out_is_said() -> None:
+    def counted(seconds: float) -> tuple[int, ModeChecks]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 32), Slow(), nn.ReLU(), nn.Linear(32, 4))
+        x = torch.randn(256, 8)
+        given = (model, (x, x[:, :4].argmax(1)), F.cross_entropy)
+        overrides = ["precision=bf16_mixed", "train.lr=0.01"]
+        (mode,) = plan_check(overrides, None, CheckSettings(), given)
+        Slow.steps, mode.ends = 0, time.monotonic() + seconds
+        with mode.planned.executing():
+            assert list(trains(mode)) == []
+        return Slow.steps, mode.checks
+
+    steps, checks = counted(0.05)  # of five steps
+    assert checks.figures["steps"] == VISITS * 4
+    assert steps == VISITS * 4 + FEW  # and float32's first losses
+    assert checks.not_done == {"curve": "no time for more than 0 of 8 starts of 12 steps"}
+    steps, checks = counted(600)
+    assert checks.figures["steps"] == CheckSettings().steps
+    assert steps >= 2 * FEW * CheckSettings().steps
+    assert checks.not_done == {}
