@@ -110,9 +110,10 @@ def assert_explained(
     failures = []
     for name, x in results.items():
         texts = _unexplained(x, exact[name], [one[name] for one in rounded], dtype)
-        if texts and ops:
-            noise = {op: runs.exact(function, op)[0][name] - exact[name] for op in sorted(ops)}
-            noisiest = max(noise, key=lambda op: noise[op].nan_to_num(0, 0, 0).square().sum())
+        moved = {op: runs.exact(function, op)[0][name] for op in sorted(ops) if texts}
+        noise = {op: (y - exact[name]).nan_to_num(0, 0, 0).norm() for op, y in moved.items()}
+        if any(noise.values()):
+            noisiest = max(noise, key=noise.__getitem__)
             texts[-1] += f" (most of what is explained arises in {noisiest})"
         failures += [f"{name}{text}" for text in texts]
     if failures:

@@ -121,6 +121,8 @@ def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> N
 def test_of_several_ops_the_noisiest_is_named() -> None:
     with pytest.raises(AssertionError, match=r"arises in add\)$"):
         assert_explained(lambda x: x + 3, draw(8), reference=lambda x: ((x * 1.5) + 100).sub(100))
+    with pytest.raises(AssertionError, match=r"elements fail$"):  # nothing is rounded
+        assert_explained(lambda x: x + 3, draw(()), reference=lambda x: -x)
 
 
 def test_a_kernel_that_adds_up_in_the_dtype_passes_beside_a_reference_that_does() -> None:
@@ -156,6 +158,8 @@ def test_a_wrong_gradient_fails_where_the_output_is_right() -> None:
     assert_explained(LosesScale.apply, x, reference=lambda x: 2 * x)
     with pytest.raises(AssertionError, match=r"^gradient of input 0"):
         assert_explained(LosesScale.apply, x, reference=lambda x: 2 * x, backward=True)
+    with pytest.raises(AssertionError, match=r"^gradient of input 0.*: actual 0, "):
+        assert_explained(lambda x: 2 * x.detach(), x, reference=lambda x: 2 * x, backward=True)
 
 
 def test_parameters_of_a_module_have_gradients_too_and_it_does_not_change() -> None:
