@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.inspect.check import plan_check
-from mprun.inspect.check_agreement import agrees
+from mprun.inspect.check_agreement import KINKS, agrees
 from mprun.results.check_result import CheckSettings, Finding
 
 BF16 = torch.bfloat16
@@ -120,3 +120,11 @@ def test_a_clamp_of_scaled_gradients() -> None:
 def test_a_backward_pass_that_loses_a_factor() -> None:
     (finding,) = found("fp32", Half.apply)
     assert (finding.kind, finding.module, finding.severity) == ("wrong_derivative", "2", "warning")
+
+
+def test_how_much_noise_moves_the_mean_of_a_jump() -> None:
+    places = torch.linspace(-8, 8, 10_001, dtype=torch.float64)
+    above = torch.special.ndtr(places)  # the share of passes in which the noise lifts it above 0
+    moved = above - (places > 0).double()
+    spread = above * (1 - above)
+    assert (moved.square().sum() / spread.sum()).sqrt().item() == pytest.approx(KINKS, rel=1e-5)
