@@ -1,8 +1,8 @@
 """What dtypes the ops of a mode run in, and how far their numbers are from the format's limits.
 
-Both checks look at one step in which each op was watched (`numerics/step_ops.py`), at the loss
-scale that fits it, and at a model after two steps. What healthy models do by design is left out:
-PyTorch's own casts, 16-bit inputs of layers whose kernels compute in float32, masks of infinities.
+Both checks look at the second step of a run, in which each op was watched (`numerics/step_ops.py`),
+at the loss scale that fits it. What healthy models do by design is left out: PyTorch's own casts,
+16-bit inputs of layers whose kernels compute in float32, masks of infinities.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble import Plan
+from mprun._torch import own_parameters
 from mprun.assemble.parts import build_arithmetic, build_parts, build_precision
 from mprun.inspect.checked_mode import CheckedMode, batches_of
-from mprun.inspect.trace import shipped_op_lists, watched_arithmetic
+from mprun.inspect.trace import watched_arithmetic
 from mprun.numerics.audit import audit
 from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.step_ops import StepOp, StepOps
-from mprun.precision.layers import resolve
 from mprun.precision.op_lists.lists import spelled
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
 from mprun.results.check_result import Finding
-from mprun.train.loop import Trainer
+from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import model_of
 
 SAMPLES = 32
-"""Of the batch of the step that is watched."""
+"""Of the batches of these steps."""
 MAX_SKIPPED = 24
 """Steps that a dynamic loss scale may skip until it fits."""
-PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "convolution", "mkldnn_rnn_layer")
+LAYERS = ("addmm", "mm", "addmv", "mv", "convolution")
 """ATen's ops of linear layers and convolutions."""
+PRODUCTS = (*LAYERS, "bmm", "baddbmm")
 SUMS = (
     *("sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "cumsum", "logsumexp", "norm"),
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
@@ -54,34 +54,32 @@ class WatchedStep:
     ops: list[StepOp]
     loss_scale: float
     """The dynamic one that fits, else 1."""
+    stored: list[Finding]
+    """About numbers that outlast the step."""
 
 
 def dtypes(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
     yield from _substituted(mode)
-    low = mode.plan.policy.param_dtype in ("bfloat16", "float16")
-    if not low:
-        made = model_of(mode.plan.recipe)
-        yield from _stored(made.named_buffers(), "as it is made", made=True)
-        yield from _rounded_before(made)
-    yield from _after_steps(mode, low)
-    if not low:
-        ops = _watched(mode).ops
-        yield from _first_of_each(_by_hand(ops))
-        if mode.plan.policy.casts:
-            yield from _first_of_each(_in_another_dtype(mode, ops))
-            yield from _first_of_each(_loss_in_16_bits(ops))
+    step, plan = _watched(mode), mode.plan
+    keeps_float32 = plan.policy.param_dtype not in ("bfloat16", "float16")
+    yield from _first_of_each(x for x in step.stored if keeps_float32 or x.kind == "lost_update")
+    if keeps_float32:
+        yield from _first_of_each(_by_hand(step.ops))
+    if plan.policy.casts:
+        yield from _first_of_each(_loss_in_16_bits(step.ops))
+        if plan.op_lists is None and not plan.layers:
+            yield from _first_of_each(_in_float32(mode, step.ops))
 
 
 def robust(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
     step = _watched(mode)
-    yield from _first_of_each(_overflows(step.ops))
+    yield from _first_of_each(_spoiled(step.ops, mode.plan.policy.is_low))
     yield from _headroom(mode, step)
-    yield from _first_of_each(_vanishing(step.ops))
-    if mode.plan.policy.is_low:
-        yield from _noise(mode, step.ops)
-    yield from _float32_is_wrong(mode)
+    if "float32_is_wrong" not in mode.shared:
+        mode.shared["float32_is_wrong"] = [*_float32_is_wrong(mode)]
+    yield from mode.shared["float32_is_wrong"]
 
 
 def _first_of_each(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -103,144 +101,103 @@ def _substituted(mode: CheckedMode) -> Iterator[Finding]:
         yield Finding("substituted", "", f"execution is {mode.plan.execution}, requested is native")
 
 
-def _stored(
-    tensors: Iterable[tuple[str, Tensor]], when: str, made: bool = False
-) -> Iterator[Finding]:
-    """Tensors of 16 bits; of those of the model as it is made, only where digits are lost."""
-    for name, x in tensors:
-        if x.dtype in LOW and not (made and _is_exact_in_16_bits(x)):
-            module, _, own = name.rpartition(".")
-            text = f"{own} has {dtype_name(x.dtype)} {when}, {x.numel():,} numbers"
-            yield Finding("stored_in_16_bits", module, text)
+# ---- the watched step ----------------------------------------------------------------------------
 
 
-def _is_exact_in_16_bits(x: Tensor) -> bool:
-    """Whether its numbers are few different ones, or integers that the format counts without gaps.
+def _watched(mode: CheckedMode) -> WatchedStep:
+    """The second step of the mode, watched once."""
+    known = vars(mode)
+    if "watched_step" not in known:
+        known["watched_step"] = _watch(mode)
+    step: WatchedStep = known["watched_step"]
+    return step
 
-    Of a buffer of 16 bits, the numbers before its rounding are unknown.
-    """
-    whole = bool((x == x.round()).all()) and float(x.abs().max()) <= 1 / torch.finfo(x.dtype).eps
-    return x.numel() < 2 or whole or x.unique().numel() <= 2
+
+def _watch(mode: CheckedMode) -> WatchedStep:
+    plan, ops = mode.plan, StepOps()
+    arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
+    parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
+    trainer, batches = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)
+    found = [*_rounded_before(model_of(plan.recipe))]
+    with ops.muted():
+        scale = _taken_step(trainer, batches[0])
+
+    def judge(*args: object) -> None:
+        found.extend([*_rounded_before(parts.model), *_lost(parts.model, parts.optimizer)])
+
+    with parts.optimizer.register_step_pre_hook(judge), ops.watching(parts.model, parts.optimizer):
+        trainer.optimizer_step(batches[-1])
+    return WatchedStep(ops.ops, scale, [*found, *_stored(mode, parts)])
+
+
+def _taken_step(trainer: Trainer, batch: object) -> float:
+    """Steps until one is not skipped; its loss scale, if it is dynamic."""
+    loss_scale = trainer.parts.precision.loss_scale
+    for _ in range(MAX_SKIPPED):
+        scale = 1.0 if loss_scale.tensor is None else loss_scale.tensor.item()
+        skipped = trainer.optimizer_step(batch).skipped  # type: ignore[arg-type]
+        if skipped is None or not skipped.item():
+            break
+    return scale if loss_scale.kind == "dynamic" else 1.0
+
+
+# ---- what is stored ------------------------------------------------------------------------------
 
 
 def _rounded_before(model: nn.Module) -> Iterator[Finding]:
-    """Float32 numbers that all have the digits of a 16-bit format."""
-    rows: dict[str, list[tuple[str, str, int]]] = {}
-    kept = [(name, x) for name, x in model.named_buffers() if x.dtype not in LOW]
-    for name, x in [*model.named_parameters(), *kept]:
-        dtype = _grid_of(x.detach().float() if x.dtype in LOW else x.detach())
+    """Tensors of which each number has the digits of a 16-bit format."""
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        dtype = _grid_of(x.detach())
         if dtype is not None:
             module, _, own = name.rpartition(".")
-            rows.setdefault(module, []).append((own, dtype_name(dtype), x.numel()))
-    for module, held in rows.items():
-        names = ", ".join(own for own, _, _ in held)
-        count = sum(numbers for _, _, numbers in held)
-        text = f"each of {count:,} numbers of {names} has the digits of {held[0][1]} alone"
-        yield Finding("values_of_16_bits", module, text, at=count)
+            kind = "stored_in_16_bits" if x.dtype in LOW else "values_of_16_bits"
+            text = f"each of {x.numel():,} numbers of {own} has the digits of {dtype_name(dtype)}"
+            yield Finding(kind, module, text, at=x.numel())
 
 
 def _grid_of(x: Tensor) -> torch.dtype | None:
     """The 16-bit format that all numbers have; None for others, and those with equal steps."""
-    if x.dtype != torch.float32 or x.numel() < FEWEST:
+    values = x[x.isfinite() & (x != 0)].float().unique()
+    if x.dtype not in (torch.float32, *LOW) or len(values) < FEWEST:
         return None
-    values = x[x.isfinite() & (x != 0)]
     for dtype in (torch.bfloat16, torch.float16):  # small numbers of the first are of both
-        if all(bool((part.to(dtype) == part).all()) for part in (values[:FEWEST], values)):
-            if values.unique().numel() < FEWEST:
-                return None
+        if torch.equal(values.to(dtype).float(), values):
             # integers and fractions of a power of two have equal steps; rounded numbers do not
             step = 2.0 ** math.ceil(math.log2(float(values.abs().max()))) * torch.finfo(dtype).eps
             steps = values.double() / step
-            return None if bool((steps == steps.round()).all()) else dtype
+            return None if torch.equal(steps, steps.round()) else dtype
     return None
 
 
-def _after_steps(mode: CheckedMode, low: bool) -> Iterator[Finding]:
-    """What two steps leave in 16 bits, and the updates that the second loses."""
-    trainer, policy = mode.trainer(), mode.plan.policy
-    parts = trainer.parts
-    lost: list[Finding] = []
-
-    def judge(*args: object) -> None:
-        lost[:] = _lost(parts.model, parts.optimizer)
-
-    _taken_step(trainer, mode.batches[0])
-    with parts.optimizer.register_step_pre_hook(judge):
-        _taken_step(trainer, mode.batches[-1])
-    yield from lost
-    if low:
-        return
-    own = [name for name, x in resolve(parts.model, mode.plan.layers).items() if x != "fp32"]
-    named = [(n, p) for n, p in parts.model.named_parameters() if not _inside(n, own)]
-    held = [*named, *((n, x) for n, x in parts.model.named_buffers() if not _inside(n, own))]
-    if policy.accum_dtype == "float32":
-        held += [(f"{n}: gradient", p.grad) for n, p in named if p.grad is not None]
+def _stored(mode: CheckedMode, parts: TrainingComponents) -> Iterator[Finding]:
+    """Tensors of 16 bits after two steps, where the mode keeps float32 in all layers."""
+    policy = mode.plan.policy
+    held = [*parts.model.named_parameters(), *parts.model.named_buffers()]
     if policy.momentum_dtype == policy.variance_dtype == "float32":
-        held += [(f"{n}: {key}", x) for n, p in named for key, x in _state(parts.optimizer, p)]
-    yield from _stored(held, "after two steps")
+        for name, p in parts.model.named_parameters():
+            state = parts.optimizer.state.get(p, {}).items()
+            held += [(f"{name}: {key}", x) for key, x in state if isinstance(x, Tensor)]
+    for name, x in held:
+        if x.dtype in LOW and not mode.plan.layers:
+            module, _, own = name.rpartition(".")
+            text = f"{own} has {dtype_name(x.dtype)} after two steps, {x.numel():,} numbers"
+            yield Finding("stored_in_16_bits", module, text)
 
 
-def _state(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an optimizer's state."""
-    state = optimizer.state.get(p, {}).items()
-    return ((key, x) for key, x in state if isinstance(x, Tensor))
-
-
-def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
-    """The modules that stand still, if they have most of the weights.
+def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+    """The module with most of the weights that stand still, if those are most of the model's.
 
     A norm's weights begin at 1 and stand still in every mode that rounds updates to nearest.
     """
     still = [x for x in audit(model, optimizer).findings if x.kind == "lost_update"]
-    own = {x.module: [*model.get_submodule(x.module).parameters(recurse=False)] for x in still}
-    numbers = {name: sum(p.numel() for p in held) for name, held in own.items()}
-    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if 2 * sum(numbers.values()) <= total:
-        return []
-    most = max(still, key=lambda x: numbers[x.module])
-    others = f"; so do {len(still) - 1} other modules" if still[1:] else ""
-    return [Finding("lost_update", most.module, most.text + others)]
+    own = {x: [*model.get_submodule(x.module).parameters(recurse=False)] for x in still}
+    numbers = {x: sum(p.numel() for p in held) for x, held in own.items()}
+    if 2 * sum(numbers.values()) > sum(p.numel() for p in model.parameters() if p.requires_grad):
+        most = max(still, key=lambda x: numbers[x])
+        yield Finding("lost_update", most.module, most.text)
 
 
-def _inside(name: str, modules: Iterable[str]) -> bool:
-    return any(name == x or name.startswith(f"{x}.") for x in modules)
-
-
-def _taken_step(trainer: Trainer, batch: object) -> float:
-    """Steps until one is not skipped; its loss scale."""
-    for _ in range(MAX_SKIPPED):
-        tensor = trainer.parts.precision.loss_scale.tensor
-        scale = 1.0 if tensor is None else tensor.item()
-        skipped = trainer.optimizer_step(batch).skipped  # type: ignore[arg-type]
-        if skipped is None or not skipped.item():
-            break
-    return scale
-
-
-def _watched(mode: CheckedMode) -> WatchedStep:
-    """The first step of the mode, watched once."""
-    known = vars(mode).get("watched_step")
-    if known is None:
-        known = vars(mode)["watched_step"] = _watch(mode.plan, mode.exact, mode.plan.policy.is_low)
-    step: WatchedStep = known
-    return step
-
-
-def _watch(plan: Plan, exact: Plan, in_float64: bool) -> WatchedStep:
-    batch = batches_of(plan, SAMPLES)[0]
-    ops = StepOps(in_float64)
-    arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
-    parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
-    loss_scale = parts.precision.loss_scale
-    is_dynamic = loss_scale.kind == "dynamic"
-    scale = _taken_step(Trainer(build_parts(plan), plan.limits), batch) if is_dynamic else 1.0
-    if loss_scale.tensor is not None and is_dynamic:
-        loss_scale.tensor.fill_(scale)
-    rounds = in_float64 and not plan.policy.casts and any(True for _ in parts.model.buffers())
-    before = build_parts(exact).model.named_buffers() if rounds else ()
-    with ops.watching(parts.model, parts.optimizer, dict(before)):
-        Trainer(parts, plan.limits).optimizer_step(batch)
-    return WatchedStep(ops.ops, scale)
+# ---- dtypes of ops -------------------------------------------------------------------------------
 
 
 def _at(kind: str, op: StepOp, text: str, at: float = 0.0) -> Finding:
@@ -253,123 +210,82 @@ def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
     low: set[int] = set()
     """Ops whose numbers have 16 bits by such code alone."""
     for i, op in enumerate(ops):
-        if op.phase == "backward":
+        made, read = dtype_name(op.makes), [index for dtype, index in op.inputs if dtype in LOW]
+        if op.name == "_to_copy" and op.makes == torch.float32:
+            for cast in (ops[index] for index in read if index >= 0 and ops[index].by_hand):
+                yield _at("cast_undone", cast, f"cast to {dtype_name(cast.makes)} and to {made}")
+        if op.phase == "backward" or op.makes not in LOW:
             continue
-        is_new = op.name.startswith("new_") or op.name.endswith("_like")  # reads a shape alone
-        read = [index for dtype, index in op.inputs if dtype in LOW and not is_new]
+        if op.by_hand and read:
+            names = f"{dtype_name(op.inputs[0][0])} to {made}"
+            yield _at("cast_undone", op, f"a second rounding, {names}")
+        elif op.by_hand and not op.inputs:
+            yield _at("lower_dtype", op, f"integers are rounded to {made}")
         is_alone = low.issuperset(read)
-        is_inexact = op.lowers or (bool(read) and is_alone and op.error > 0)
-        dtype = dtype_name(op.makes)
-        if op.makes in LOW and spelled(op.name)[0] in SUMS and is_inexact:
-            yield _at("lower_dtype", op, f"{dtype}, by a cast of the code")
-        if op.by_hand and op.rounds and op.makes in LOW and not op.inputs:
-            yield _at("lower_dtype", op, f"integers are rounded to {dtype}")
-        yield from _cast_undone(op, [ops[index] for index in read if index in low])
-        follows = is_alone and (read or is_new or not op.inputs) and op.name not in PRODUCTS
-        if op.makes in LOW and (op.by_hand or follows):
+        if is_alone and op.error > 0 and spelled(op.name)[0] in SUMS:
+            yield _at("lower_dtype", op, f"{made}, by a cast of the code")
+        follows = is_alone and (read or not op.inputs) and op.name not in PRODUCTS
+        if op.by_hand or follows:
             low.add(i)
-
-
-def _cast_undone(op: StepOp, read: list[StepOp]) -> Iterator[Finding]:
-    """An op that reads numbers which the code has rounded, and makes other formats of them."""
-    cast = next((x for x in read if x.by_hand and x.rounds), None)
-    if op.is_cast and cast and (op.makes == torch.float32 or op.rounds):
-        to = f"{dtype_name(cast.makes)} and then to {dtype_name(op.makes)}"
-        yield _at("cast_undone", cast, f"cast to {to}")
-    elif op.by_hand and op.rounds and op.makes in LOW and any(x in LOW for x, _ in op.inputs):
-        names = f"{dtype_name(op.inputs[0][0])} to {dtype_name(op.makes)}"
-        yield _at("cast_undone", op, f"a second rounding, {names}")
-    elif (
-        op.phase == "other"
-        and op.line
-        and op.makes == torch.float32
-        and any(x.error > 0 for x in read)
-    ):
-        yield _at("cast_undone", op, "the loss reads numbers that were cast to 16 bits")
-
-
-def _in_another_dtype(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:
-    """Layers in float32 that the lists lower, and losses in 16 bits that they keep in float32."""
-    plan = mode.plan
-    rules = (plan.op_lists or shipped_op_lists("native", plan.device)).rules
-    own = [x.name for x in plan.layer_rows(mode.start())] if plan.layers else []
-    for op in ops:
-        names = (*spelled(op.name), *spelled(op.call))
-        if op.phase == "backward" or op.is_cast or _inside(op.module, own):
-            continue
-        listed = {rules.get(name) for name in names}
-        is_layer = op.name in PRODUCTS and op.weighted and op.phase == "forward"
-        if is_layer and "lower" in listed and op.makes == torch.float32:
-            text = f"float32, the mode says {plan.policy.compute_dtype}"
-            yield _at("higher_dtype", op, text)
-        is_loss = any(rules.get(x) == "fp32" and ("loss" in x or "entropy" in x) for x in names)
-        if is_loss and op.makes in LOW and op.inputs:
-            yield _at("lower_dtype", op, f"a loss in {dtype_name(op.makes)}")
 
 
 def _loss_in_16_bits(ops: list[StepOp]) -> Iterator[Finding]:
     """Sums in 16 bits of which the loss is made by ops of single numbers."""
     end = next((i for i, op in enumerate(ops) if op.phase == "backward"), 0)
-    left, seen = [index for op in ops[end - 1 : end + 1] for _, index in op.inputs], set()
-    while left:
-        index = left.pop()
-        if index < 0 or index in seen or ops[index].numbers > 1:
-            continue
-        seen.add(index)
-        op = ops[index]
-        if op.makes in LOW and spelled(op.name)[0] in SUMS:
-            yield _at("lower_dtype", op, f"a sum of the loss in {dtype_name(op.makes)}")
-        left += [index for _, index in op.inputs]
+    single = [i for i, op in enumerate(ops[:end]) if op.numbers == 1 and op.inputs]
+    made_of = set(single[-1:])
+    for i in reversed(single):
+        if i in made_of:
+            read = [index for _, index in ops[i].inputs if index >= 0]
+            made_of.update(read)
+            if ops[i].makes in LOW and any(ops[index].numbers > 1 for index in read):
+                yield _at("lower_dtype", ops[i], f"a sum of the loss in {dtype_name(ops[i].makes)}")
 
 
-def _overflows(ops: list[StepOp]) -> Iterator[Finding]:
+def _in_float32(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:
+    """Layers with weights that run in float32."""
+    model = mode.start()
     for op in ops:
-        if op.overflows is not None:
-            text = f"{op.overflows:.3g} is infinite in {dtype_name(op.makes)}"
-            yield _at("overflow", op, text, abs(op.overflows))
+        is_layer = op.phase == "forward" and op.name in LAYERS and op.makes == torch.float32
+        if is_layer and own_parameters(model.get_submodule(op.module)):
+            text = f"float32, the mode says {mode.plan.policy.compute_dtype}"
+            yield _at("higher_dtype", op, text)
 
 
-def _vanishing(ops: list[StepOp]) -> Iterator[Finding]:
-    for op in ops:
-        if op.vanishes is not None:
+# ---- the format's limits -------------------------------------------------------------------------
+
+
+def _spoiled(ops: list[StepOp], is_low: bool) -> Iterator[Finding]:
+    """Results that overflow, but for those that read such a one, are noise, or lose a constant."""
+    read = {index for op in ops for _, index in op.inputs}
+    infinite: set[int] = set()
+    for i, op in enumerate(ops):
+        if op.vanishes:
             text = f"{op.vanishes:g} is 0 in {dtype_name(op.makes)}"
             yield _at("vanishing_constant", op, text)
+        if any(index in infinite for _, index in op.inputs):
+            infinite.add(i)
+        elif op.overflows:
+            infinite.add(i)
+            text = f"{op.overflows:.3g} is infinite in {dtype_name(op.makes)}"
+            yield _at("overflow", op, text, op.overflows)
+        if op.is_noise and is_low and i in read:
+            yield _at("all_noise", op, f"an error of {op.error:.0%} of the result", op.error)
 
 
 def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
     """The fewest doublings to overflow, of results and of gradients times the loss scale."""
-    least: dict[str, tuple[float, float, StepOp]] = {}
-    for op in step.ops:
-        if not op.size > 0 or op.makes == torch.float64:
-            continue
-        is_gradient = op.phase == "backward"
-        size = op.size / (step.loss_scale if is_gradient else 1)
-        left = math.log2(torch.finfo(op.makes).max / size)
-        key = "headroom_gradients" if is_gradient else "headroom"
-        if key not in least or left < least[key][0]:
-            least[key] = left, size, op
-    has_overflow = any(op.overflows is not None for op in step.ops)
-    for key, (left, size, op) in least.items():
-        mode.checks.figures[key] = round(left, 1)
-        if left < mode.settings.headroom and not has_overflow:
-            unscaled = " without the loss scale" if step.loss_scale != 1 and "_" in key else ""
-            text = f"{size:.4g}{unscaled} in {dtype_name(op.makes)}: {left:.1f} doublings left"
-            yield _at("near_overflow", op, text, -left)
-
-
-def _noise(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:
-    """Results that are as large as their error, where float32's are not."""
-    read = {index for op in ops for _, index in op.inputs}
-    noisy = [op for i, op in enumerate(ops) if op.is_noise and i in read]
-    if not noisy:
-        return
-    in_float32 = _watch(mode.exact, mode.exact, in_float64=True).ops
-    wide = [op for op in in_float32 if all(x == torch.float32 for x, _ in op.inputs)]
-    also = {(op.module, op.name) for op in wide if op.is_noise}
-    own = (op for op in noisy if (op.module, op.name) not in also)
-    yield from _first_of_each(
-        _at("all_noise", op, f"an error of {op.error:.0%} of the result", op.error) for op in own
-    )
+    has_overflow = any(op.overflows for op in step.ops)
+    for key, scale in (("headroom", 1.0), ("headroom_gradients", step.loss_scale)):
+        ops = [op for op in step.ops if (op.phase == "backward") == ("_" in key) and op.size]
+        doublings = [math.log2(torch.finfo(op.makes).max / (op.size / scale)) for op in ops]
+        left, op = min(zip(doublings, ops, strict=True), key=lambda x: x[0], default=(0.0, None))
+        if op is not None:
+            mode.checks.figures[key] = round(left, 1)
+            if left < mode.settings.headroom and not has_overflow:
+                size = f"{op.size / scale:.4g}{' without the loss scale' * (scale != 1)}"
+                text = f"{size} in {dtype_name(op.makes)}: {left:.1f} doublings left"
+                yield _at("near_overflow", op, text, -left)
 
 
 def _float32_is_wrong(mode: CheckedMode) -> Iterator[Finding]:

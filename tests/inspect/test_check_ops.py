@@ -102,6 +102,12 @@ def test_weights_that_were_rounded(tmp_path, mode):
     assert (finding.kind, finding.module) == ("values_of_16_bits", "part.linear")
 
 
+def test_weights_that_the_model_rounds_in_each_step(tmp_path):
+    forward = "w = self.linear.weight.data; w.copy_(w.bfloat16())"
+    (finding,) = found(tmp_path, "bf16_mixed", forward=forward)
+    assert (finding.kind, finding.module) == ("values_of_16_bits", "part.linear")
+
+
 def test_loss_in_16_bits(tmp_path):
     findings = found(tmp_path, "bf16_mixed", loss="output = (output * 1.1).bfloat16()")
     assert {x.kind for x in findings} == {"lower_dtype"}
