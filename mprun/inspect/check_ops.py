@@ -157,11 +157,14 @@ def _rounded_before(model: nn.Module) -> Iterator[Finding]:
 
 def _grid_of(x: Tensor) -> torch.dtype | None:
     """The 16-bit format that all numbers have; None for others, and those with equal steps."""
-    values = x[x.isfinite() & (x != 0)].float().unique()
-    if x.dtype not in (torch.float32, *LOW) or len(values) < FEWEST:
+    if x.dtype not in (torch.float32, *LOW):
         return None
+    values = x[x.isfinite() & (x != 0)].float()
     for dtype in (torch.bfloat16, torch.float16):  # small numbers of the first are of both
         if torch.equal(values.to(dtype).float(), values):
+            values = values.unique()
+            if len(values) < FEWEST:
+                return None
             # integers and fractions of a power of two have equal steps; rounded numbers do not
             step = 2.0 ** math.ceil(math.log2(float(values.abs().max()))) * torch.finfo(dtype).eps
             steps = values.double() / step
