@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import op_name, storage_key
+from mprun._torch import in_backward, op_name, storage_key
 from mprun.config.validate import loss_scale_kind
 from mprun.inspect.baseline_figures import DRAWS, explained
+from mprun.inspect.check_passes import LOSS, StepPasses, is_finite
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.nested import all_tensors
 from mprun.numerics.nonfinite.nonfinite_watcher import current_line
 from mprun.numerics.op_watcher import OpWatcher, RunOp, tensors_of
-from mprun.precision.arithmetic import Arithmetic, Float16Fallback
+from mprun.precision.arithmetic import Float16Fallback
 from mprun.precision.emulate import Emulated16
 from mprun.precision.layers import layer_precision
 from mprun.precision.policy import dtype_name, torch_dtype
@@ -42,7 +43,6 @@ from mprun.results.check_targets import (
 
 FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
 """Formats of products by the names of the table of targets; the others are fp8."""
-LOSS = "the loss"
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -99,34 +99,29 @@ def _first_step(mode: CheckedMode) -> FormatUse:
         return FormatUse()
     if plan.execution == "emulated" or plan.fp32_fallback == "all":
         return FormatUse(measured="as in this check")
-    run, low = mode.start(), torch_dtype(policy.compute_dtype)
-
-    def step(arithmetic: Arithmetic | None = None) -> dict[str, Tensor]:
-        probe = mode.probe(arithmetic=arithmetic)
-        gradients = probe.gradients(run, mode.batches[0])
-        return {LOSS: torch.tensor(probe.loss, dtype=torch.float64), **gradients}
-
-    emulated = partial(Emulated16, overflow=policy.overflow, partials="float32")
-    fallback = Float16Fallback(matmuls=True)
-    here = step()
-    there = step(fallback if low == torch.float16 else emulated("nearest", seed=0))
-    draws = [step(emulated("stochastic", seed=seed)) for seed in range(DRAWS)]
+    passes, low = StepPasses(mode), torch_dtype(policy.compute_dtype)
+    rounded = partial(Emulated16, overflow=policy.overflow, partials="float32")
+    is_float16 = low == torch.float16
+    here = passes.low()
+    there = passes.low(
+        arithmetic=Float16Fallback(matmuls=True) if is_float16 else rounded("nearest", seed=0)
+    )
+    draws = [passes.low(arithmetic=rounded("stochastic", seed=n)) for n in range(DRAWS)]
     excess = {}
     for name in here.keys() & there.keys():
         mine, other = here[name], there[name]
         spread = explained([float((draw[name] - other).norm()) for draw in draws], 0.0)
         one_more = float(mine.norm()) * torch.finfo(low).eps / 2
         ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
-        lost = bool(mine.isfinite().all()) and not other.isfinite().all()
+        lost = is_finite({name: mine}) and not is_finite({name: other})
         excess[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
     worst = max(sorted(excess), key=lambda name: excess[name])
     loss = f"loss {float(there[LOSS]):.7g} there and {float(here[LOSS]):.7g} here"
     if excess[worst] <= 1:
         return FormatUse(measured=f"the first step agrees, {loss}")
-    measured = (
-        f"the first step does not agree, {loss}: {worst} differs by {excess[worst]:.3g} times"
-    )
-    return FormatUse(worst.rpartition(".")[0], measured=f"{measured} what roundings explain")
+    what = f"{worst or 'the loss'} differs by {excess[worst]:.3g} times what roundings explain"
+    measured = f"the first step does not agree, {loss}: {what}"
+    return FormatUse(worst.rpartition(".")[0], measured=measured)
 
 
 class _Float64Ops(OpWatcher):
@@ -139,12 +134,11 @@ class _Float64Ops(OpWatcher):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.found: FormatUse | None = None
-        self.is_done = False
         self._on_device = {storage_key(x): x for x in tensors}
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         result = run()
-        inputs = () if self.is_done else tensors_of((args, kwargs))
+        inputs = () if in_backward() else tensors_of((args, kwargs))
         if any(storage_key(x) in self._on_device for x in inputs):
             made = list(tensors_of(result))
             self._on_device |= {storage_key(x): x for x in made}  # alive: the keys stay unique
@@ -153,10 +147,6 @@ class _Float64Ops(OpWatcher):
                 line = str(current_line() or "")
                 self.found = FormatUse(module or "", line, f"float64 of {op_name(func)}")
         return result
-
-    def end(self, loss: Tensor) -> None:
-        """The loss is computed: what follows is no op of the model's code."""
-        self.is_done = True
 
 
 def _float64(mode: CheckedMode) -> FormatUse | None:
@@ -173,5 +163,5 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
         with watcher.following(model), watcher:
             yield
 
-    probe.gradients(mode.start(exact=True), batch, before_backward=watcher.end, inside=inside)
+    probe.gradients(mode.start(exact=True), batch, inside=inside)
     return watcher.found
