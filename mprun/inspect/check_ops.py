@@ -117,16 +117,16 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     plan, ops = mode.plan, StepOps()
     arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
     parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
-    trainer, batches = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)
+    trainer, batch = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)[0]
     found = [*_rounded_before(model_of(plan.recipe))]
     with ops.muted():
-        scale = _taken_step(trainer, batches[0])
+        scale = _taken_step(trainer, batch)
 
     def judge(*args: object) -> None:
         found.extend([*_rounded_before(parts.model), *_lost(parts.model, parts.optimizer)])
 
     with parts.optimizer.register_step_pre_hook(judge), ops.watching(parts.model, parts.optimizer):
-        trainer.optimizer_step(batches[-1])
+        trainer.optimizer_step(batch)
     return WatchedStep(ops.ops, scale, [*found, *_stored(mode, parts)])
 
 
