@@ -47,7 +47,14 @@ from mprun.nested import to_dtype
 from mprun.numerics.divergence import DifferenceRow, Side
 from mprun.numerics.divergence.boundaries import COPIES, relative_rms
 from mprun.numerics.divergence.pieces import excess
-from mprun.numerics.divergence.side_by_side import MARGINS, Captured, SharedStep, capture, together
+from mprun.numerics.divergence.side_by_side import (
+    MARGIN,
+    MARGINS,
+    Captured,
+    SharedStep,
+    capture,
+    together,
+)
 from mprun.numerics.tolerance import sums_db
 from mprun.numerics.updates import LIMIT_DB, OWN_SEED, power
 from mprun.precision.emulate import Emulated16
@@ -62,6 +69,8 @@ SUSPECT = 1e-3
 """The chance of a difference below which more passes are taken."""
 FLOAT32 = MARGINS[torch.float32] * torch.finfo(torch.float32).eps / 2
 """The relative error that float32 itself may have."""
+TF32 = MARGIN * torch.finfo(torch.float16).eps / 2
+"""What products of TF32, which has the digits of float16, explain of a float32 result."""
 KINKS = math.sqrt(math.sqrt(2) - 1)
 """What a jump adds to the mean, in standard deviations of a pass."""
 ROUNDED = 4
@@ -92,16 +101,17 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
     """The first module, forward or backward, with an error that is not explained."""
     mode, is_exact = passes.mode, passes.mode.plan.policy.name == EXACT
+    least = TF32 if mode.plan.policy.tf32 else 0.0
     own = _captured(mode, 0, passes.scale)
-    known = _suspects(own)
+    known = _suspects(own, least)
     if known and len(mode.batches) > 1:
-        known &= _suspects(_captured(mode, 1, passes.scale))
+        known &= _suspects(_captured(mode, 1, passes.scale), least)
     if not known:
         return
     exact = own if is_exact else _captured(mode, 0, 1.0, exact=True)
     for row in together(own, exact).rows:
         same = not is_exact and excess(row.a) <= 2 * excess(row.b)
-        arises = _is_suspect(row.a) and (row.phase, row.module) in known
+        arises = _is_suspect(row.a, least) and (row.phase, row.module) in known
         if arises and not same and not _is_of_a_kernel(row, own.ops, is_exact):
             text = f"{row.phase}, {row.what}: an error of {row.a.arising:.1e} arises; "
             text += f"{row.a.dtype} explains {row.a.explained:.1e}"
@@ -121,12 +131,13 @@ def _is_of_a_kernel(row: DifferenceRow, ops: Sequence[OpError], is_exact: bool) 
     return kernel >= row.a.arising / 2 or (is_exact and cast <= row.a.explained)
 
 
-def _suspects(side: Captured) -> set[tuple[str, str]]:
-    return {(x.phase, x.module) for x in side.calls if any(map(_is_suspect, x.errors.values()))}
+def _suspects(side: Captured, least: float) -> set[tuple[str, str]]:
+    calls = [x for x in side.calls if any(_is_suspect(e, least) for e in x.errors.values())]
+    return {(x.phase, x.module) for x in calls}
 
 
-def _is_suspect(error: SideError) -> bool:
-    return math.isfinite(error.arising) and not error.is_explained
+def _is_suspect(error: SideError, least: float) -> bool:
+    return least < error.arising < math.inf and not error.is_explained
 
 
 def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> Captured:

@@ -62,7 +62,7 @@ def gated(x: Tensor) -> Tensor:
     return torch.cat([low * first, high * (1 - first)], dim=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "tf32"])
 @pytest.mark.parametrize("change", [nn.Dropout(0.2), gated, lambda x: x + torch.randn_like(x)])
 def test_a_healthy_model_has_no_findings(mode: str, change: Change) -> None:
     assert found(mode, change) == []
