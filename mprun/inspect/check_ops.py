@@ -68,7 +68,7 @@ def dtypes(mode: CheckedMode) -> Iterator[Finding]:
         yield from _first_of_each(_by_hand(step.ops))
     if plan.policy.casts:
         yield from _first_of_each(_loss_in_16_bits(step.ops))
-        if plan.op_lists is None and not plan.layers:
+        if plan.policy.gemms == "none" and plan.op_lists is None and not plan.layers:
             yield from _first_of_each(_in_float32(mode, step.ops))
 
 

@@ -48,7 +48,7 @@ def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 {end}
 """
-MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
+MODES = ("fp32", "tf32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
 
 
 def found(folder: Path, mode: str, *more: str, **parts: str) -> list[Finding]:
@@ -64,6 +64,13 @@ def found(folder: Path, mode: str, *more: str, **parts: str) -> list[Finding]:
 @pytest.mark.parametrize("mode", MODES)
 def test_healthy_model(tmp_path, mode):
     assert found(tmp_path, mode, "train.lr=0.01") == []
+
+
+def test_emulated_products_of_8_bits_are_as_asked() -> None:
+    words = ["recipe=mnist", "data.source=generated", "precision=fp8_tensorwise"]
+    (checked,) = plan_check(words, None, CheckSettings())
+    with checked.planned.executing():
+        assert list(dtypes(checked)) == []
 
 
 BUFFER = "self.register_buffer('positions', torch.arange(4096).bfloat16())"
