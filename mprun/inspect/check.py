@@ -32,6 +32,7 @@ from mprun.inspect.check_ops import dtypes, robust
 from mprun.inspect.check_training import trains
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.records.files import json_text, write_atomic
+from mprun.records.run_record import Summary
 from mprun.results import Result
 from mprun.results.check_baseline import Baseline, changes, read_baseline, updated
 from mprun.results.check_result import (
@@ -79,7 +80,8 @@ def plan_check(
         overrides = [*defaults, *overrides]
     if any(text.startswith("run.resume=") for text in overrides):
         raise UsageError("mprun check starts at new weights: leave out run.resume")
-    parsed = [parse(text) for text in with_modes(overrides)]
+    modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
+    parsed = [parse(x) for x in [*(x for x in overrides if x not in modes), *modes]]
     cache = DataCache()
 
     @functools.cache
@@ -88,18 +90,12 @@ def plan_check(
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
         return PlannedRun("check", composed, plan)
 
-    modes, shared = [], defaultdict[int, dict[str, Any]](dict)
+    checked, shared = [], defaultdict[int, dict[str, Any]](dict)
     for combination in combinations(parsed):
         run, exact = planned(*combination), planned(*_in_float32(combination)).plan
         checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
-        modes.append(CheckedMode(run, exact, settings, checks, shared[id(exact)]))
-    return modes
-
-
-def with_modes(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the modes last; `DEFAULT_MODES` where they name none."""
-    modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
-    return [*(x for x in overrides if x not in modes), *modes]
+        checked.append(CheckedMode(run, exact, settings, checks, shared[id(exact)]))
+    return checked
 
 
 def _in_float32(combination: Sequence[str]) -> list[str]:
@@ -122,16 +118,14 @@ def check_modes(
         update: write the baseline instead of comparing with it.
         report: is called before each mode.
     """
-    began, summary = time.monotonic(), modes[0].planned.summary
-    path, new = Path(settings.baseline), list[Baseline]()
-    old = read_baseline(path)
+    began, new = time.monotonic(), list[Baseline]()
+    old = read_baseline(Path(settings.baseline))
 
     def baseline(mode: CheckedMode) -> Iterator[Finding]:
         if not new:
             new.append(reference_of(mode))
         new[0].modes[mode.checks.label] = figures_of(mode)
-        if old is not None and not update:
-            yield from changes(old, new[0], mode.checks.label)
+        yield from ()
 
     compared = {"baseline": baseline} if update or old is not None else {}
     answered = {"targets": on_targets} if settings.targets else {}
@@ -144,27 +138,45 @@ def check_modes(
                 _carry_out(mode, name, examine)
             else:
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
-    notes = [*target_lines(settings.targets, [mode.checks for mode in modes])]
-    if update and new:
-        write_atomic(path, updated(old, new[0]).text.encode())
-        notes.append(f"written: {path}; commit it")
-    elif old is None and not update:
-        notes.append(f"no {path} here: --update writes the one that later checks are held against")
-    about = summary.recipe, summary.hardware.name, summary.versions
-    return check_result(*about, [mode.checks for mode in modes], began, settings, notes)
+    checks = [mode.checks for mode in modes]
+    notes = [*target_lines(settings.targets, checks)]
+    if new:
+        notes += against_baseline(checks, settings, old, new[0], update)
+    elif not compared:
+        text = "--update writes the one that later checks are held against"
+        notes.append(f"no {settings.baseline} here: {text}")
+    return check_result(modes[0].planned.summary, checks, began, settings, notes)
+
+
+def against_baseline(
+    modes: Sequence[ModeChecks],
+    settings: CheckSettings,
+    old: Baseline | None,
+    new: Baseline,
+    update: bool,
+) -> list[str]:
+    """Add what changed to the findings, or write the file; notes about it."""
+    path = Path(settings.baseline)
+    if update:
+        write_atomic(path, updated(old, new).text.encode())
+        return [f"written: {path}; commit it"]
+    for mode in modes:
+        if old is not None and mode.label in new.modes:
+            mode.findings += changes(old, new, mode.label)
+            mode.done.setdefault("baseline", 0.0)
+    return []
 
 
 def check_result(
-    recipe: str,
-    hardware: str,
-    versions: dict[str, str | None],
+    summary: Summary,
     modes: list[ModeChecks],
     began: float,
     settings: CheckSettings,
     notes: list[str],
 ) -> Result:
-    """The result of checks that began at this time (`time.monotonic`)."""
-    seconds, about = time.monotonic() - began, (recipe, hardware, versions)
+    """The result of checks that began at this time (`time.monotonic`); `summary`: of a mode."""
+    about = summary.recipe, summary.hardware.name, summary.versions
+    seconds = time.monotonic() - began
     record = CheckRecord(SCHEMA_VERSION, *about, seconds, settings.budget_s, modes, notes)
     status = EXIT_FAILED if record.has_errors else EXIT_OK
     files = {"check.json": json_text(record)}

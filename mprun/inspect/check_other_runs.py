@@ -27,12 +27,11 @@ import mprun
 from mprun.console.formatting import UNITS, size_text
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.baseline_figures import explained
-from mprun.inspect.check import check_result
+from mprun.inspect.check import against_baseline, check_result
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.inspect.diff import capture_run, diff_captures, load_run, read_capture
 from mprun.numerics.audit_finding import KINDS
 from mprun.numerics.divergence import DifferenceRow
-from mprun.records.files import write_atomic
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.results import Result
 from mprun.results.check_baseline import (
@@ -40,9 +39,7 @@ from mprun.results.check_baseline import (
     Baseline,
     BaselineFigure,
     ModeBaseline,
-    changes,
     read_baseline,
-    updated,
 )
 from mprun.results.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.run import run
@@ -85,17 +82,10 @@ def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Resul
         if peak["peak"] > limit:
             text = f"{size_text(peak['peak'])}, limit {size_text(int(limit))}"
             checks.findings.append(Finding("over_memory", "", text))
-    path = Path(settings.baseline)
-    old, notes = read_baseline(path), []
     new = _observed_baseline(summary, losses, peak)
-    if update:
-        write_atomic(path, updated(old, new).text.encode())
-        notes.append(f"written: {path}; commit it")
-    elif old is not None:
-        checks.findings += changes(old, new, summary.variant)
-        checks.done["baseline"] = 0.0
-    about = summary.recipe, summary.hardware.name, summary.versions
-    return check_result(*about, [checks], began, settings, notes)
+    old = read_baseline(Path(settings.baseline))
+    notes = against_baseline([checks], settings, old, new, update)
+    return check_result(summary, [checks], began, settings, notes)
 
 
 def _trained(summary: Summary, losses: Sequence[float]) -> Iterator[Finding]:
@@ -183,8 +173,7 @@ def check_environment(
             notes += [x for x in difference.notes if x not in notes]
             mode.checks.findings += map(_parted, filter(None, [difference.first]))
             mode.checks.done["agrees"] = time.monotonic() - began
-    about = summary.recipe, summary.hardware.name, summary.versions
-    return check_result(*about, [mode.checks for mode in modes], began, settings, notes)
+    return check_result(summary, [mode.checks for mode in modes], began, settings, notes)
 
 
 def _parted(first: DifferenceRow) -> Finding:

@@ -215,7 +215,6 @@ def capture(
     side: Side,
     reference: nn.Module | None = None,
     passes: int = 1,
-    ops: bool = True,
 ) -> Captured:
     """The errors that arise in one side.
 
@@ -225,13 +224,11 @@ def capture(
         reference: a float64 copy of a model with the same modules; None: of the side's own.
         passes: rounded passes; the largest of their errors counts as explained. They draw other
             random numbers than the side: dtypes may draw different ones from one seed.
-        ops: look at each op too.
     """
     recording = step.record(side)
     twin = reference or _float64_of((side,))[0]
     calls = list(_calls(_SideResults(step, side, recording, twin, passes)))
-    seen = step.ops(side) if ops else []
-    return Captured(calls, seen, recording.loss, side.is_compiled)
+    return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
 
 
 def together(
