@@ -24,9 +24,14 @@ Importing this package is cheap. torch is imported when one of these names is fi
 `mprun --help` and shell completion stay fast.
 """
 
+from __future__ import annotations
+
+import re
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +79,39 @@ _SOURCES = {
 _PACKAGES = ("compare", "metrics", "numerics", "optim", "run")
 _FUNCTIONS = ("compare", "run")
 """Modules that are functions too, those of `mprun.cli.functions`."""
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
+"""As in pyproject.toml; pip does not hold an installed PyTorch to it."""
+NEWEST_TORCH = (2, 15)
+"""The newest that mprun's tests were run with."""
+
+
+def release(version_text: str) -> tuple[int, ...]:
+    """The first two numbers of a version: (2, 15) of "2.15.0+cpu"."""
+    return tuple(map(int, re.findall(r"\d+", version_text)[:2]))
+
+
+def _refuse(name: str, found: str, oldest: tuple[int, ...], remedy: str) -> None:
+    """End the command with status 2, or the import, if a version is older than supported.
+
+    Here, because any other module may fail first, by its syntax or by a name that PyTorch lacks.
+
+    Raises:
+        ImportError: it is, and this process is another program.
+    """
+    if release(found) >= oldest:
+        return
+    needed = ".".join(map(str, oldest))
+    text = f"mprun: {name} >= {needed} is needed, and this is {found}: {remedy}"
+    if Path(sys.argv[0]).stem == "mprun" or sys.argv[0] == "-m":
+        print(text, file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(text)
+
+
+_refuse("Python", sys.version.split()[0], OLDEST_PYTHON, "make an environment with a newer one")
+with suppress(PackageNotFoundError):  # none is installed, or one without pip
+    _refuse("PyTorch", version("torch"), OLDEST_TORCH, "pip install --upgrade torch torchvision")
 
 try:
     __version__ = version("mprun")

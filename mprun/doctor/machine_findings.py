@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
+from mprun import NEWEST_TORCH, release
 from mprun.doctor.machine import ALLOWED, NEEDED, is_busy
 from mprun.results.doctor_result import (
     FORMATS,
@@ -149,7 +150,7 @@ def findings(measured: Measured) -> list[MachineFinding]:
     results = [*_slow_formats(measured), *_gpu(machine)]
     if machine.cuda is None:
         results += [*_onednn(machine), *_vectors(machine), *_threads(machine), *_load(measured)]
-    results += [*_disagreements(measured), *_noise(measured)]
+    results += [*_disagreements(measured), *_noise(measured), *_newer_torch(measured)]
     return sorted(results, key=lambda f: f.level == "note")
 
 
@@ -198,6 +199,13 @@ def _noise(measured: Measured) -> Iterator[MachineFinding]:
             f"times vary: by {ratio:.1f}x from the 10th to the 90th percentile for {worst.op} "
             f"in {worst.format} at {worst.size}",
         )
+
+
+def _newer_torch(measured: Measured) -> Iterator[MachineFinding]:
+    torch = measured.versions["torch"] or ""
+    if release(torch) > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        yield _note("versions", f"mprun was tried with PyTorch up to {newest}, and this is {torch}")
 
 
 def _gpu(machine: Machine) -> Iterator[MachineFinding]:

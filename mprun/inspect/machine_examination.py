@@ -125,13 +125,19 @@ def examine(
         ) from None
     report("examining the modes")
     modes = examine_modes(device, machine.hardware.accelerated)
-    measured = Measured(machine=machine, threads=threads, rates=rates, copy=copy, modes=modes)
+    measured = Measured(
+        machine=machine,
+        versions=versions(),
+        threads=threads,
+        rates=rates,
+        copy=copy,
+        modes=modes,
+    )
     return Examination(
         schema_version=SCHEMA_VERSION,
         examined_at=examined_at,
         mprun_version=__version__,
         git_commit=git_commit(),
-        versions=versions(),
         budget_s=budget_s,
         measured_s=measured_s,
         **vars(measured),

@@ -207,6 +207,8 @@ class Measured:
     """The examination before conclusions are drawn from it."""
 
     machine: Machine
+    versions: dict[str, str | None]
+    """Those of a record, and of cuda and cudnn; null for a missing one."""
     threads: int
     """Threads of the CPU rates: fewer than PyTorch's if other processes use the cores."""
     rates: list[Rate]
@@ -222,8 +224,6 @@ class Examination(Measured):
     examined_at: str
     mprun_version: str
     git_commit: str | None
-    versions: dict[str, str | None]
-    """Those of a record, and of cuda and cudnn; null for a missing one."""
     budget_s: float
     measured_s: float
     """How long the rates took."""

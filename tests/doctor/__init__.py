@@ -156,6 +156,7 @@ def measured(
     """An examination of `where` that found these speed-ups over float32."""
     found = Measured(
         machine=where,
+        versions={"python": "3.12.0", "torch": "2.11.0", "cuda": None},
         threads=where.threads,
         rates=rates(speedups),
         copy=Copy(bytes=2**27, gigabytes_per_second=spread(20.0)),
@@ -200,7 +201,6 @@ def examination(
         examined_at="2024-02-29T12:00:00+00:00",
         mprun_version="0.1.0",
         git_commit=None,
-        versions={"python": "3.12.0", "torch": "2.11.0", "cuda": None},
         budget_s=5.0,
         measured_s=4.2,
         findings=told,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mprun import NEWEST_TORCH
 from mprun.doctor.machine import ALLOWED
 from mprun.doctor.machine_findings import NOISY, findings
 from mprun.results.doctor_result import OPS, Machine
@@ -44,6 +45,15 @@ def told(where: Machine, speedups: Speedups | None = None, **changes: Any) -> li
 @pytest.mark.parametrize("where", [AVX2_ONLY, WITH_AMX, GRANITE, M1, H100], ids=lambda m: m.system)
 def test_a_quiet_machine_that_is_fast_has_nothing_to_tell(where: Machine) -> None:
     assert told(where, {"bfloat16": FAST, "float16": FAST}) == []
+
+
+def test_a_pytorch_newer_than_any_that_was_tried_is_noted() -> None:
+    tried = ".".join(map(str, NEWEST_TORCH))
+    for version in (f"{tried}.9+cu130", "2.11.0", None):
+        assert told(H100, versions={"torch": version}) == []
+    assert told(H100, versions={"torch": "2.99.0.dev20270101"}) == [
+        f"note versions: mprun was tried with PyTorch up to {tried}, and this is 2.99.0.dev20270101"
+    ]
 
 
 # ---- 16 bits slower than float32, and why --------------------------------------------------------
