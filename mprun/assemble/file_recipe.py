@@ -38,7 +38,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from mprun.config.recipe_file import read_source
 from mprun.console import note
@@ -288,11 +288,15 @@ def _classes(module: ModuleType) -> dict[str, type[Recipe]]:
     return {
         kind.__name__: kind
         for kind in vars(module).values()
-        if isinstance(kind, type)
-        and issubclass(kind, Recipe)
+        if extends(kind, Recipe)
         and kind.__module__ == module.__name__
         and not inspect.isabstract(kind)
     }
+
+
+def extends(x: Any, base: type) -> TypeGuard[type[Any]]:
+    """Whether `x` is a class below `base`; Python 3.10 has `list[int]` for a class as well."""
+    return isinstance(x, type) and base in x.__mro__[1:]
 
 
 def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:

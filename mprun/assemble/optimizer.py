@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
 
 from mprun import optim
 from mprun._torch import eager_optimizer
-from mprun.assemble.file_recipe import imported
+from mprun.assemble.file_recipe import extends, imported
 from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
 from mprun.doctor.speed_choices import SpeedChoice
@@ -60,9 +60,9 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
     """
     legal = "legal is the import path of a class, such as torch.optim.Adagrad"
     kind = imported("train.optimizer.target", target, untrusted, legal)
-    if not _is_optimizer(kind):
+    if not extends(kind, Optimizer):
         module, _, name = target.rpartition(".")
-        known = [n for n, x in vars(sys.modules[module]).items() if _is_optimizer(x)]
+        known = [n for n, x in vars(sys.modules[module]).items() if extends(x, Optimizer)]
         near = nearest(name, known)
         meant = f"; did you mean {module}.{near}?" if near else ""
         other = f": {', '.join(known)}" if known else ""
@@ -70,11 +70,7 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
             f"train.optimizer.target={target} is not a torch.optim.Optimizer{meant or other}"
         )
     refuse_closures(kind, f"train.optimizer.target={target}")
-    return kind  # type: ignore[no-any-return]
-
-
-def _is_optimizer(x: Any) -> bool:
-    return isinstance(x, type) and issubclass(x, Optimizer) and x is not Optimizer
+    return kind
 
 
 def refuse_closures(kind: type[Optimizer], what: str) -> None:

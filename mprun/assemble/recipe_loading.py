@@ -17,6 +17,7 @@ from torch import Tensor
 from mprun.assemble.file_recipe import (
     RecipeSource,
     class_in,
+    extends,
     file_source,
     imported,
 )
@@ -143,7 +144,7 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
     """The class at an import path."""
     legal = "write module.Class of a recipe that can be imported from here"
     kind = imported("recipe.target", target, untrusted, legal)
-    if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
+    if extends(kind, Recipe) and "__dataclass_fields__" in vars(kind):
         return kind
     raise UsageError(
         f"recipe.target={target} is not a dataclass that extends mprun.recipe.Recipe; {legal}"

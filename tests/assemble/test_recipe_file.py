@@ -195,6 +195,10 @@ def test_a_class_needs_no_decorator_and_inherits_parameters() -> None:
         recipe.units = 4  # type: ignore[attr-defined]
 
 
+def test_an_alias_of_a_type_is_no_class() -> None:
+    assert load(CLASS + "Sizes = list[int]\nBases = type[Base]\n").model().out_features == 8
+
+
 def test_the_data_of_a_class_need_no_request() -> None:
     found = DataCache()(load(CLASS), DataRequest(train_limit=5))
     assert (found.name, len(found.train), len(found.validation)) == ("mine", 5, 2)

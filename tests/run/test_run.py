@@ -173,7 +173,7 @@ def test_backend_switches_are_restored_after_a_failed_run() -> None:
     assert torch.backends.cudnn.conv.fp32_precision == before  # type: ignore[attr-defined]
 
 
-@pytest.mark.representative("15-143")
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_leave_a_usable_record_and_the_right_status(
     number: signal.Signals, status: int, forking: Forking

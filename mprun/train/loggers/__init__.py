@@ -22,8 +22,8 @@ __all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "u
 def find_loggers(folders: Iterable[str]) -> dict[str, type[Logger] | None]:
     """The loggers in the modules of this package's folders, by name, after `none`."""
     modules = [pkgutil.resolve_name(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(folders)]
-    classes = [x for m in modules for x in vars(m).values() if isinstance(x, type)]
-    loggers = [x for x in classes if issubclass(x, Logger) and x is not Logger]
+    values = [x for m in modules for x in vars(m).values()]
+    loggers = [x for x in values if Logger in getattr(x, "__mro__", ())[1:]]
     return {"none": None, **{logger.NAME: logger for logger in loggers}}
 
 
