@@ -8,6 +8,10 @@ WORKERS ?= auto
 # Bytecode is kept, also where the environment says otherwise: the tests start mprun many times.
 PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
+# Where the results are written as a file, too: JUNIT=results.xml
+JUNIT   ?=
+PYTEST  += $(if $(JUNIT),--junitxml $(JUNIT))
+
 # A part of the exhaustive tests: `make test-exhaustive SHARD=3/8` runs the third of eight.
 SHARD   ?=
 SPLIT   := $(if $(SHARD),--splitting-algorithm least_duration --group $(subst /, --splits ,$(SHARD)))

@@ -5,7 +5,8 @@ A page is written once, for GitHub and for the site. What is generated is not co
 - README.md is the site's first page.
 - `reference/commands.md` has every command with its settings.
 - A comment `<!-- site: NAME -->` in a page becomes what is made from the code: every field, the
-  docstrings of the public names, the findings of a check, the report of a comparison.
+  docstrings of the public names, the findings of a check, the report of a comparison, what
+  differs between versions.
 - A link to a file outside of docs/ leads to the repository, if `SOURCE_URL` names it.
 """
 
@@ -28,6 +29,7 @@ from mkdocs.structure.pages import Page
 from omegaconf import MISSING
 
 import mprun
+from docs.versions import page as versions_page
 from mprun.cli.compare_command import compared
 from mprun.cli.main import COMMANDS
 from mprun.config import settings
@@ -79,7 +81,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({source}/blob/main/{goal}{anchor})" if source else f"{text} (`{goal}`)"
 
     def fill(match: re.Match[str]) -> str:
-        made = {"fields": fields, "python": python, "report": report, "findings": findings}
+        made = {
+            "fields": fields,
+            "python": python,
+            "report": report,
+            "findings": findings,
+            "versions": versions,
+        }
         return made[match[1]](posixpath.relpath(REPORT, folder or "."))
 
     return MARK.sub(fill, LINK.sub(link, markdown))
@@ -142,6 +150,11 @@ def _line(field: Field) -> str:
 def _names_all(field: Field) -> bool:
     """Whether a field's text names each of its legal values."""
     return all(re.search(rf"\b{choice}\b", field.doc) for choice in field.choices)
+
+
+def versions(_: str) -> str:
+    """The environments that mprun is tried with, and what differs between them."""
+    return versions_page()
 
 
 def findings(_: str) -> str:
