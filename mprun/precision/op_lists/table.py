@@ -142,6 +142,7 @@ class Table:
         self.handlers: dict[Function, Handler | OpenedFunction] = {
             f: self.make(f) for f in _functions()
         }
+        self._late: dict[Function, Handler | OpenedFunction] = {}
 
     def rule(self, name: str) -> str:
         """The rule of an op: its list, or the rule of unlisted ops."""
@@ -150,12 +151,15 @@ class Table:
                 return kind
         return "first input" if self.lists.first_input else "as it is"
 
-    def added(self, function: Function) -> Handler | OpenedFunction:
-        """The handler of a function that was not known, kept for its next call."""
-        handler = self.make(function)
-        if _can_be_traced(function):
-            self.handlers[function] = handler
-        return handler
+    def late(self, function: Function) -> Handler | OpenedFunction:
+        """The handler of a function that was not known, kept for its next call.
+
+        Not kept in `handlers`: torch.compile calls unknown functions while it traces, and its guard
+        on what it has read fails where that changes.
+        """
+        if function not in self._late:
+            self._late[function] = self.make(function)
+        return self._late[function]
 
     def make(self, function: Function) -> Handler | OpenedFunction:
         """The handler of a function."""
@@ -407,7 +411,7 @@ class _CastMode(TorchFunctionMode):
         elif in_backward() and not state.in_custom_backward and not in_recomputation():
             return func(*args, **kwargs)
         elif handler is None:
-            handler = state.table.added(func)
+            handler = state.table.late(func)
         if isinstance(handler, OpenedFunction):
             return handler.run(self, func, args, kwargs)
         return handler(func, args, kwargs)

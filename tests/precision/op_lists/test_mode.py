@@ -495,6 +495,17 @@ def test_a_compiled_module_in_a_region_gives_the_same_dtypes_and_gradients() -> 
         assert compiled(x).dtype == FP16
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_function_that_is_new_in_a_region_compiles_nothing_anew() -> None:
+    model, x = two_layers(), normal(5, 6)
+    compiled = torch.compile(model, backend="aot_eager")
+    with caster().region():
+        compiled(x)
+        x.stride()  # no function that PyTorch lists as one that a mode can see
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(x)
+
+
 class Switching(nn.Module):
     """The same layers, cast and not, and a decorated function."""
 
