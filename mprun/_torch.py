@@ -224,6 +224,15 @@ def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     return None
 
 
+def autocast_has(name: str) -> bool:
+    """Whether autocast in this version of PyTorch decides on the ATen op of that name on CUDA."""
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    try:
+        return bool(has(f"aten::{name}", "AutocastCUDA"))
+    except RuntimeError:  # there is no such op
+        return False
+
+
 def call_kernel(op: OpOverload, key: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the kernel of an op for a dispatch key; the ops that it calls go to dispatch modes."""
     return op._op_dk(key, *args, **kwargs)

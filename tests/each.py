@@ -61,7 +61,8 @@ def _looped(test: Test, axes: list[list[tuple[str, dict[str, Any]]]], marks: lis
                 skipped.append(error)
         if failed:
             error = next(iter(failed.values()))
-            error.add_note(f"{len(failed)} of {len(cases)} cases: {'; '.join(failed)}")
+            note = f"{len(failed)} of {len(cases)} cases: {'; '.join(failed)}"
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # Python 3.10: no add_note
             raise error
         if len(skipped) == len(cases):
             raise skipped[0]

@@ -168,6 +168,13 @@ def kernels() -> None:
     assert any("mm" in name for name in ops.names)
 
 
+@interface("torch._C._dispatch_has_kernel_for_dispatch_key, for autocast")
+def ops_of_autocast() -> None:
+    assert _torch.autocast_has("linear")
+    assert not _torch.autocast_has("relu")
+    assert not _torch.autocast_has("no_such_op")
+
+
 @interface("torch._ops, OpOverload._schema")
 def ops() -> None:
     add = torch.ops.aten.add.Tensor

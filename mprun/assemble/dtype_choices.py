@@ -21,7 +21,7 @@ from mprun.precision.layers import (
     with_layer_formats,
 )
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
-from mprun.precision.op_lists.lists import spelled
+from mprun.precision.op_lists.lists import of_this_version, spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.mode_names import layer_values
@@ -90,7 +90,8 @@ def entries(
         return read_list(Path(path), kind)
     own = getattr(section, f"{device.type}_{kind}", None)
     names = getattr(section, kind) if own is None else own
-    return [Entry(name, path or f"op_lists={section.name}") for name in names]
+    source = path or f"op_lists={section.name}"
+    return [Entry(name, source) for name in of_this_version(section.name, names)]
 
 
 def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | None:

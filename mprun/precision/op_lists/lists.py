@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import get_overridable_functions
 
-from mprun._torch import FUNCTION_NAMESPACES, OpOverload, OpOverloadPacket
+from mprun._torch import FUNCTION_NAMESPACES, OpOverload, OpOverloadPacket, autocast_has
 from mprun.errors import hint, nearest
 from mprun.nested import map_tensors
 from mprun.records.op_list_files import KINDS, Entry
@@ -270,6 +270,16 @@ def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Ent
         )
 
 
+LATER = ("linalg_matrix_sqrth", "rms_norm")
+"""Names that PyTorch's own lists have only in versions after 2.11."""
+
+
+def of_this_version(lists: str, names: Iterable[str]) -> list[str]:
+    """The names of a list, of PyTorch's own ones without what autocast does not decide here."""
+    native = lists.startswith("native")
+    return [n for n in names if not native or n not in LATER or autocast_has(n)]
+
+
 SHIPPED = ("hmp", "hmp_resnet50", "native", "native_uniform")
 
 
@@ -294,7 +304,7 @@ def shipped_lists(name: str, device_type: str) -> OpLists:
     lower, fp32, promote = (
         [
             Entry(op, f"op_lists={name}")
-            for op in section.get(f"{device_type}_{kind}", section[kind])
+            for op in of_this_version(name, section.get(f"{device_type}_{kind}", section[kind]))
         ]
         for kind in KINDS
     )

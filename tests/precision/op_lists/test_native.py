@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.precision.op_lists.lists import name_of, spelled
+from mprun.precision.op_lists.lists import LATER, name_of, spelled
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision import normal
@@ -186,8 +186,8 @@ def named(device: str) -> set[str]:
 
 
 NOT_REGISTERED_HERE: dict[str, set[str]] = {
-    "cpu": {"_grid_sampler_2d_cpu_fallback", "linalg_matrix_sqrth"},
-    "cuda": {"linalg_matrix_sqrth"},
+    "cpu": {"_grid_sampler_2d_cpu_fallback", *LATER},
+    "cuda": set(LATER),
 }
 """Names of other versions of PyTorch."""
 
@@ -202,6 +202,12 @@ def test_the_native_lists_are_what_pytorch_registers(device: str) -> None:
     assert len(theirs) > 50
     assert theirs - named(device) - NO_CASTS[device] == set()
     assert named(device) - theirs <= NOT_REGISTERED_HERE[device] | NO_CASTS[device]
+
+
+@each("device", ["cpu", "cuda"])
+def test_what_a_newer_pytorch_lists_is_on_no_list_here(device: str) -> None:
+    here = registered(f"Autocast{device.upper()}")
+    assert set(shipped("native", device).rules) & set(LATER) == here & set(LATER)
 
 
 def test_the_uniform_lists_are_those_of_cuda() -> None:
