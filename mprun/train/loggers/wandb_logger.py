@@ -48,9 +48,9 @@ class WandbLogger(Logger):
         """
         super().check()
         if online:
-            with quiet(), contextlib.suppress(TypeError):  # earlier versions lack this argument
-                if cls.load().login(prompt=False):
-                    return
+            with quiet():
+                has_key = cls.load().login(prompt=False)
+            if not has_key:
                 raise UsageError(
                     "logger.mode=online: W&B has no key here; run wandb login, set WANDB_API_KEY, "
                     "or keep logger.mode=offline"
