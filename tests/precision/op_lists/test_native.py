@@ -23,6 +23,7 @@ from tests.op_info import op_infos, samples, title
 from tests.precision import normal
 from tests.precision.op_lists import BF16, FP16, FP32, caster, result, same, shipped, to
 from tests.run.test_resume import assert_equal, exact_lines, trained
+from tests.torch_version import torch_is
 
 SHIPPED = ("hmp", "hmp_resnet50", "native", "native_uniform")
 
@@ -386,7 +387,7 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     ),
     "einsum, a sum": lambda: torch.einsum("ij->", A),
     "tensordot of vectors": lambda: torch.tensordot(A[0], B[0], 1),
-    "linalg.polar": lambda: torch.linalg.polar(A),
+    **({"linalg.polar": lambda: torch.linalg.polar(A)} if torch_is(2, 14) else {}),
     "fused attention by name": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(normal(1, 2, 4, 8, seed=i) for i in range(3))
     ),
@@ -426,7 +427,7 @@ def test_functions_that_are_cast_as_a_whole_do_not(name: str) -> None:
 
 DIFFERENT = {
     *("corrcoef", "cov", "einsum", "inner", "linalg.pinv", "linalg.pinv (hermitian)"),
-    *("linalg.polar", "nn.functional.bilinear", "tensordot"),
+    *("nn.functional.bilinear", "tensordot", *(["linalg.polar"] if torch_is(2, 14) else [])),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
 }
 """Of PyTorch's table of operators, those with a sample that is cast as a whole."""
