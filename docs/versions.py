@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def record(name: str, reports: Sequence[Path]) -> Record:
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = {
         **facts(),
+        "made": date.today().isoformat(),
         "missing": missing(),
         "tests": outcome(reports) if reports else before.get("tests"),
     }
@@ -143,13 +145,7 @@ def page() -> str:
     """Two tables in Markdown: the runs of the tests, and what is not the same everywhere."""
     of = records()
     runs = [
-        [
-            f"`{name}`",
-            one["torch"],
-            one["python"],
-            *_counts(one["tests"]),
-            *_or_none(one["missing"]),
-        ]
+        [f"`{name}`", one["torch"], one["python"], *_counts(one["tests"]), *_origin(one)]
         for name, one in of.items()
     ]
     heads = [f"{one['torch']} (`{name}`)" for name, one in of.items()]
@@ -169,7 +165,7 @@ def page() -> str:
 
 RUN_HEADS = (
     *("session", "PyTorch", "Python", "passed", "failed", "skipped", "minutes"),
-    "not installed",
+    *("not installed", "made"),
 )
 
 
@@ -180,8 +176,8 @@ def _counts(tests: Record | None) -> list[str]:
     return [*(f"{size:,}" for size in sizes), f"{tests['minutes']:g}"]
 
 
-def _or_none(names: Sequence[str]) -> list[str]:
-    return [", ".join(names) or "-"]
+def _origin(one: Record) -> list[str]:
+    return [", ".join(one["missing"]) or "-", one["made"]]
 
 
 def _shown(one: Record) -> dict[str, str]:

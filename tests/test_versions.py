@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,7 +125,9 @@ def test_a_record_has_this_environment_and_keeps_the_tests(
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
     monkeypatch.setattr(versions, "_mprun", made_up)
     (tmp_path / "a.xml").write_text(REPORT, encoding="utf-8")
+    monkeypatch.setattr(versions, "date", SimpleNamespace(today=lambda: date(2026, 11, 28)))
     first = versions.record("own", [tmp_path / "a.xml"])
+    assert first["made"] == "2026-11-28"
     assert first["tests"]["passed"] == 1
     assert "addmm" in first["autocast"]["CPU"].split()
     assert first["modes"] == {"fp16_true": "native, matmul in float32"}
@@ -152,6 +155,7 @@ def test_the_page_shows_what_is_not_the_same_everywhere(
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
     tests = {"passed": 1234, "failed": ["a"], "skipped": {"b": "no GPU"}, "minutes": 7.5}
     old = {"python": "3.10.13", "torch": "2.9.0", "cpu": "a CPU", "onednn": "3.10", "missing": []}
+    old["made"] = "2026-11-28"
     old |= {
         "autocast": {"CPU": "mm qr"},
         "modes": {"fp32": "native"},
@@ -162,9 +166,9 @@ def test_the_page_shows_what_is_not_the_same_everywhere(
         (tmp_path / f"{name}.json").write_text(json.dumps(one), encoding="utf-8")
     lines = [line for line in versions.page().splitlines() if line.startswith("| ")]
     assert [line for line in lines if "---" not in line] == [
-        "| session | PyTorch | Python | passed | failed | skipped | minutes | not installed |",
-        "| `z` | 2.9.0 | 3.10.13 | - | - | - | - | - |",
-        "| `a` | 2.15.0 | 3.10.13 | 1,234 | 1 | 1 | 7.5 | mlflow |",
+        "| session | PyTorch | Python | passed | failed | skipped | minutes | not installed | made |",
+        "| `z` | 2.9.0 | 3.10.13 | - | - | - | - | - | 2026-11-28 |",
+        "| `a` | 2.15.0 | 3.10.13 | 1,234 | 1 | 1 | 7.5 | mlflow | 2026-11-28 |",
         "|  | 2.9.0 (`z`) | 2.15.0 (`a`) |",
         "| autocast on CPU casts `qr` | yes | no |",
         "| skipped: no GPU | no | yes |",

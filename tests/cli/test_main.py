@@ -247,7 +247,7 @@ def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]
     assert main(words) == 0
 
     def times() -> dict[Path, int]:
-        """Of all files but a lock's, into which versions of filelock before 4 write."""
+        """Of all files but a lock's, into which older versions of filelock write."""
         files = (p for p in Path("run").rglob("*") if p.name != ".lock")
         return {p: p.stat().st_mtime_ns for p in files}
 
