@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
@@ -19,7 +20,7 @@ from mprun.console.fitted_table import FittedTable
 from mprun.doctor import machine
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.planned_run import plan_or_resume
-from mprun.nested import all_tensors
+from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.divergence import Difference, Side
 from mprun.numerics.divergence.boundaries import relative_rms
 from mprun.numerics.divergence.side_by_side import SharedStep, capture, together
@@ -33,6 +34,7 @@ from mprun.train import checkpoint
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
+HALF = (torch.bfloat16, torch.float16)
 MAX_SAMPLES = 64
 SHOWN = 5
 """Weights furthest apart that are shown."""
@@ -167,7 +169,9 @@ def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
     loss = LossTerms(plan.recipe)
 
     def loss_of(output: object) -> Tensor:
-        return loss(output, part.content)
+        # As a mixed mode hands it on; mse_loss of PyTorch 2.11 has no gradient for two dtypes.
+        wide = map_tensors(lambda x: x.float() if x.dtype in HALF else x, output)
+        return loss(wide, part.content)
 
     return part.content, SharedStep(plan.recipe.forward, part.inputs, loss_of)
 
