@@ -2,8 +2,8 @@
 
 Every mode is held against float32 from the same weights on the same batches. What a format's
 roundings explain is measured on this model, by repeated stochastic roundings at the places where
-the mode rounds, and against float64; margins are the same for all models. The checks of a mode run from
-the cheapest to the dearest, mode by mode; those for which the budget leaves no time are named.
+the mode rounds, and against float64; margins are the same for all models. The checks of a mode run
+from the cheapest to the dearest; those for which the budget leaves no time are named.
 """
 
 from __future__ import annotations
