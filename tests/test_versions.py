@@ -16,6 +16,7 @@ import yaml
 
 from docs import versions
 from mprun import NEWEST_TORCH, OLDEST_PYTHON, OLDEST_TORCH, release
+from mprun.precision.policy import SHIPPED_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = """<?xml version="1.0"?>
@@ -123,30 +124,17 @@ def test_a_record_has_this_environment_and_keeps_the_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
-    monkeypatch.setattr(versions, "_mprun", made_up)
+    monkeypatch.setattr(versions, "peaks", lambda: {"fp32": 2**20})
     (tmp_path / "a.xml").write_text(REPORT, encoding="utf-8")
     monkeypatch.setattr(versions, "date", SimpleNamespace(today=lambda: date(2026, 11, 28)))
     first = versions.record("own", [tmp_path / "a.xml"])
     assert first["made"] == "2026-11-28"
     assert first["tests"]["passed"] == 1
     assert "addmm" in first["autocast"]["CPU"].split()
-    assert first["modes"] == {"fp16_true": "native, matmul in float32"}
-    assert first["peak_bytes"] == {"fp32": 2**20}
+    assert {*first["modes"]} == {*SHIPPED_MODES}
+    assert (first["modes"]["bf16_sr"], first["modes"]["half_sr_full"]) == ("native", "emulated")
     assert versions.record("own", []) == first
     assert json.loads((tmp_path / "own.json").read_text(encoding="utf-8")) == first
-
-
-def made_up(command: str, *words: str) -> str:
-    """What `mprun doctor` prints, and `mprun memory` writes, of a machine made up."""
-    if command == "memory":
-        folder = Path(words[-1].removeprefix("run.dir="))
-        modes = [{"label": "fp32", "bytes": {"peak": 2**20}}]
-        (folder / "memory.json").write_text(json.dumps({"modes": modes}), encoding="utf-8")
-        return ""
-    mode = {"name": "fp16_true", "execution": "native", "substituted": ["matmul"]}
-    machine = {"hardware": {"name": "a CPU"}, "onednn": {"version": "3.13"}}
-    of = {"python": "3.12.1", "torch": "2.15.0"}
-    return json.dumps({"versions": of, "machine": machine, "modes": [mode]})
 
 
 def test_the_page_shows_what_is_not_the_same_everywhere(
