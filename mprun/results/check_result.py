@@ -190,7 +190,7 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
     labels = text_column("mode", cell=attrgetter("label"))
     yield FittedTable("", labels, *columns, rows=record.modes)
     for label, x in record.merged[:SHOWN]:
-        yield f"{x.severity} in {label}: {x.with_cure}"
+        yield from f"{x.severity} in {label}: {x.with_cure}".splitlines()
     if (rest := len(record.merged) - SHOWN) > 0:
         yield f"({counted(rest, 'more finding')} in check.json)"
     left: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -24,7 +24,9 @@ MPRUN = Path(__file__).resolve().parents[2] / "mprun"
 
 def shown(*modes: ModeChecks) -> list[str]:
     record = CheckRecord(SCHEMA_VERSION, "tiny", "a CPU", {}, 12.6, 60.0, [*modes])
-    return str(Result(record, [*check_parts(record)])).splitlines()
+    parts = [*check_parts(record)]
+    assert not any(isinstance(x, str) and "\n" in x for x in parts)  # a terminal wraps each line
+    return str(Result(record, parts)).splitlines()
 
 
 def mode(label: str, *findings: Finding, **not_done: str) -> ModeChecks:
