@@ -83,7 +83,7 @@ _FUNCTIONS = ("compare", "run")
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
 """As in pyproject.toml; pip does not hold an installed PyTorch to it."""
 NEWEST_TORCH = (2, 15)
-"""The newest that mprun's tests were run with."""
+"""The newest in docs/reference/versions, which has what was recorded with it."""
 
 
 def release(version_text: str) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def _newer_torch(measured: Measured) -> Iterator[MachineFinding]:
     torch = measured.versions["torch"] or ""
     if release(torch) > NEWEST_TORCH:
         newest = ".".join(map(str, NEWEST_TORCH))
-        yield _note("versions", f"mprun was tried with PyTorch up to {newest}, and this is {torch}")
+        yield _note("versions", f"mprun knows PyTorch up to {newest}, and this is {torch}")
 
 
 def _gpu(machine: Machine) -> Iterator[MachineFinding]:

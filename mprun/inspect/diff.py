@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
@@ -26,6 +25,7 @@ from mprun.numerics.divergence.boundaries import relative_rms
 from mprun.numerics.divergence.side_by_side import SharedStep, capture, together
 from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
+from mprun.precision.products import LOW
 from mprun.records.files import json_text
 from mprun.records.reader import read_json
 from mprun.results import Result
@@ -34,7 +34,6 @@ from mprun.train import checkpoint
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
-HALF = (torch.bfloat16, torch.float16)
 MAX_SAMPLES = 64
 SHOWN = 5
 """Weights furthest apart that are shown."""
@@ -170,7 +169,7 @@ def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
 
     def loss_of(output: object) -> Tensor:
         # As a mixed mode hands it on; mse_loss of PyTorch 2.11 has no gradient for two dtypes.
-        wide = map_tensors(lambda x: x.float() if x.dtype in HALF else x, output)
+        wide = map_tensors(lambda x: x.float() if x.dtype in LOW else x, output)
         return loss(wide, part.content)
 
     return part.content, SharedStep(plan.recipe.forward, part.inputs, loss_of)

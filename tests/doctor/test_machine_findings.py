@@ -52,7 +52,7 @@ def test_a_pytorch_newer_than_any_that_was_tried_is_noted() -> None:
     for version in (f"{tried}.9+cu130", "2.11.0", None):
         assert told(H100, versions={"torch": version}) == []
     assert told(H100, versions={"torch": "2.99.0.dev20270101"}) == [
-        f"note versions: mprun was tried with PyTorch up to {tried}, and this is 2.99.0.dev20270101"
+        f"note versions: mprun knows PyTorch up to {tried}, and this is 2.99.0.dev20270101"
     ]
 
 
