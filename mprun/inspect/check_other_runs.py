@@ -154,7 +154,7 @@ def check_environment(
         python: the command of the other environment's interpreter.
 
     Raises:
-        UsageError: it has no mprun.
+        UsageError: it cannot be started, or has no mprun.
         RunFailedError: a step fails in one of them.
     """
     began = time.monotonic()
@@ -190,7 +190,8 @@ def _ask(command: Sequence[str], failure: type[MprunError], what: str) -> None:
     try:
         subprocess.run(command, capture_output=True, text=True, check=True)
     except OSError as error:
-        raise failure(f"{what}: {error.strerror}") from None
+        text = f"{command[0]} cannot be started: {error.strerror}; give the path of a Python"
+        raise UsageError(text) from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise failure(f"{what}: {last}") from None

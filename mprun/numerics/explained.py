@@ -84,7 +84,8 @@ def assert_explained(
         reference: the same in PyTorch's ops. It is run in float64, and in `dtype` with each result
             rounded: where it casts to float32, nothing is rounded there. Its products add up in
             float32; for a kernel that adds up in the dtype write it so (on a CPU: of PyTorch's,
-            `nll_loss`, and the weights' gradients of `layer_norm`). A module gets its
+            `nll_loss`, and the weights' gradients of `layer_norm`), as for one that rounds twice
+            (on a CPU `rsqrt` of fewer than 32 numbers is `1 / sqrt`). A module gets its
             parameters in the dtype. None: `actual` itself, whose ops must be PyTorch's.
         backward: compare the gradients of floating inputs and of a module's parameters as well,
             for random gradients of the outputs.

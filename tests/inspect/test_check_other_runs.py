@@ -169,7 +169,7 @@ def test_an_environment_without_mprun_is_refused(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(UsageError, match=r"python cannot import mprun .*pip .*: .*no mprun"):
         beside(python, "fp32")
-    with pytest.raises(UsageError, match=r"nothing cannot import mprun .*: No such file"):
+    with pytest.raises(UsageError, match=r"nothing cannot be started: No such file .*Python$"):
         beside(tmp_path / "nothing", "fp32")
 
 

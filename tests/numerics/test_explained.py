@@ -46,7 +46,7 @@ SOUND: dict[str, tuple[Callable[..., Tensor], Make]] = {
     "softmax in float32": (lambda x: x.float().softmax(-1).to(x.dtype), lambda: (draw(8, 50),)),
     "layer norm": (layer_norm, lambda: (draw(8, 64), draw(64), draw(64))),
     "layer norm of equal numbers": (layer_norm, lambda: (torch.ones(4, 64), draw(64), draw(64))),
-    "rms norm by hand": (rms_norm, lambda: (draw(8, 64), draw(64))),
+    "rms norm by hand": (rms_norm, lambda: (draw(32, 64), draw(64))),
     "matmul": (torch.matmul, lambda: (draw(16, 128), draw(128, 16))),
     "attention": (F.scaled_dot_product_attention, heads),
     "attention by hand": (manual_attention, heads),
@@ -71,6 +71,20 @@ def test_sound_kernels_pass_forward_and_backward(
         # The CPU's kernel adds up the gradients of weight and bias in 16 bits.
         backward = not name.startswith("layer norm")
         assert_explained(function, *make(), dtype=dtype, backward=backward, seed=seed)
+
+
+def test_a_kernel_that_rounds_twice_passes_beside_a_reference_that_does() -> None:
+    """The CPU's rsqrt of fewer than 32 numbers rounds the root, then its inverse."""
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (1 / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()) * weight
+
+    numbers = torch.linspace(0.5, 2, 31).bfloat16()
+    assert torch.equal(numbers.rsqrt(), 1 / numbers.sqrt())
+    for seed in (138, 178):  # these fail where the reference says rsqrt
+        torch.manual_seed(seed)
+        x, weight = draw(8, 64), draw(64)
+        assert_explained(rms_norm, x, weight, reference=reference, backward=True, seed=seed)
 
 
 def test_half_a_step_of_bfloat16_passes_where_a_guessed_tolerance_fails() -> None:
