@@ -12,6 +12,7 @@ import torch
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.cli.processes import Forking
+from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -58,16 +59,18 @@ def test_fashion_mnist_in_half_against_fp32(capsys: pytest.CaptureFixture[str]) 
     fp32, half = found["modes"]
     assert (fp32["label"], half["label"], found["against"]) == ("fp32", "half_sr", "fp32")
     assert half["ratio"] == half["bytes"]["peak"] / fp32["bytes"]["peak"]
-    assert round((half["ratio"] - 1) * 100) == -28
+    peak, less = (76.63, -28) if torch_is(2, 14) else (78.53, -30)  # see recipes/README.md
+    assert round((half["ratio"] - 1) * 100) == less
     assert found["published"]["ratio"] == 0.74
     assert found["published"]["ratio_here"] == half["ratio"]
     assert "-26 % (Graphcore" in out
-    assert "here -28 %" in out
-    for text in ("76.63", "55.17 (-28 %)", "fp32 by module", "half_sr by module", "fc1"):
+    assert f"here {less} %" in out
+    for text in (str(peak), f"55.17 ({less} %)", "fp32 by module", "half_sr by module", "fc1"):
         assert text in out, text
     assert "written: plan/memory.json, memory.png, memory.svg" in out
 
 
+@pytest.mark.skipif(not torch_is(2, 14), reason="the page shows what PyTorch >= 2.14 needs")
 def test_the_docs_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     planned("recipe=fashion_mnist", "precision=fp32,half_sr", QUIET)
     page = (ROOT / "docs/reference/memory.md").read_text(encoding="utf-8")

@@ -34,6 +34,7 @@ from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
 from mprun.numerics.memory_recorder import REDUCED_IN_PLACE
 from mprun.precision.convert import convert
 from mprun.train.loop import Trainer
+from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -157,11 +158,14 @@ def test_fashion_mnist_at_its_batch_of_12_is_as_the_docs_say() -> None:
         written = [float(x) for x in re.findall(r"(?<=\| )[\d.]+(?= \|)", row)]
         found = measured("recipe=fashion_mnist", f"precision={mode}")
         keys = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "peak")
+        if mode == "fp32" and not torch_is(2, 14):
+            # Another moment, in group norm's backward, with a copy of its gradient.
+            keys, written = keys[-1:], [float(text.split("`fp32` needs ")[1].split()[0])]
         # Figures of the table are rounded to 2 digits, the peak to 1.
         for figure, key in zip(written, keys, strict=True):
             assert found[key] / 2**20 == pytest.approx(figure, abs=0.051 if key == "peak" else 6e-3)
     ratio = found["peak"] / measured("recipe=fashion_mnist")["peak"]
-    assert round((ratio - 1) * 100) == -28
+    assert round((ratio - 1) * 100) == (-28 if torch_is(2, 14) else -30)
 
 
 # ---- sums ----------------------------------------------------------------------------------------
