@@ -116,16 +116,20 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         pattern = x.view(torch.int32)
         nearest = (pattern + 0x8000) & -0x10000
         nearest = torch.where(torch.isfinite(x), nearest, pattern & -0x10000)
-        rounded = torch.where(torch.isnan(x), x, nearest.view(torch.float32)).to(dtype)
+        wide = torch.where(torch.isnan(x), x, nearest.view(torch.float32))
     else:
-        rounded = x.to(dtype)
-    return rounded, kahan_rest(x, rounded)
+        wide = quantise(x, FORMATS[dtype], overflow="special")
+    # Not from the result: Inductor up to PyTorch 2.12 leaves out the cast of what is also stored.
+    return wide.to(dtype), _rest(x, wide, dtype)
 
 
 def kahan_rest(x: Tensor, rounded: Tensor) -> Tensor:
     """The remainder of `x` (float32) beside `rounded`, to which it was rounded: see `split`."""
-    wide = rounded.float()
-    if rounded.dtype == torch.bfloat16:
+    return _rest(x, rounded.float(), rounded.dtype)
+
+
+def _rest(x: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bfloat16:
         remainder = x.view(torch.int32) - wide.view(torch.int32)
         return torch.where(torch.isfinite(x), remainder, 0).to(torch.int16)
     shift = torch.full_like(x, _SMALLEST_NORMAL).copysign(x)
