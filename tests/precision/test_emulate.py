@@ -21,6 +21,7 @@ from mprun.precision.emulate import partials_substitutions
 from mprun.precision.result_dtypes import EXACT
 from tests.each import each
 from tests.precision import normal
+from tests.torch_version import torch_is
 
 aten = torch.ops.aten
 
@@ -583,8 +584,11 @@ UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
 @each("name", UNPROMOTED)
 def test_what_native_kernels_do_not_promote_is_refused(name: str, dtype: torch.dtype) -> None:
     x = A.to(dtype)
-    with pytest.raises(RuntimeError):
-        UNPROMOTED[name](x)
+    if name == "addmv" and not torch_is(2, 12):  # rounded there, without a word
+        assert UNPROMOTED[name](x).dtype == dtype
+    else:
+        with pytest.raises(RuntimeError):
+            UNPROMOTED[name](x)
     with emulated().region(), pytest.raises(RuntimeError):
         UNPROMOTED[name](x)
 

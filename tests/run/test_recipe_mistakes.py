@@ -178,7 +178,7 @@ IN_RUNS: dict[str, tuple[dict[str, str], str, list[str]]] = {
         {"loss": "def loss(output, batch):\n"
          "    return F.cross_entropy(output, batch[1][:, 0])  # HERE\n"},
         "in loss",
-        ["to be Long", "target.long()", "mse_loss"],
+        ["Long", "target.long()", "mse_loss"],
     ),
     "float64": (
         {"loss": "def loss(output, batch):\n"
