@@ -64,6 +64,6 @@ def tests(session: nox.Session, name: str, tried: Tried) -> None:
 
 for name, tried in ENVIRONMENTS.items():
 
-    @nox.session(name=f"tests-{name}", python=tried.python)
+    @nox.session(name=f"tests-{name}", python=tried.python, venv_params=["--seed"])  # with pip
     def _(session: nox.Session, name: str = name, tried: Tried = tried) -> None:
         tests(session, name, tried)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -82,7 +83,8 @@ def compared(*names: str) -> tuple[str, str]:
 @cache
 def mnist_compared() -> tuple[str, str, str]:
     """Of mnist in fp32 and bf16_mixed: the terminal's text, the page, and the file of figures."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         for mode in ("fp32", "bf16_mixed"):
             words = [f"precision={mode}", "data.validation_fraction=0.2", "train.epochs=5"]
             run(*words, steps=25, name=f"outputs/{mode}")
