@@ -50,7 +50,8 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The sessions of noxfile.py by name: their functions, with `python`."""
     found: dict[str, Any] = {}
 
-    def session(name: str, python: str) -> Any:
+    def session(name: str, python: str, venv_params: list[str]) -> Any:
+        assert venv_params == ["--seed"]  # with pip, which uv leaves out and tests of wheels call
         return lambda f: found.setdefault(name, SimpleNamespace(run=f, python=python))
 
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
