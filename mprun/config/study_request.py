@@ -139,12 +139,14 @@ def _seeds(text: str) -> tuple[int, ...]:
     """The seeds that an override lists.
 
     Raises:
-        UsageError: one is no seed.
+        UsageError: one is no seed, or there is none.
     """
     override, field = parse(text), leaves()["seed"]
     value = override.value()
     if not isinstance(value, list):
         value = [parse(one).value() for one in chain(*combinations([override]))]
+    if not value:
+        raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
     for seed in value:
         if type(seed) is not int:
             raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")

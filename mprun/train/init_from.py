@@ -28,6 +28,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import torch
@@ -150,11 +151,15 @@ def _in_folder(path: Path) -> Path:
 
 def _file_at(path: Path) -> Path:
     """The file to read for `path`, which can be opened."""
-    try:
-        file = _in_folder(path) if path.is_dir() else path
-        if file.is_file():
+    file = path
+    try:  # `stat`, since Path.is_file() of newer Pythons tells no error
+        if S_ISDIR(path.stat().st_mode):
+            file = _in_folder(path)
+        if S_ISREG(file.stat().st_mode):
             file.open("rb").close()
             return file
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         raise UsageError(
             f"train.init_from={path} cannot be read ({error.strerror}); {LEGAL}"

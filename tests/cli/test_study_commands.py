@@ -165,6 +165,8 @@ def test_a_stopped_sweep_is_resumed(
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
         (["sweep", "seed=0,1", "seeds=2"], "'seeds=2': 'seed=0,1' lists the seeds"),
         (["sweep", "seed=0,x"], "'seed=0,x': a seed is a whole number, not 'x'"),
+        (["sweep", "seeds=[]"], "'seeds=[]' lists no seed; legal: seeds=0,1,2, or seeds=3"),
+        (["sweep", "seeds=glob(*)"], "'seeds=glob(*)' lists no seed"),
         (["sweep", "seeds=0,-1"], "seed=-1: legal is 0 or more"),
         (["sweep", "run.resume=x", "seed=0,1"], "'seed=0,1': a resumed study keeps its plan"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),

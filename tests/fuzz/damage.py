@@ -19,7 +19,8 @@ from mprun.cli.main import COMMANDS as ALL
 from mprun.config.settings import Field, fields
 
 NOTHING = ("???", "${x}", "${oc.env:MPRUN_NO_SUCH_VARIABLE}", "${", "${nope:1}")
-SEVERAL = ("glob(*)", "glob(a*,exclude=b)", "1,2", "choice(1,2)", "range(3)", "interval(0,1)")
+LISTED = ("1,2", "choice(1,2)", "range(3)")
+SEVERAL = ("glob(*)", "glob(a*,exclude=b)", *LISTED, "interval(0,1)")
 NOT_READ = ("[1", "{a", "'", '"', "nope(1)", "a b=c", "(", "1]")
 NO_NUMBER = ("text", "[1]", "nan", "-inf", "1e999", "-1e9", "''", "{a: 1}", "[]", "'${x}'", "'???'")
 NO_LIST = ("text", "{a: 1}", "[???]", "['${x}']", "[{a: 1}]", "[[1]]", "1")
@@ -80,10 +81,12 @@ def wrong_setting(chance: Random) -> Case:
     command = chance.choice(list(COMMANDS))
     field = chance.choice(list(fields(COMMANDS[command]).values()))
     key = field.key
+    taken = LISTED if key == "seeds" else ()  # which may be listed
+    no_value = [text for text in (*NOTHING, *SEVERAL, *NOT_READ) if text not in taken]
     text = chance.choice(
         [
             f"{key}={chance.choice(bad_values(field))}",
-            f"{key}={chance.choice([*NOTHING, *SEVERAL, *NOT_READ])}",
+            f"{key}={chance.choice(no_value)}",
             f"{chance.choice(['+', '++'])}{key}={chance.choice(NOTHING)}",
             f"~{key}{chance.choice(['', '=1', '=glob(*)'])}",
             f"{key}x=1",

@@ -140,7 +140,7 @@ def test_numbers_that_json_does_not_have_are_refused(text: str, tmp_path: Path) 
 
 
 def test_a_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    text = '{"schema_version": 1, "x": ' + 100_000 * "[" + 100_000 * "]" + "}"
+    text = '{"schema_version": 1, "x": ' + 1_000_000 * "[" + 1_000_000 * "]" + "}"
     (tmp_path / "summary.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="nested too deeply"):
         read_summary(tmp_path)
