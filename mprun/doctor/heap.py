@@ -78,10 +78,15 @@ def is_steady(variables: Mapping[str, str]) -> bool:
 
 @cache
 def _library() -> str:
-    """What answers for `malloc` in this process."""
+    """The library that allocates memory in this process.
+
+    It is the one that has `posix_memalign`, the function by which PyTorch allocates. The address of
+    `malloc` does not tell it: in a program that is not position-independent, as Debian's Python is
+    not, that address can lie in the program itself.
+    """
     try:
         libc = ctypes.CDLL(None)
-        address = ctypes.cast(libc.malloc, ctypes.c_void_p).value or 0
+        address = ctypes.cast(libc.posix_memalign, ctypes.c_void_p).value or 0
         file = _file_at(address, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no global library
         return SYSTEM
