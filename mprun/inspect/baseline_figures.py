@@ -2,8 +2,8 @@
 
 The explained part of a figure is a bound for one more draw from its spread, which is measured by
 `DRAWS` passes from weights that are moved at random by up to half a unit of float32 (for the losses
-of a mode: of its dtype). The bound is Student's, at the chance `MISSED`, for the difference of two
-draws: that of the file and that of the machine where it is read.
+of a mode: weights and inputs, of its dtype). The bound is Student's, at the chance `MISSED`, for
+the difference of two draws: that of the file and that of the machine where it is read.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ none in any format. A fall within its noise takes up to four times as many steps
 reported, for a small learning rate or a warm-up is no fault.
 
 *Curve.* The mode and float32 take the same steps, in pairs: from the run's first weights, and from
-weights that are moved at random by up to half a unit of bfloat16, with other random numbers
-(dropout), the same in both. Within a pair this noise cancels, so the difference of the mean losses
-is what the mode changes. Over pairs it must have a mean of zero by Student's t; few pairs are
-enough where it clearly has. Rounding alone moves that mean a little, so it must also leave the
+weights and inputs that are moved at random by up to half a unit of bfloat16, with other random
+numbers (dropout), the same in both. Within a pair this noise cancels, so the difference of the mean
+losses is what the mode changes. Over pairs it must have a mean of zero by Student's t; few pairs
+are enough where it clearly has. The same inputs in all pairs would be rounded alike in all: their
+few samples would move the mean. What rounding moves is little, so the mean must also leave the
 spread of float32's own starts. Lower losses count too: they may be a regularization that is lost.
 
 *Time.* A step is measured, and the steps are fewer where all pairs would not fit into the budget,
@@ -28,11 +29,13 @@ from statistics import fmean, stdev
 
 import torch
 from scipy.special import stdtrit
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.assemble.parts import build_parts
+from mprun.data import Batch, MicroBatch
 from mprun.data.loader_sets import seed_all, untouched
 from mprun.inspect.checked_mode import CheckedMode
+from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import FpExceptionError, fp_exceptions
 from mprun.numerics.updates import OWN_SEED, move_weights
 from mprun.results.check_result import Finding
@@ -70,33 +73,78 @@ class MovedWeights(Weights):
         move_weights([*model.parameters()], self.most, self.seed)
 
 
+def with_moved_inputs(
+    batches: Sequence[Batch], exact: Sequence[Batch], most: float, seed: int
+) -> list[Batch]:
+    """The batches with inputs that are moved at random by up to a share of themselves.
+
+    A number stays between the whole numbers around it: labels, masks and probabilities stay what
+    they are.
+
+    Args:
+        batches: in a mode's dtypes.
+        exact: the same in float32, of which the inputs are made.
+        most: the share.
+        seed: of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(own: MicroBatch, wide: MicroBatch) -> MicroBatch:
+        given = iter(all_tensors(wide.inputs))
+
+        def one(x: Tensor) -> Tensor:
+            value = next(given)
+            if not value.is_floating_point() or value.layout != torch.strided:
+                return x
+            share = (torch.rand(value.shape, generator=generator) * 2 - 1) * most
+            near = value * (1 + share.to(value.device))
+            return torch.empty_like(x).copy_(near.clamp(value.floor(), value.ceil()))
+
+        return own._replace(inputs=map_tensors(one, own.inputs))
+
+    return [
+        own._replace(parts=tuple(map(moved, own.parts, wide.parts)))
+        for own, wide in zip(batches, exact, strict=True)
+    ]
+
+
 class Curve:
     """The losses of a training that can go on; it ends at one that is not finite.
 
     Args:
         mode: the mode.
-        number: of the start: 0 is the run's own, others have moved weights and other random
-            numbers.
+        number: of the start: 0 is the run's own, others have moved weights and inputs, and other
+            random numbers.
         exact: train in float32 instead.
-        most: the share of themselves by which the first weights are moved at most.
+        most: the share of themselves by which first weights and inputs are moved at most.
+        moves_inputs: whether inputs are moved, too.
     """
 
     def __init__(
-        self, mode: CheckedMode, number: int = 0, exact: bool = False, most: float = COARSEST
+        self,
+        mode: CheckedMode,
+        number: int = 0,
+        exact: bool = False,
+        most: float = COARSEST,
+        moves_inputs: bool = True,
     ) -> None:
         plan = mode.exact if exact else mode.plan
-        if number:
-            moved = MovedWeights({}, (), frozenset(), plan.weights, most, OWN_SEED - number)
-            plan = replace(plan, weights=moved)
-        self._plan, self._seed = plan, plan.config.seed + number * 2**16
         self._batches = mode.exact_batches if exact else mode.batches
+        if number:
+            seed = OWN_SEED - number
+            moved = MovedWeights({}, (), frozenset(), plan.weights, most, seed)
+            plan = replace(plan, weights=moved)
+            if moves_inputs:
+                self._batches = with_moved_inputs(self._batches, mode.exact_batches, most, seed)
+        self._plan, self._seed = plan, plan.config.seed + number * 2**16
         with untouched():
             self.trainer = Trainer(build_parts(plan), plan.limits)
         self.losses: list[float] = []
         self.step_s = 0.0
         """Seconds of the last step."""
-        known = mode.shared.setdefault("curves", {})
-        known[id(mode.exact if exact else mode.plan), number, number and most] = self.losses
+        if moves_inputs:
+            known = mode.shared.setdefault("curves", {})
+            known[id(mode.exact if exact else mode.plan), number, number and most] = self.losses
 
     @property
     def is_finite(self) -> bool:
@@ -188,7 +236,8 @@ def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
 
 def _moved_by_roundings(mode: CheckedMode) -> float:
     """How much float32's first loss moves with the weights, by up to half a unit of bfloat16."""
-    own, *others = (sum(curve_losses(mode, 1, n, exact=True)) for n in range(FEW))
+    (own,) = curve_losses(mode, 1, exact=True)
+    others = (Curve(mode, n, exact=True, moves_inputs=False).until(1)[0] for n in range(1, FEW))
     return math.sqrt(fmean((x - own) ** 2 for x in others))
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis.extra.numpy import array_shapes, arrays
+from hypothesis.strategies import floats, integers, sampled_from
 from torch import Tensor, nn
 
+from mprun.data import Batch, MicroBatch
 from mprun.inspect.check import plan_check
-from mprun.inspect.check_training import FEW, VISITS, trains
+from mprun.inspect.check_training import FEW, VISITS, trains, with_moved_inputs
+from mprun.nested import to_dtype
 from mprun.results.check_result import CheckSettings, Finding, ModeChecks
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
@@ -67,6 +73,44 @@ def test_another_curve_than_float32s() -> None:
     findings = found("bf16_mixed", stronger, "train.lr=0.01")
     assert [x.kind for x in findings] == ["other_curve"]
     assert found("fp32", stronger, "train.lr=0.01") == []
+
+
+def test_inputs_that_are_rounded_alike_in_all_steps_make_no_other_curve() -> None:
+    """Eight samples of eight numbers: their rounding moves the loss by 2e-4, always the same."""
+    overrides = ["recipe=linear", "recipe.model.in_features=8", "precision=bf16_mixed"]
+    (mode,) = plan_check(overrides, None, CheckSettings(samples=8, steps=6))
+    with mode.planned.executing():
+        assert list(trains(mode)) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    value=arrays(
+        "float32",
+        array_shapes(max_dims=3, max_side=5),
+        elements=floats(-(2.0**20), 2.0**20, width=32),
+    ),
+    number=integers(0, 7),
+    share=sampled_from([2.0**-8, 2.0**-24]),
+)
+def test_inputs_are_moved_by_a_share_of_themselves_and_whole_numbers_are_not(
+    value: Any, number: int, share: float
+) -> None:
+    x = torch.from_numpy(value)
+    inputs = {"x": x, "whole": x.round(), "ids": torch.arange(3)}
+    wide = Batch((MicroBatch((inputs, x), inputs, 1, 1),))
+    own = Batch((MicroBatch((inputs, x), to_dtype(inputs, torch.bfloat16), 1, 1),))
+    (moved,), (narrow,) = (with_moved_inputs([b], [wide], share, number) for b in (wide, own))
+    (found,) = moved.parts
+    assert found.content[1] is x  # the target
+    assert torch.equal(found.inputs["whole"], inputs["whole"])
+    assert found.inputs["ids"] is inputs["ids"]
+    exact = x.double()  # the share and the product are each rounded to float32 once
+    assert ((found.inputs["x"] - exact).abs() <= (share + 2.0**-23) * exact.abs() + 1e-44).all()
+    assert (found.inputs["x"].floor() >= x.floor()).all()
+    assert (found.inputs["x"].ceil() <= x.ceil()).all()
+    same = to_dtype(found.inputs["x"], torch.bfloat16)
+    assert torch.equal(narrow.parts[0].inputs["x"], same)  # of the same numbers, in its dtype
 
 
 class Slow(nn.Module):
