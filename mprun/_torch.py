@@ -225,10 +225,10 @@ def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
 
 
 def autocast_has(name: str) -> bool:
-    """Whether autocast in this version of PyTorch decides on the ATen op of that name on CUDA."""
+    """Whether autocast in this version of PyTorch decides on the ATen op of that name."""
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     try:
-        return bool(has(f"aten::{name}", "AutocastCUDA"))
+        return any(has(f"aten::{name}", key) for key in ("AutocastCPU", "AutocastCUDA"))
     except RuntimeError:  # there is no such op
         return False
 

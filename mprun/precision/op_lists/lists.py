@@ -270,14 +270,14 @@ def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Ent
         )
 
 
-LATER = ("linalg_matrix_sqrth", "rms_norm")
-"""Names that PyTorch's own lists have only in versions after 2.11."""
+NOT_EVERYWHERE = ("cholesky", "linalg_matrix_sqrth", "qr", "rms_norm")
+"""Names that PyTorch's own lists have only up to 2.13, or only after 2.11."""
 
 
 def of_this_version(lists: str, names: Iterable[str]) -> list[str]:
     """The names of a list, of PyTorch's own ones without what autocast does not decide here."""
     native = lists.startswith("native")
-    return [n for n in names if not native or n not in LATER or autocast_has(n)]
+    return [n for n in names if not native or n not in NOT_EVERYWHERE or autocast_has(n)]
 
 
 SHIPPED = ("hmp", "hmp_resnet50", "native", "native_uniform")

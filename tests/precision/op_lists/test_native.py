@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.precision.op_lists.lists import LATER, name_of, spelled
+from mprun.precision.op_lists.lists import NOT_EVERYWHERE, name_of, spelled
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision import normal
@@ -187,8 +187,8 @@ def named(device: str) -> set[str]:
 
 
 NOT_REGISTERED_HERE: dict[str, set[str]] = {
-    "cpu": {"_grid_sampler_2d_cpu_fallback", *LATER},
-    "cuda": set(LATER),
+    "cpu": {"_grid_sampler_2d_cpu_fallback", *NOT_EVERYWHERE},
+    "cuda": set(NOT_EVERYWHERE),
 }
 """Names of other versions of PyTorch."""
 
@@ -206,9 +206,9 @@ def test_the_native_lists_are_what_pytorch_registers(device: str) -> None:
 
 
 @each("device", ["cpu", "cuda"])
-def test_what_a_newer_pytorch_lists_is_on_no_list_here(device: str) -> None:
+def test_what_only_another_pytorch_lists_is_on_no_list_here(device: str) -> None:
     here = registered(f"Autocast{device.upper()}")
-    assert set(shipped("native", device).rules) & set(LATER) == here & set(LATER)
+    assert set(shipped("native", device).rules) & set(NOT_EVERYWHERE) == here & set(NOT_EVERYWHERE)
 
 
 def test_the_uniform_lists_are_those_of_cuda() -> None:
@@ -428,9 +428,13 @@ def test_functions_that_are_cast_as_a_whole_do_not(name: str) -> None:
 
 DIFFERENT = {
     *("corrcoef", "cov", "einsum", "inner", "linalg.pinv", "linalg.pinv (hermitian)"),
-    *("nn.functional.bilinear", "tensordot", *(["linalg.polar"] if torch_is(2, 14) else [])),
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    *("nn.functional.bilinear", "tensordot"),
 }
+if torch_is(2, 14):
+    DIFFERENT |= {
+        "linalg.polar",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    }
 """Of PyTorch's table of operators, those with a sample that is cast as a whole."""
 
 
@@ -441,6 +445,8 @@ def test_of_all_operators_of_pytorch_these_alone_differ_from_autocast() -> None:
     for op in op_infos():
         # Sparse tensors and half complex numbers cannot be compared; `empty` has no values.
         if "empty" in op.name or op.name in ("chalf", "to_sparse", "sparse.sampled_addmm"):
+            continue
+        if op.name == "linalg.lstsq" and not torch_is(2, 14):  # each call gives other bits
             continue
         for sample in samples(op, 6):
 
