@@ -51,6 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(out)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "SITE_URL": "", "SOURCE_URL": ""}
+    env["PYTHONWARNINGS"] = "ignore::DeprecationWarning"  # of matplotlib, which calls pyparsing
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr + done.stdout
     assert not done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,13 @@ from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate collects garbage after each training: half a second with all that pytest holds."""
     monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
+
+
+@pytest.fixture(autouse=True)
+def own_precision() -> Iterator[None]:
+    """`TrainingArguments(bf16=True)` of transformers 4 holds for the whole process."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 IDS = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
