@@ -144,7 +144,22 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
             f"{hint(unknown[0], legal)}"
         )
+    if command.instead is None:
+        _tell_repeated(known.overrides)
     return known
+
+
+def _tell_repeated(overrides: Sequence[str]) -> None:
+    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`.
+
+    A value that is given twice is silent: scripts add overrides to a list of usual ones.
+    """
+    from mprun.config.reference import GROUPS
+
+    for group in GROUPS:
+        given = [x for x in overrides if x.lstrip("+").partition("=")[0] == group]
+        if len(set(given)) > 1:
+            note(f"{group} is given {len(given)} times; the last one counts: {given[-1]}")
 
 
 def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:

@@ -9,7 +9,9 @@ report into a folder. An argument that is a path, or that matches one, is never 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from mprun.console import print_line, stdout_console
 from mprun.console.formatting import counted
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.records.listing import STUDIES
+from mprun.records.run_folder import FILE, read_study_plan
 from mprun.results import Result, show
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ ACCEPTED = {
 def compare_command(args: Sequence[str]) -> int:
     """Run `mprun compare`; the exit status."""
     paths, settings = parse([text for text in args if text not in VERBOSE])
-    comparison = compared(paths, settings)
+    comparison = with_open_runs(compared(paths, settings), paths)
     report(comparison, settings, default_folder(paths), any(x in VERBOSE for x in args))
     check(comparison, settings.fail_if)
     return EXIT_OK
@@ -64,6 +67,25 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
         mix=settings.mix if study is None else [*settings.mix, "hardware"],
         beside=() if study is None else others_in(study, runs),
     )
+
+
+def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
+    """The comparison; of a sweep that was stopped, with a note that says how much of it there is.
+
+    Args:
+        comparison: of the runs in `paths`.
+        paths: folders.
+    """
+    if len(paths) != 1 or not (paths[0] / FILE).exists():
+        return comparison
+    plan = read_study_plan(paths[0])
+    ended = sum(len(variant.runs) + len(variant.failed) for variant in comparison.variants)
+    planned = len(plan.variants) * len(plan.seeds)
+    if plan.command != "sweep" or ended >= planned:  # the others leave out runs on purpose
+        return comparison
+    again = f"mprun sweep {shlex.quote(f'run.resume={paths[0]}')}"
+    text = f"{ended} of {planned} runs of this sweep have ended; continue it with: {again}"
+    return replace(comparison, notes=(text, *comparison.notes))
 
 
 def report(

@@ -112,7 +112,7 @@ class _Report(msgspec.Struct):
 
 def _show_study(folder: Path, verbose: bool) -> None:
     """Compare a study's runs again, in the terms of its report; without one, all of them."""
-    from mprun.cli.compare_command import compared, report
+    from mprun.cli.compare_command import compared, report, with_open_runs
     from mprun.compare.comparison import Advice
     from mprun.config.settings import CompareSettings
     from mprun.report.answer import advice_lines
@@ -121,7 +121,7 @@ def _show_study(folder: Path, verbose: bool) -> None:
     try:
         earlier = read_json(folder / "comparison.json", _Report, 1)
     except FileNotFoundError:  # it was stopped before
-        comparison = compared([folder], settings)
+        comparison = with_open_runs(compared([folder], settings), [folder])
     else:
         margin = "relative_margin" if earlier.is_relative else "margin"
         terms: dict[str, Any] = {margin: earlier.margin, "split": earlier.split}

@@ -92,6 +92,7 @@ class StudyProgress(ProgressDisplay):
         self._run, self._text, self._fraction = "", "", 0.0
         self._verbose, self._told = verbose, set[str]()
         self._warnings: dict[str, list[str]] = {}
+        self._failed: dict[str, str] = {}
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
         super().__init__(console, live)
 
@@ -115,7 +116,9 @@ class StudyProgress(ProgressDisplay):
         runs = self._variants[variant]
         runs.add(summary, error)
         if error is not None:
-            self.line(f"{self._run} failed: {error}")
+            first = self._failed.setdefault(FIGURES.sub("", error), self._run)
+            why = f": {error}" if first == self._run else f", for the same reason as {first}"
+            self.line(f"{self._run} failed{why}")
         elif self._live is None:
             _, ms, score = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")

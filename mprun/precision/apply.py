@@ -200,9 +200,15 @@ class Precision:
         dtype. Gradients are accumulated in the policy's dtype. None is the device of `Precision`.
 
         Raises:
+            TypeError: `model` is no module.
             ValueError: `layers` names no module, names one twice, gives tied parameters two
                 dtypes, or gives a layer what it cannot have in this mode.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"prepare takes a torch.nn.Module, not {type(model).__name__}; prepare each of "
+                "several models with a call of its own"
+            )
         device = self.device if device is None else device
         self._replaced |= {id(p): weakref.ref(p) for p in model.parameters()}
         layers = resolve(model, self._layers)

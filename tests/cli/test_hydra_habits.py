@@ -30,6 +30,16 @@ def test_cfg_job_is_the_configuration(capsys: pytest.CaptureFixture[str]) -> Non
     assert not list(Path().iterdir())
 
 
+def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*LINEAR, "seed=1", "precision=fp32", "++seed=2", "precision=bf16_mixed"]
+    assert main([*words, "recipe=linear", "--cfg", "job"]) == 0  # the same recipe twice is one
+    shown, told = capsys.readouterr()
+    assert yaml.safe_load(shown)["seed"] == 2
+    assert told == "note: precision is given 2 times; the last one counts: precision=bf16_mixed\n"
+
+
 def test_cfg_without_resolve_keeps_interpolations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LINEAR, "train.lr=${oc.env:RATE,0.5}", "--cfg=job", "--package=train"]) == 0
     out = capsys.readouterr().out

@@ -62,8 +62,26 @@ def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[s
     words = ["sweep", *LINEAR, "precision=fp32", "train.lr=1e-3,1e30", "seeds=2", "run.dir=s"]
     assert main([*words, "compare.fail_if=worse"]) == 3
     output = capsys.readouterr()
-    assert "train.lr=1e+30 seed 0 failed: the loss became" in output.out
+    first = "train.lr=1e+30 seed 0"
+    assert f"{first} failed: the loss became" in output.out
+    assert f"train.lr=1e+30 seed 1 failed, for the same reason as {first}\n" in output.out
     assert "2 of 2 runs failed" in output.out + output.err
+
+
+@pytest.mark.parametrize("command", ["compare", "show"])
+def test_a_sweep_that_was_stopped_says_how_much_of_it_there_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]) == 0
+    assert main([command, "s"]) == 0
+    assert "of this sweep" not in capsys.readouterr().out
+    for path in (*Path("s").glob("comparison.*"), *Path("s").glob("*bf16_mixed*1*/*.json")):
+        path.unlink()
+    assert main([command, "s"]) == 0
+    says = "3 of 4 runs of this sweep have ended; continue it with: mprun sweep run.resume=s"
+    assert f"note: {says}\n" in capsys.readouterr().out
+    if command == "compare":
+        assert says in Path("s/report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_ended_by_a_full_disk_is_no_verdict_and_is_tried_again(

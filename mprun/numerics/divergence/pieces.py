@@ -175,7 +175,8 @@ class _ForcedRun:
                 wide = moved(wide, reader.boundary.half_step, self._seed)
             forced = wide.requires_grad_()
             if reader is not None:
-                reader.starts.append((f"{name} {count}", forced, gradients.get(count)))
+                which = f"{name}, tensor {count}" if count else name
+                reader.starts.append((which, forced, gradients.get(count)))
             return forced.clone()  # a module may change its input in place
 
         return map_tensors(leaf, value)
