@@ -24,7 +24,8 @@ They count as temporary. The casts of weights that autocast makes in a single pr
 those of their gradients. Temporaries of the optimizer are cut as the parameters are. The gradients
 of each micro-batch are reduced for themselves.
 
-The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests compare with it.
+The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests compare with it. That
+of 2.12 keeps a unit's reduction for one block longer.
 """
 
 from __future__ import annotations

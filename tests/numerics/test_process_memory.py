@@ -28,6 +28,7 @@ from mprun.numerics.process_memory import (
     one_process,
 )
 from mprun.recipes.char_gpt import Gpt
+from tests.torch_version import torch_is
 
 WIDTH = 64
 
@@ -165,9 +166,12 @@ def test_the_peak_is_that_of_fsdp2(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     rule = ShardedModel(processes, BLOCKS, dict.fromkeys(LAYERS, 2) if casts else {}, 4)
     ours = counted(rule, samples, casts, checkpoints)
-    assert ours.peak_bytes == peak_of_fsdp2(
-        processes, torch.ones(samples, 10), policy, checkpoints, Net
-    )
+    theirs = peak_of_fsdp2(processes, torch.ones(samples, 10), policy, checkpoints, Net)
+    if torch_is(2, 13) or not torch_is(2, 12):
+        assert ours.peak_bytes == theirs
+    else:  # a loop variable of 2.12 keeps what the last block gave to the reduce-scatter
+        block = sum(p.numel() for p in Net().blocks[0].parameters())
+        assert 0 <= theirs - ours.peak_bytes <= block * torch.float32.itemsize
     assert ours.peak.phase == "backward"
 
 
