@@ -72,13 +72,19 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
 def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
     """The comparison; of a sweep that was stopped, with a note that says how much of it there is.
 
+    A plan that cannot be read is a note too: the runs can be compared without it.
+
     Args:
         comparison: of the runs in `paths`.
         paths: folders.
     """
     if len(paths) != 1 or not (paths[0] / FILE).exists():
         return comparison
-    plan = read_study_plan(paths[0])
+    try:
+        plan = read_study_plan(paths[0])
+    except UsageError as error:
+        unknown = f"{error}; it is unknown whether all runs of this sweep have ended"
+        return replace(comparison, notes=(unknown, *comparison.notes))
     ended = sum(len(variant.runs) + len(variant.failed) for variant in comparison.variants)
     planned = len(plan.variants) * len(plan.seeds)
     if plan.command != "sweep" or ended >= planned:  # the others leave out runs on purpose

@@ -84,6 +84,24 @@ def test_a_sweep_that_was_stopped_says_how_much_of_it_there_is(
         assert says in Path("s/report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("{", "s/sweep.json is not valid JSON"), ('{"schema_version": 99}', "has schema_version 99")],
+)
+def test_runs_are_compared_without_the_plan_that_cannot_be_read(
+    content: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=1", "run.dir=s"]) == 0
+    Path("s/sweep.json").write_text(content, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["compare", "s"]) == 0
+    output = capsys.readouterr()
+    assert "linear: 2 variants, 1 seed each; " in output.out
+    note = next(line for line in output.out.splitlines() if says in line)
+    assert note.endswith("it is unknown whether all runs of this sweep have ended")
+    assert output.err == ""
+
+
 def test_a_run_ended_by_a_full_disk_is_no_verdict_and_is_tried_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
