@@ -348,9 +348,10 @@ def fp16_db(row: NumericsRow) -> float:
 
 def scales_table(result: NumericsResult) -> FittedTable:
     """The verdicts on some loss scales."""
+    named = {} if result.loss_scale.needed else {"recommended": "largest"}
     return FittedTable(
         "loss scales, in float16",
-        text_column("", cell=lambda verdict: verdict.label),
+        text_column("", cell=lambda verdict: named.get(verdict.label, verdict.label)),
         figure_column("scale", cell=lambda verdict: number(verdict.scale)),
         text_column("verdict", cell=lambda verdict: verdict.word),
         figure_column("to 0", 2, lambda verdict: share_text(verdict.becoming_zero)),
@@ -490,8 +491,9 @@ def _best_tried(advice: LossScaleResult, best: float) -> str:
     tried = {float(scale): db for scale, db in advice.tried_db.items()}
     text = f"of {len(tried)} powers of two tried, {number(min(tried))} to {number(max(tried))}, "
     text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
-    recommended = None if advice.recommended is None else tried.get(advice.recommended)
-    return text if recommended is None else f"{text}; the recommended has {recommended:.2f} dB"
+    known = None if advice.recommended is None else tried.get(advice.recommended)
+    which = "recommended" if advice.needed else "largest that fits"
+    return text if known is None else f"{text}; the {which} has {known:.2f} dB"
 
 
 def number(scale: float) -> str:

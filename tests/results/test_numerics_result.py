@@ -205,6 +205,14 @@ def test_loss_scales_and_why_one_will_not_do() -> None:
     assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
 
 
+@pytest.mark.parametrize(("needed", "name"), [(True, "recommended"), (False, "largest")])
+def test_a_scale_that_is_not_needed_is_not_called_recommended(needed: bool, name: str) -> None:
+    scale = CONTENT["loss_scale"]
+    rows = [{**scale["verdicts"][0], "label": "recommended"}]
+    lines = shown(scales_table(result(loss_scale={**scale, "needed": needed, "verdicts": rows})))
+    assert cells(lines, name)[0] == name
+
+
 def test_lost_updates_the_worst_parameters_first() -> None:
     lines = shown(lost_table(RESULT, top=1))
     assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
@@ -267,9 +275,10 @@ def test_sentences() -> None:
     assert sentences(RESULT) == expected
     free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
     expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
-    expected[6:8] = [
+    expected[6:9] = [
         "loss scale in float16: none is needed: all is well",
         "the largest loss scale that fits: 2^17 = 131,072: fits",
+        expected[8].replace("recommended", "largest that fits"),
     ]
     assert sentences(result(loss_scale=free)) == expected
 
