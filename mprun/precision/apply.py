@@ -35,6 +35,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -77,6 +78,11 @@ from mprun.records.mode_names import layer_values
 NOT_COMPILED = (
     "torch.compile has no effect in this mode here: mprun computes or replaces single ops, and "
     "compiled code would hide them; execution='native' takes PyTorch's kernels and compiles"
+)
+
+NOT_SCALED = (
+    "this step divides gradients by the loss scale, and no loss was scaled before it: call "
+    "precision.backward(loss) instead of loss.backward()"
 )
 
 
@@ -151,7 +157,7 @@ class Precision:
         self._guards: dict[nn.Module, BufferGuard] = {}
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._begun = self._stepped = False
+        self._begun = self._stepped = self._has_scaled = False
         self._seen_compiled = False
 
     @property
@@ -345,6 +351,7 @@ class Precision:
         return wide if scale is None else tuple(g * (1 / scale) for g in wide)
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
         return self.loss_scale.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -370,6 +377,7 @@ class Precision:
                 `prepare`, of parameters that the model no longer has.
         """
         self._check_parameters(optimizer)
+        self._warn_of_unscaled(optimizer)
         self._stepped = True
         self.arithmetic.end_step()
         self._caster.end_step()
@@ -389,6 +397,15 @@ class Precision:
                     f"{type(optimizer).__name__} was made before precision.prepare(model), which "
                     "gave the model new parameters: make the optimizer after it"
                 )
+
+    def _warn_of_unscaled(self, optimizer: Optimizer) -> None:
+        if self._has_scaled or self.loss_scale.tensor is None:
+            return
+        if dist.is_available() and dist.is_initialized():
+            return  # in a pipeline only the process with the loss scales it
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self._has_scaled = True  # said once
+            warnings.warn(NOT_SCALED, stacklevel=3)
 
     def update(self) -> None:
         """End an iteration, after the step of its last optimizer: the loss scale moves."""

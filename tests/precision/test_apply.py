@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from mprun.precision import (
     Precision,
     op_lists,
 )
+from mprun.precision.apply import NOT_SCALED
 from mprun.precision.convert import convert
 from tests.each import each
 from tests.precision.test_policy import policy
@@ -227,6 +229,29 @@ def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
     ours.backward(loss)
     with pytest.raises(RuntimeError, match="second time"):
         ours.backward(loss)
+
+
+@pytest.mark.filterwarnings("ignore:precision=bf16_mixed is emulated")
+@pytest.mark.parametrize(
+    ("mode", "warned"), [("half_sr", [1]), ("fp16_mixed", [1]), ("bf16_mixed", [])]
+)
+def test_a_loss_that_was_not_scaled_is_warned_of_once(mode: str, warned: list[int]) -> None:
+    model = nn.Linear(2, 1)
+    ours = Precision(mode, device=CPU)
+    ours.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(backward: Callable[[torch.Tensor], None] | None) -> bool:
+        ours.begin_step()
+        if backward is not None:
+            backward(ours.forward(model, torch.ones(4, 2)).sum())
+        with warnings.catch_warnings(record=True) as seen:
+            ours.step(optimizer)
+        ours.update()
+        return any(str(x.message) == NOT_SCALED for x in seen)
+
+    loops = [None, torch.Tensor.backward, torch.Tensor.backward, ours.backward]
+    assert [n for n, backward in enumerate(loops) if step(backward)] == warned
 
 
 # ---- several models and optimizers ----
