@@ -368,6 +368,8 @@ class Precision:
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale the gradients if `unscale` did not, clip them, update the parameters.
 
+        Warns once, in a single process, where gradients are divided and no loss was scaled before.
+
         Returns:
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on
             the device; None where steps are never skipped.
