@@ -7,7 +7,6 @@ one ends no other; what the budget does not reach is listed as such. Needs no ne
 order of how much depends on them:
 
     machine     mprun doctor: rates per format, which modes are native
-    kernels     mprun doctor check: kernels against float64
     tests       tests/gpu: every mode beside the CPU, synchronizations, clocks, memory, bits,
                 float8, graphs, one process of ddp and fsdp2
     commands    do the commands that measure answer there?
@@ -166,18 +165,6 @@ def machine(hour: Hour) -> Any:
     }
 
 
-def kernels(hour: Hour) -> Any:
-    """The kernels that give wrong results."""
-    words = ["-m", "mprun", "doctor", "check", f"device={hour.device}", "doctor.json=true"]
-    state, said = hour.run(words, 180)
-    if "{" not in said:
-        return {"failed": hour.note("mprun doctor check", state, said)}
-    found = json.loads(said[said.index("{") :])
-    for layer, phase, op, dtype, problem, *_ in found["faults"]:
-        hour.mend.append(f"kernel {op} in {dtype} is {problem} ({layer}, {phase})")
-    return {key: found[key] for key in ("ops", "faults", "missing")}
-
-
 def tests(hour: Hour) -> Any:
     """The outcome of each test of tests/gpu."""
     report = hour.out / "tests.xml"
@@ -258,7 +245,6 @@ def optimizers(hour: Hour) -> Any:
 
 PARTS: Mapping[str, Callable[[Hour], Any]] = {
     "machine": machine,
-    "kernels": kernels,
     "tests": tests,
     "commands": commands,
     "speed": speed,

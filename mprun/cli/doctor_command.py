@@ -3,17 +3,12 @@
     mprun doctor [device=auto|cpu|cuda|xpu|mps|hpu] [doctor.budget_s=5] [doctor.json=true]
     mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
     mprun doctor recipe=mnist doctor.world_size=8 [doctor.parallel=fsdp2]
-    mprun doctor check [recipe=mnist] [device=cuda]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
 else (`mprun.results.doctor_result` has its fields).
 
 With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
 these rates beside the measured one (`mprun.doctor.roofline`).
-
-`check` compares the device's kernels with float64 on the CPU, in float32, bfloat16 and float16,
-forward and backward: common layers, and the recipe's model. It names those that give NaN or a wrong
-result, and then exits with status 3. A first run on an accelerator does so by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from mprun.experiments.planned_run import PlannedRun
 
 COMMAND = Command("doctor", (DoctorSettings,))
-CHECK = "check"
 
 
 def doctor_command(args: Sequence[str]) -> int:
@@ -44,7 +38,6 @@ def doctor_command(args: Sequence[str]) -> int:
     overrides = known.overrides
     settings, rest = take(overrides, DoctorSettings)
     doctor = settings.own(DoctorSettings)
-    is_check, rest = CHECK in rest, [text for text in rest if text != CHECK]
     if doctor.world_size == 1:
         warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
     device, planned = _subject(rest, known.config_dir)
@@ -52,17 +45,12 @@ def doctor_command(args: Sequence[str]) -> int:
         raise UsageError(
             f"doctor.world_size={doctor.world_size} estimates a recipe's step: add recipe=NAME"
         )
-    if not (is_check or doctor.json):
+    from mprun.inspect.step_roofline import examined
+
+    if not doctor.json:
         print_line(stderr_console(), f"measuring for about {doctor.budget_s:g} s ...")
     with nullcontext(report_nothing) if doctor.json else measuring() as report:
-        if is_check:
-            from mprun.inspect.device_check import check_by_name
-
-            result = check_by_name(device, planned, report)
-        else:
-            from mprun.inspect.step_roofline import examined
-
-            result = examined(device, planned, doctor, report)
+        result = examined(device, planned, doctor, report)
     return _show_json(result) if doctor.json else show(result)
 
 

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields as fields_of
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,6 @@ def run(*overrides: str, **fields: object) -> Result:
     """
     from mprun.config import compose
     from mprun.experiments.planned_run import plan_or_resume
-    from mprun.inspect.device_check import checked_before
     from mprun.records.files import own_records
     from mprun.run import run as carry_out
     from mprun.train.signals import SignalReceivedError, StopSignals
@@ -72,7 +70,6 @@ def run(*overrides: str, **fields: object) -> Result:
     try:
         with stop if is_main else nullcontext():  # no other thread may catch signals
             plan, saved = plan_or_resume(composed, reload=True)
-            plan = replace(plan, warnings=(*plan.warnings, *checked_before(plan.device)))
             summary, folder = carry_out(plan, composed.resolved, stop, saved=saved)
     except SignalReceivedError:
         raise KeyboardInterrupt(f"stopped by {stop.name} before the run started") from None

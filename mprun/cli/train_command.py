@@ -10,7 +10,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,12 +90,10 @@ def _run(composed: Composed, watch: Stopwatch) -> int:
 def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
     from mprun.experiments.planned_run import plan_or_resume
-    from mprun.inspect.device_check import checked_before
     from mprun.report.tables import closing
     from mprun.run import run
 
     plan, saved = plan_or_resume(composed)
-    plan = replace(plan, warnings=(*plan.warnings, *checked_before(plan.device)))
     warn(plan.warnings)
     console = stdout_console()
     if plan.speed_reason is not None:

@@ -308,12 +308,12 @@ def exact_arithmetic(twin: nn.Module) -> Iterator[Exact]:
         yield exact
 
 
-class ComparingWatcher(OpWatcher):
-    """Hands each op that can run again to `compare` while it is entered."""
+class OpErrors(OpWatcher):
+    """Collects the errors of a model's ops; enter `following(model)` first."""
 
-    def compare(self, call: OpCall) -> None:
-        """Hold an op that has run against the same op in another dtype (`recomputed`)."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpError] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         spec, saved = op_spec(func), dict[int, Tensor]()
@@ -325,18 +325,10 @@ class ComparingWatcher(OpWatcher):
                 saved = {id(x): x.clone() for x in targets}
         result = run()
         with self.muted(), torch.no_grad():
-            self.compare(OpCall(func, args, kwargs, result, saved=saved))
+            self._compare(OpCall(func, args, kwargs, result, saved=saved))
         return result
 
-
-class OpErrors(ComparingWatcher):
-    """Collects the errors of a model's ops; enter `following(model)` first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[OpError] = []
-
-    def compare(self, call: OpCall) -> None:
+    def _compare(self, call: OpCall) -> None:
         context = self.tracker.context()
         exact = None if context.module is None else recomputed(call)
         if exact is None:

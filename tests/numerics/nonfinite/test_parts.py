@@ -194,6 +194,12 @@ def test_what_draws_random_numbers_is_not_run_again() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_what_reads_a_workspace_of_its_dtype_is_not_run_again() -> None:
+    """oneDNN's LSTM in float64, with the workspace of bfloat16, wrote outside of its memory."""
+    assert not op_spec(aten.mkldnn_rnn_layer_backward.default).runs_again
+    assert op_spec(aten.native_batch_norm_backward.default).runs_again
+
+
 # ---- lines ---------------------------------------------------------------------------------------
 
 
