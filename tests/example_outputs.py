@@ -22,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
-import pytest
 from rich.console import Console
 
 from docs.examples import RECIPES, Example
@@ -42,7 +41,6 @@ from mprun.results.search_tables import answer_sentence, outcome_table, proof_li
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
 from tests.experiments import comparison, variant
-from tests.experiments.machine import measure_nothing
 from tests.results.test_search_tables import CONTENT, PROOF, measure, outcome, row
 from tests.summaries import example as example_summary
 
@@ -287,15 +285,6 @@ def replayed(_: Example) -> str:
     return printed("replay", "runs/pairs/nonfinite_step_31.pt", script)
 
 
-def formats(example: Example) -> str:
-    """Of a model with layers that gain; this machine is not measured."""
-    words = ["recipe=mnist", "recipe.model.units=8192", "train.batch_size=8192", "device=cpu"]
-    run = example.run.replace("recipe=transformer preset=llama_7b", " ".join(words))
-    with pytest.MonkeyPatch.context() as patch:
-        measure_nothing(patch)
-        return in_small(replace(example, run=run))
-
-
 # ---- a recipe in a file --------------------------------------------------------------------------
 
 SPIRALS = "spirals.py"
@@ -349,7 +338,6 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "your-model-sweep": own_sweep,
     "halt": halted,
     "replay": replayed,
-    "eight-bits": formats,
 }  # fmt: skip
 """An example's name to its output; programs are run as they are."""
 

@@ -2,13 +2,12 @@
 
     mprun doctor [device=auto|cpu|cuda|xpu|mps|hpu] [doctor.budget_s=5] [doctor.json=true]
     mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
-    mprun doctor recipe=mnist doctor.world_size=8 [doctor.parallel=fsdp2]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
 else (`mprun.results.doctor_result` has its fields).
 
 With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
-these rates beside the measured one (`mprun.doctor.roofline`).
+these rates beside the measured one, and whether formats of 8 bits or fewer pay for its layers.
 """
 
 from __future__ import annotations
@@ -32,19 +31,12 @@ COMMAND = Command("doctor", (DoctorSettings,))
 
 def doctor_command(args: Sequence[str]) -> int:
     """Run `mprun doctor`; the exit status."""
-    from mprun.config.settings import of_several_processes, take
+    from mprun.config.settings import take
 
     known = parse_arguments(COMMAND, args)
-    overrides = known.overrides
-    settings, rest = take(overrides, DoctorSettings)
+    settings, rest = take(known.overrides, DoctorSettings)
     doctor = settings.own(DoctorSettings)
-    if doctor.world_size == 1:
-        warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
     device, planned = _subject(rest, known.config_dir)
-    if planned is None and doctor.world_size > 1:
-        raise UsageError(
-            f"doctor.world_size={doctor.world_size} estimates a recipe's step: add recipe=NAME"
-        )
     from mprun.inspect.step_roofline import examined
 
     if not doctor.json:

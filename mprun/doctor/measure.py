@@ -8,39 +8,22 @@ time over another format's, round by round.
 
 Images have the memory format of a run (`mprun.doctor.speed_choices`): on CPUs float32 convolutions
 are faster channels-last, and a gain over the slower layout would be no real gain.
-
-How fast memory is, by the size of what is touched.
-
-A working set that fits into a cache is read several times as fast as memory. An op finds tensors in
-a cache where the op before it left them. So there is no one bandwidth: it is measured at sizes from
-64 KiB on, each twice the one before. At each size a buffer is copied, read (a sum) and written
-(filled), again and again, and the fastest of all rounds counts: the best case for that size.
-
-A tensor that is larger than the last-level cache may still be found there in part: 28 MB of
-gradients, just computed, are a quarter of what AdamW reads and writes. So bytes beyond a size have
-the rate of that size, and the first bytes have the rates of smaller ones (`moving_s`). That is the
-time with a cache that always holds what is needed next; no op is faster.
-
-Layers with products of 8 bits are timed on hardware that has them: PyTorch's `nn.Linear` in
-bfloat16 against torchao's, compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from scipy.stats import binom
-from torch import nn
 
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.machine import has_amx
 from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
-from mprun.precision.gemms import RECIPES, convert_natively, why_not_native
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rates import (
     TimedOp,
@@ -54,8 +37,6 @@ from mprun.precision.rates import (
     warm,
 )
 from mprun.results.doctor_result import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
-from mprun.results.estimates import FormatGains, Shape, format_gains
-from mprun.results.roofline_result import Bandwidth, Traffic
 
 FEWEST, MOST = 6, 25
 """Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""
@@ -212,112 +193,3 @@ def ratio(values: Sequence[float]) -> Ratio:
     ordered, n = sorted(values), len(values)
     k = max(1, int(binom.ppf(0.025, n, 0.5)))
     return Ratio(median=float(np.median(ordered)), low=ordered[k - 1], high=ordered[n - k], n=n)
-
-
-WORKING_SETS = {
-    "cpu": tuple(2**n for n in range(16, 30, 2)),
-    "cuda": tuple(2**n for n in range(20, 32, 2)),
-}
-"""Bytes of working sets, by type of device."""
-ROUNDS = 5
-
-
-def measure_bandwidths(
-    device: torch.device, sizes: Sequence[int], report: ReportPart = report_nothing
-) -> list[Bandwidth]:
-    """The fastest traffic at each size, the smallest first.
-
-    Args:
-        device: where.
-        sizes: bytes of working sets.
-        report: is called before each size.
-
-    Raises:
-        torch.OutOfMemoryError: the tensors do not fit.
-    """
-    rows = []
-    for done, size in enumerate(sorted(sizes)):
-        report("bandwidth by size", done, len(sizes))
-        rows.append(_fastest(device, size))
-    return rows
-
-
-def moving_s(bandwidths: Sequence[Bandwidth], nbytes: int) -> float:
-    """The least seconds in which an op reads and writes `nbytes` in total.
-
-    Args:
-        bandwidths: at least one, the smallest size first.
-        nbytes: read and written.
-    """
-    ends = [*(b.bytes for b in bandwidths[1:]), nbytes]
-    total_s, done = 0.0, 0
-    for n, end in enumerate(ends):
-        part = min(end, nbytes) - done
-        if part > 0:
-            best = max(b.gigabytes_per_second for b in bandwidths[n:])  # a small call has a price
-            total_s += part / best / 1e9
-            done += part
-    return total_s
-
-
-def _fastest(device: torch.device, size: int) -> Bandwidth:
-    best: tuple[float, Traffic] = (0.0, "copy")
-    for name, call in _calls(device, size):
-        (times,) = alternate([warm(call, device)], ROUNDS)
-        best = max(best, (size / min(times) / 1e9, name))
-    return Bandwidth(bytes=size, gigabytes_per_second=best[0], by=best[1])
-
-
-def _calls(device: torch.device, size: int) -> Iterator[tuple[Traffic, Callable[[], object]]]:
-    """Calls that move `size` bytes each."""
-    buffer = torch.ones(size // 4, device=device)
-    source, target = buffer.chunk(2)
-    yield "copy", lambda: target.copy_(source)
-    yield "read", lambda: buffer.sum()
-    yield "write", lambda: buffer.fill_(1.0)
-
-
-def measure_formats(
-    shapes: Mapping[Shape, list[str]], device: torch.device, converted: Collection[str]
-) -> FormatGains | None:
-    """The gains of formats on this device; None where it multiplies none of them.
-
-    Args:
-        shapes: of the recipe's linear layers, to their names.
-        device: where.
-        converted: the layers that a mode converts, which the sum is over.
-    """
-    formats = [name for name in RECIPES if why_not_native(name, device) is None]
-    if not formats:
-        return None
-    return format_gains(
-        shapes,
-        formats,
-        converted,
-        lambda shape, name: layer_us(shape, name, device),
-        gpu=torch.cuda.get_device_name(device),
-        source="measured",
-        basis="one layer at a time, compiled, forward and backward, the fastest of 20 passes",
-    )
-
-
-def layer_us(shape: Shape, name: str | None, device: torch.device, native: bool = True) -> float:
-    """Microseconds of a forward and a backward pass of a bfloat16 `nn.Linear`, the fastest.
-
-    Args:
-        shape: of the layer.
-        name: a key of `RECIPES`, in whose products it is converted; None for bfloat16.
-        device: where.
-        native: compiled, with the device's units; else torchao's emulation, as it is.
-    """
-    layer = nn.Linear(shape.in_features, shape.out_features, bias=False)
-    model: nn.Module = nn.Sequential(layer).to(device, torch.bfloat16)
-    if name is not None:
-        convert_natively(model, ["0"], name, emulate=not native)
-    forward: Callable[..., torch.Tensor] = torch.compile(model) if native else model
-    x = torch.randn(
-        shape.samples, shape.in_features, device=device, dtype=torch.bfloat16, requires_grad=True
-    )
-    gradient = torch.randn(shape.samples, shape.out_features, device=device, dtype=torch.bfloat16)
-    passes = warm(lambda: forward(x).backward(gradient), device)
-    return min(passes.time_s() for _ in range(20)) * 1e6

@@ -19,16 +19,8 @@ MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
 COMPENSATED = ("kahan", "split")
 """Roundings that keep a remainder beside a 16-bit parameter."""
-HIGH = ("bfloat16", "bfloat16")
-FORMAT_MODES = {
-    "fp8_tensorwise": [("tensor", "tensor")] * 3,
-    "fp8_rowwise": [("row", "row")] * 3,
-    "fp8_rowwise_hp": [("row", "row"), ("row", "tensor"), HIGH],
-    "mxfp8": [("block", "block")] * 3,
-    "nvfp4": [("nvfp4", "nvfp4")] * 3,
-}
-"""The modes that give products a format, to the factors of a layer's three products: output,
-gradient of inputs, of weights (see `results.estimates.FACTORS`)."""
+FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
+"""The modes that give the products of linear layers a format of 8 bits or fewer."""
 
 
 Row = TypeVar("Row", bound="PolicyColumns")

@@ -7,7 +7,7 @@ What the system does not report is null, never a guess. docs/reference/doctor.md
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Annotated, Literal
@@ -17,12 +17,11 @@ from msgspec import Meta
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import counted, size_text
 from mprun.records.mode_names import SHORT_DTYPES
-from mprun.records.policy_columns import Legal, Number, WorldSize
+from mprun.records.policy_columns import Number
 from mprun.records.run_record import Hardware
-from mprun.results.estimates import GPUS, LINK_BANDWIDTHS, FormatGains, ScalingEstimate
-from mprun.results.roofline_result import Roofline
+from mprun.results.roofline_result import FormatGains, Roofline
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 OpName = Literal["matmul", "convolution", "convolution_backward"]
 Format = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -35,9 +34,6 @@ OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
 FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
 
 
-USUAL_LINKS = ("nvlink4", "pcie4", "infiniband_ndr", "ethernet_10g")
-
-
 @dataclass
 class DoctorSettings:
     """How a machine is examined."""
@@ -48,16 +44,6 @@ class DoctorSettings:
     """About how many seconds rates are measured; at least six rounds are made."""
     steps: Number = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
-    gpus: list[Annotated[str, Legal(*GPUS)]] = field(default_factory=lambda: ["h100", "b200"])
-    """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
-    world_size: WorldSize = 1
-    """With a recipe: estimate its step on this many processes, each with train.batch_size."""
-    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
-    """How they share the step: ddp (all-reduce) or fsdp2 (all-gather and reduce-scatter)."""
-    links: list[Annotated[str, Legal(*LINK_BANDWIDTHS)]] = field(
-        default_factory=lambda: [*USUAL_LINKS]
-    )
-    """Links to estimate it for."""
 
 
 @dataclass(kw_only=True)
@@ -232,9 +218,8 @@ class Examination(Measured):
     roofline: Roofline | None = None
     """Of a recipe's step, where a recipe was named."""
     formats: list[FormatGains] | None = None
-    """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without one."""
-    scaling: ScalingEstimate | None = None
-    """A recipe's step on several processes; null where doctor.world_size is 1."""
+    """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without a recipe,
+    empty where the device multiplies none."""
 
 
 OP_NAMES: dict[OpName, str] = {

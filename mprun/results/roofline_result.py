@@ -1,55 +1,24 @@
-"""The least time of a recipe's step on a machine, beside the measured one. No torch.
+"""A recipe's step on this machine: its share of the roof, and whether formats of 8 bits pay.
 
-A part of the record of `mprun doctor recipe=NAME`, and its table. What was not measured is null.
+Parts of the record of `mprun doctor recipe=NAME`, and how they are shown. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.console.formatting import significant, size_text
+from mprun.console.formatting import significant
 from mprun.records.run_record import StepTimes
 
-GroupName = Literal["matmul", "convolution", "cast", "memory-bound", "optimizer"]
-Traffic = Literal["copy", "read", "write"]
-
-GROUPS: tuple[GroupName, ...] = ("matmul", "convolution", "cast", "memory-bound", "optimizer")
-
-
-@dataclass(kw_only=True)
-class Bandwidth:
-    """The fastest traffic between a core and a working set of one size."""
-
-    bytes: int
-    """The working set: it is touched again and again, so it stays in the caches if it fits."""
-    gigabytes_per_second: float
-    """10^9 bytes read and written per second."""
-    by: Traffic
-    """Which of the three was the fastest."""
-
-
-@dataclass(kw_only=True)
-class RoofGroup:
-    """The ops of one kind in a step."""
-
-    name: GroupName
-    ops: int
-    flops: int
-    """Multiplications and additions of matrix products and convolutions."""
-    bytes: int
-    """Read and written."""
-    least_ms: float
-    measured_ms: float | None
-    """The sum over its ops, each timed by itself."""
+# ---- the share of the roof -----------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class Roofline:
-    """The least time of a step, and the share of it that the step reaches."""
+    """The least time of a step's products, and the share of the step that it is."""
 
     recipe: str
     precision: str
@@ -57,99 +26,136 @@ class Roofline:
     execution: str
     """native or emulated."""
     batch_size: int
+    flops: int | None = None
+    """Multiplications and additions of a step; null in records of schema version 1."""
     gflops: dict[str, float]
-    """Number format to the rate that its products are held against, 10^9 operations a second."""
-    bandwidths: list[Bandwidth]
-    groups: list[RoofGroup]
+    """The mode's number format to its best measured rate, 10^9 operations a second."""
     least_ms: float
-    """Each op as a kernel of its own: the sum over ops."""
-    fused_ms: float
-    """Casts and memory-bound ops fused into the products: the sum over products and optimizer."""
+    """The FLOPs over the rate. In schema version 1 also the time to move the bytes of each op."""
     why_real: str | None
     """Why ops were counted in a real step; null for fake tensors."""
     step_time_ms: StepTimes
     share: float | None
-    """`least_ms` over the median step."""
-    outside_ms: float | None
-    """The median step less its ops: Python, autograd, and on a GPU the launches."""
-    page_faults: float | None
-    """Per step."""
-    page_faults_ms: float | None
-    """At the price that the record's `hardware` has."""
+    """`least_ms` over the median step; null where no step was timed."""
     notes: list[str]
-    """What holds the rest, a sentence each."""
+    """What limits the figures, a sentence each."""
 
 
-ELSEWHERE = "the output of doctor.json=true"
-BY_GROUP: dict[str, str] = {
-    "matmul": "matrix products",
-    "convolution": "convolutions",
-    "cast": "casts",
-    "memory-bound": "memory-bound ops",
-    "optimizer": "optimizer, in one pass",
-}
-
-
-def roofline_parts(roof: Roofline) -> Iterator[FittedTable | str]:
+def roofline_parts(roof: Roofline) -> Iterator[str]:
     """The parts in the order they are shown."""
-    yield groups_table(roof)
     yield summary(roof)
     yield from roof.notes
 
 
-def groups_table(roof: Roofline) -> FittedTable:
-    """A row for each group of ops, and one for the step."""
-    rows: list[tuple[Any, ...]] = [
-        (BY_GROUP[g.name], g.ops, g.flops or None, g.bytes, g.least_ms, g.measured_ms)
-        for g in roof.groups
-    ]
-    ops, flops, nbytes = (
-        sum(getattr(g, name) for g in roof.groups) for name in ("ops", "flops", "bytes")
-    )
-    if roof.outside_ms is not None:
-        rows.append(("between ops", None, None, None, None, roof.outside_ms))
-    rows.append(("step", ops, flops, nbytes, roof.least_ms, roof.step_time_ms.median))
-    rates = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in roof.gflops.items())
-    fastest = max(roof.bandwidths, key=lambda b: b.gigabytes_per_second)
-    extremes = (
-        f"{b.gigabytes_per_second:.0f} GB/s at {size_text(b.bytes)}"
-        for b in (fastest, roof.bandwidths[-1])
-    )
-    return FittedTable(
-        f"least time of a step: {roof.recipe}, {roof.variant}, batch {roof.batch_size}",
-        text_column("group", cell=itemgetter(0)),
-        figure_column("ops", 1, lambda row: str(row[1] or "")),
-        figure_column("GFLOP", 3, lambda row: "" if row[2] is None else f"{row[2] / 1e9:.3g}"),
-        figure_column("MB", 2, lambda row: "" if row[3] is None else f"{row[3] / 1e6:.3g}"),
-        figure_column("least ms", cell=lambda row: "" if row[4] is None else significant(row[4])),
-        figure_column("measured ms", cell=lambda row: significant(row[5])),
-        figure_column("share", cell=lambda row: _share(row[4], row[5])),
-        rows=rows,
-        elsewhere=ELSEWHERE,
-        caption=f"rates: {rates or 'no products'}; {' to '.join(extremes)}",
-    )
-
-
 def summary(roof: Roofline) -> str:
-    """The share that is reached, and the two bounds."""
-    fused = (
-        f"{significant(roof.fused_ms)} ms if casts and memory-bound ops are fused into the products"
-    )
+    """The bound, and the share of it that is reached."""
+    rates = ", ".join(f"{rate:,.0f} GFLOP/s ({name})" for name, rate in roof.gflops.items())
+    what = f"{roof.recipe}, {roof.variant}, batch {roof.batch_size}"
+    least = f"at least {significant(roof.least_ms)} ms"
+    work = f"its {(roof.flops or 0) / 1e9:.3g} GFLOP at {rates}"
     times = roof.step_time_ms
     if times.median is None or roof.share is None:
-        return f"a step takes at least {significant(roof.least_ms)} ms; {fused}"
+        return f"{what}: a step takes {least}, {work}"
     spread = f"{significant(times.p10)}-{significant(times.p90)}"
-    text = (
-        f"a step takes {significant(times.median)} ms ({spread}, {times.n} steps), at least "
-        f"{significant(roof.least_ms)} ms: it reaches {100 * roof.share:.0f} % of the roof; {fused}"
+    return (
+        f"{what}: a step takes {significant(times.median)} ms ({spread}, {times.n} steps), "
+        f"{least}, {work}: it reaches {100 * roof.share:.0f} % of the roof"
     )
-    if roof.page_faults is None:
-        return text
-    price = "" if roof.page_faults_ms is None else f", {significant(roof.page_faults_ms)} ms"
-    return f"{text}; {roof.page_faults:,.0f} page faults a step{price}"
 
 
-def _share(least_ms: float | None, measured_ms: float | None) -> str:
-    if least_ms is None:
-        return ""
-    return f"{100 * least_ms / measured_ms:.0f} %" if measured_ms else "-"
+# ---- formats of 8 bits or fewer ------------------------------------------------------------------
+
+PAYS_FROM = 1.05  # a smaller gain is within the noise of a step, and no reason to risk accuracy
+NO_LAYERS = (
+    "formats of 8 bits or fewer: the step calls no linear layer whose features are multiples of 16"
+)
+NO_UNITS = "formats of 8 bits or fewer: none pays here, {}"
+
+
+class Shape(NamedTuple):
+    """A linear layer's forward pass."""
+
+    samples: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(kw_only=True)
+class LayerGain:
+    """A layer's three products in a format, with the rounding of their factors."""
+
+    format: str
+    """The mode that has it."""
+    us: float
+    """Microseconds of forward and backward pass."""
+    speedup: float
+    """bfloat16's time over it."""
+    pays: bool
+    """Whether the speedup is at least `PAYS_FROM`."""
+
+
+@dataclass(kw_only=True)
+class LayerGains:
+    """Layers of one shape."""
+
+    layers: list[str]
+    """Their names."""
+    samples: int
+    """Rows of the input: samples of a micro-batch times the positions of each."""
+    in_features: int
+    out_features: int
+    bfloat16_us: float
+    """Microseconds of the three products of one layer."""
+    gains: list[LayerGain]
+
+
+@dataclass(kw_only=True)
+class FormatGains:
+    """The formats that a GPU multiplies, for each shape of a recipe's linear layers."""
+
+    gpu: str
+    source: Literal["measured", "predicted"] = "measured"
+    """predicted: in records of schema version 1, from published rates of another GPU."""
+    basis: str
+    """What it was measured with."""
+    shapes: list[LayerGains]
+    speedup: dict[str, float]
+    """Format to that of all layers that a mode converts, summed over them."""
+
+
+def format_parts(found: FormatGains) -> Iterator[FittedTable | str]:
+    """The table, and a sentence for each format."""
+    yield FittedTable(
+        f"linear layers on {found.gpu}, {found.source.upper()}: speedup over bfloat16",
+        text_column("layer", cell=lambda row: row.layers[0] or "(model)"),
+        figure_column("number", 3, lambda row: str(len(row.layers))),
+        figure_column("samples", 2, lambda row: f"{row.samples:,}"),
+        figure_column("in", cell=lambda row: f"{row.in_features:,}"),
+        figure_column("out", cell=lambda row: f"{row.out_features:,}"),
+        figure_column("bfloat16 us", cell=lambda row: f"{row.bfloat16_us:.3g}"),
+        *(
+            figure_column(gain.format, cell=lambda row, n=n: f"{row.gains[n].speedup:.2f}x")  # type: ignore[misc]
+            for n, gain in enumerate(found.shapes[0].gains)
+        ),
+        rows=found.shapes,
+        elsewhere="the output of doctor.json=true",
+        caption=f"forward, backward and rounding of one layer; {found.basis}",
+    )
+    yield from verdicts(found)
+
+
+def verdicts(found: FormatGains) -> Iterator[str]:
+    """A sentence for each format: for how many layers it pays, and what that makes of all."""
+    layers = sum(len(row.layers) for row in found.shapes)
+    for n, gain in enumerate(found.shapes[0].gains):
+        paying = sum(len(row.layers) for row in found.shapes if row.gains[n].pays)
+        text = (
+            f"{gain.format} pays for {paying} of {layers} linear layers on {found.gpu} "
+            f"(at least {PAYS_FROM:g} times as fast), {found.source}"
+        )
+        if (whole := found.speedup.get(gain.format)) is not None:
+            change = f"{whole:.2f} times as fast"
+            if whole < 1:
+                change = f"slower, by {1 / whole:.2f} times"
+            text += f"; precision={gain.format} makes the layers that it converts {change}"
+        yield text

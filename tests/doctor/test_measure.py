@@ -20,18 +20,14 @@ from mprun.doctor.measure import (
     Case,
     Sizes,
     formats_of,
-    layer_us,
     measure_copy,
-    measure_formats,
     measure_rates,
     ratio,
     spread,
     which_fit,
 )
-from mprun.precision.gemms import RECIPES
 from mprun.precision.rates import TimedOp, Timer, matmul, warm
 from mprun.results.doctor_result import OPS, Copy, Rate, Ratio, Spread
-from mprun.results.estimates import Shape
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -199,13 +195,3 @@ def test_few_values_have_all_of_them_as_their_interval() -> None:
     assert ratio([3.0]) == Ratio(median=3.0, low=3.0, high=3.0, n=1)
     assert ratio([1.0, 2.0, 3.0]).high == 3.0
     assert math.isclose(ratio([1.0, 2.0]).median, 1.5)
-
-
-def test_without_float8_units_no_format_is_measured() -> None:
-    assert measure_formats({Shape(64, 64, 64): ["a"]}, CPU, ["a"]) is None
-
-
-@pytest.mark.parametrize("name", [None, *RECIPES])
-def test_a_layer_of_torchao_is_timed(name: str | None) -> None:
-    """Its emulation here: the way to it is the same on a GPU."""
-    assert 0 < layer_us(Shape(16, 32, 48), name, CPU, native=False) < 1e7

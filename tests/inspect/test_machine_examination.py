@@ -13,7 +13,6 @@ from mprun.errors import MprunError
 from mprun.inspect import machine_examination as module
 from mprun.inspect.machine_examination import examine
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination
-from tests.experiments.machine import BUDGET_S, examined
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -21,9 +20,12 @@ pytestmark = pytest.mark.usefixtures("native_is_fast")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
+BUDGET_S = 0.3
+
+
+@pytest.fixture(scope="module")
 def found() -> Examination:
-    return examined()
+    return examine("cpu", BUDGET_S)
 
 
 def test_every_field_has_its_type(found: Examination) -> None:
@@ -31,7 +33,7 @@ def test_every_field_has_its_type(found: Examination) -> None:
 
 
 def test_it_says_of_what_and_by_what(found: Examination) -> None:
-    assert found.schema_version == SCHEMA_VERSION == 1
+    assert found.schema_version == SCHEMA_VERSION == 2
     assert found.mprun_version == __version__
     assert found.budget_s == BUDGET_S
     assert found.measured_s > 0

@@ -1,4 +1,4 @@
-"""The roof of shipped recipes: no step is below it, and the count needs no data."""
+"""A recipe's step: its FLOPs by hand, its share of the roof, and the gains of formats."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.inspect.step_roofline import count_step, plan_step, recipe_roofline
+from mprun.inspect import step_roofline
+from mprun.inspect.step_roofline import (
+    ABOVE_THE_ROOF,
+    StepCount,
+    best_rate,
+    count_step,
+    layer_us,
+    measure_formats,
+    plan_step,
+    recipe_roofline,
+)
+from mprun.precision.gemms import RECIPES
 from mprun.records.reader import read_json
+from mprun.records.run_record import StepTimes
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination
-from mprun.results.roofline_result import Roofline
-from tests.experiments import machine
-from tests.experiments.machine import measure_nothing
+from mprun.results.roofline_result import (
+    FormatGains,
+    Roofline,
+    Shape,
+    roofline_parts,
+    summary,
+    verdicts,
+)
+from tests.doctor import AVX2_ONLY, examination, measured
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
+CPU = torch.device("cpu")
 TINY = {
     "linear": ["train.batch_size=64"],
     "mnist": ["train.batch_size=64"],
@@ -27,78 +47,135 @@ TINY = {
     "char_gpt": ["train.batch_size=2"],
     "transformer": ["train.batch_size=2"],
 }
+MADE_UP = examination(
+    measured(AVX2_ONLY, {"bfloat16": (5.0, 2.0, 2.0), "float16": (0.1, 0.1, 0.1)}), [], []
+)
+"""100 GFLOP/s in float32; 500 at most in bfloat16; each 90th percentile is 1.1 times as much."""
 
 
-@pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch) -> Examination:
-    measure_nothing(monkeypatch)
-    return machine.examined()
+def roof_of(*overrides: str, steps: int = 3) -> Roofline:
+    return recipe_roofline(plan_step(["device=cpu", *overrides]), MADE_UP, steps)[0]
 
 
-def roof_of(examined: Examination, *overrides: str, steps: int = 5) -> Roofline:
-    return recipe_roofline(plan_step(["device=cpu", *overrides]), examined, steps)
+# ---- the share of the roof -----------------------------------------------------------------------
 
 
 @pytest.mark.representative("linear-fp32", "fashion_mnist-bf16_mixed", "char_gpt-bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("recipe", TINY)
-def test_a_step_is_held_against_its_least_time(
-    recipe: str, precision: str, examined: Examination
-) -> None:
-    roof = roof_of(examined, f"recipe={recipe}", f"precision={precision}", *TINY[recipe])
+def test_a_step_is_held_against_its_least_time(recipe: str, precision: str) -> None:
+    roof = roof_of(f"recipe={recipe}", f"precision={precision}", *TINY[recipe])
     assert conforms(roof, Roofline)
+    name, rate = ("float32", 110.0) if precision == "fp32" else ("bfloat16", 550.0)
+    assert roof.gflops == pytest.approx({name: rate})
     assert roof.why_real is None
-    assert roof.step_time_ms.n == 5
+    assert roof.flops is not None
+    assert roof.least_ms == pytest.approx(roof.flops / rate / 1e6) != 0
+    assert roof.step_time_ms.n == 3
     assert roof.step_time_ms.median is not None
-    assert 0 < roof.fused_ms <= roof.least_ms
-    assert roof.least_ms == pytest.approx(sum(g.least_ms for g in roof.groups))
     assert roof.share == pytest.approx(roof.least_ms / roof.step_time_ms.median)
-    (update,) = [group for group in roof.groups if group.name == "optimizer"]
-    assert update.least_ms > 0
-    if precision == "bf16_mixed" and roof.execution == "native":
-        assert any(g.name == "cast" and g.bytes > 0 for g in roof.groups)
-        assert "bfloat16" in roof.gflops
 
 
-def test_a_count_alone_times_nothing(examined: Examination) -> None:
-    roof = roof_of(examined, "recipe=mnist", "train.batch_size=8", steps=0)
-    assert roof.step_time_ms.n == 0
-    assert (roof.share, roof.outside_ms, roof.page_faults, roof.notes) == (None, None, None, [])
-    assert all(group.measured_ms is None for group in roof.groups)
+def test_a_count_alone_times_nothing() -> None:
+    roof = roof_of("recipe=mnist", "train.batch_size=8", steps=0)
+    assert (roof.step_time_ms.n, roof.share, roof.notes) == (0, None, [])
 
 
-def test_the_matrix_products_of_a_recipe_are_counted_by_hand() -> None:
+def test_the_products_of_a_recipe_are_counted_by_hand() -> None:
     planned = plan_step(["recipe=linear", "device=cpu", "train.batch_size=16"])
-    ops, _ = count_step(planned)
+    step, _ = count_step(planned)
     weight = planned.plan.recipe.model().weight
     # forward and the gradient of the weight; samples have no gradient
-    assert sum(op.flops for op in ops) == 2 * (2 * 16 * weight.numel())
+    assert step.flops == 2 * (2 * 16 * weight.numel())
 
 
-def test_an_emulated_mode_is_held_against_its_native_ops(examined: Examination) -> None:
-    roof = roof_of(
-        examined,
-        *("recipe=linear", "precision=half_sr_full", "train.batch_size=8", "execution=emulated"),
-    )
+ATTENTION = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        x = x * self.scale
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def model():
+    return Model()
+
+
+def data():
+    x = torch.randn(8, 2, 32, 16)
+    return {"train": (x, x)}
+
+
+def loss(output, batch):
+    return nn.functional.mse_loss(output, batch[1])
+
+
+DEFAULTS = {"train.batch_size": 4}
+"""
+
+
+def test_attention_on_a_cpu_is_counted_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "attention.py"
+    file.write_text(ATTENTION)
+    # speed=auto would make four dimensions channels-last, for which there is no fused kernel
+    step, _ = count_step(plan_step([f"recipe={file}", "device=cpu", "speed=plain"]))
+    product = 2 * 4 * 2 * 32 * 32 * 16  # of 4 samples, 2 heads
+    # two products forward; backward one again, for the weights, and two gradients of each
+    assert step.flops == (2 + 5) * product
+
+
+def test_float32_stands_in_for_a_slower_format() -> None:
+    plan = plan_step(["recipe=linear", "device=cpu", "precision=fp16_mixed"]).plan
+    assert best_rate(MADE_UP, plan) == ("float16", pytest.approx(110.0))
+
+
+def test_an_emulated_mode_is_held_against_its_native_ops() -> None:
+    words = ("recipe=linear", "train.batch_size=8")
+    roof = roof_of(*words, "precision=half_sr_full", "execution=emulated")
     assert roof.execution == "emulated"
-    assert roof.outside_ms is None
     assert any("emulated here" in note for note in roof.notes)
+    assert roof.flops == roof_of(*words, "precision=fp16_mixed", steps=0).flops
 
 
-def test_the_record_is_read_back(examined: Examination, tmp_path: Path) -> None:
-    roof = roof_of(examined, "recipe=linear", "train.batch_size=8")
+def test_a_step_above_the_roof_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = StepTimes(median=1e-9, p10=1e-9, p90=1e-9, n=3, warmup=5)
+    monkeypatch.setattr(step_roofline, "_statistics", lambda times: none)
+    assert roof_of("recipe=linear").notes == [ABOVE_THE_ROOF]
+
+
+def test_the_record_is_read_back(tmp_path: Path) -> None:
+    roof = roof_of("recipe=linear", "train.batch_size=8")
     file = tmp_path / "doctor.json"
-    for record in (examined, replace(examined, roofline=roof)):
+    for record in (MADE_UP, replace(MADE_UP, roofline=roof, formats=[])):
         file.write_text(json.dumps(asdict(record)))
         assert read_json(file, Examination, SCHEMA_VERSION) == record
-    text = json.dumps({**asdict(examined), "roofline": {"recipe": 1}})
-    file.write_text(text)
+    file.write_text(json.dumps({**asdict(MADE_UP), "roofline": {"recipe": 1}}))
     with pytest.raises(UsageError, match=r"doctor\.json.*recipe"):
         read_json(file, Examination, SCHEMA_VERSION)
-    old = asdict(examined)
-    del old["roofline"]
+
+
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It had the bytes of each group of ops, predictions, and the step on several processes."""
+    roof = asdict(roof_of("recipe=linear", steps=0))
+    del roof["flops"]
+    roof |= {"groups": [{"name": "matmul", "ops": 3}], "fused_ms": 0.5, "page_faults": None}
+    gains = asdict(gains_of({}))
+    old = asdict(MADE_UP) | {"schema_version": 1, "roofline": roof, "scaling": {"world_size": 8}}
+    old["formats"] = [gains | {"source": "predicted"}]
+    file = tmp_path / "doctor.json"
     file.write_text(json.dumps(old))
-    assert read_json(file, Examination, SCHEMA_VERSION) == examined
+    found = read_json(file, Examination, SCHEMA_VERSION)
+    assert found.roofline is not None
+    assert found.roofline.flops is None
+    assert found.formats is not None
+    assert found.formats[0].source == "predicted"
 
 
 READS_VALUES = """
@@ -133,22 +210,22 @@ DEFAULTS = {{"train.batch_size": 8}}
 """
 
 
-def test_a_model_that_reads_values_is_counted_in_a_real_step(
-    examined: Examination, tmp_path: Path
-) -> None:
+def test_a_model_that_reads_values_is_counted_in_a_real_step(tmp_path: Path) -> None:
     file = tmp_path / "reads.py"
     file.write_text(READS_VALUES.format(line="assert x.abs().max().item() < 100"))
-    roof = roof_of(examined, f"recipe={file}")
+    roof = roof_of(f"recipe={file}")
     assert roof.why_real is not None
     assert any("counted in a real step" in note for note in roof.notes)
-    assert {g.name for g in roof.groups} >= {"matmul", "optimizer"}
+    assert roof.flops == 2 * (2 * 8 * 4)
+    with pytest.raises(RunFailedError, match="cannot be counted on fake tensors"):
+        roof_of(f"recipe={file}", "precision=half_sr_full")
 
 
-def test_a_step_that_fails_is_one_line(examined: Examination, tmp_path: Path) -> None:
+def test_a_step_that_fails_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "fails.py"
     file.write_text(READS_VALUES.format(line="raise RuntimeError('planted')"))
     with pytest.raises(RunFailedError, match=r"cannot run the model's step: .*planted") as failed:
-        roof_of(examined, f"recipe={file}")
+        roof_of(f"recipe={file}")
     assert "\n" not in str(failed.value)
 
 
@@ -156,3 +233,99 @@ def test_a_recipe_that_ignores_the_source_of_data_gives_no_warning() -> None:
     planned = plan_step(["recipe=linear", "device=cpu"])
     assert planned.warnings == []
     assert plan_step(["recipe=mnist", "device=cpu"]).plan.splits.source == "generated"
+
+
+def test_the_summary_has_the_bound_and_the_share() -> None:
+    none = StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
+    roof = Roofline(
+        recipe="r",
+        precision="fp32",
+        variant="fp32",
+        execution="native",
+        batch_size=8,
+        flops=100_000_000,
+        gflops={"float32": 20.0},
+        least_ms=5.0,
+        why_real=None,
+        step_time_ms=StepTimes(median=10.0, p10=9.0, p90=11.0, n=9, warmup=5),
+        share=0.5,
+        notes=["one", "two"],
+    )
+    text = (
+        "r, fp32, batch 8: a step takes 10 ms (9-11, 9 steps), at least 5 ms, its 0.1 GFLOP at 20 "
+        "GFLOP/s (float32): it reaches 50 % of the roof"
+    )
+    assert [*roofline_parts(roof)] == [text, "one", "two"]
+    assert summary(replace(roof, step_time_ms=none, share=None)) == (
+        "r, fp32, batch 8: a step takes at least 5 ms, its 0.1 GFLOP at 20 GFLOP/s (float32)"
+    )
+
+
+# ---- formats of 8 bits or fewer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "mxfp8"])
+def test_shapes_are_those_of_the_layers_in_a_step(mode: str) -> None:
+    """Without the last layer: ten classes are no multiple of 16."""
+    planned = plan_step(["recipe=mnist", f"precision={mode}", "train.batch_size=100", "device=cpu"])
+    step, _ = count_step(planned)
+    assert step.shapes == {Shape(100, 784, 256): ["0"], Shape(100, 256, 256): ["2"]}
+    assert step.converted == ["2"]
+
+
+def test_without_float8_units_no_format_is_measured() -> None:
+    step = StepCount(0, {Shape(64, 64, 64): ["a"]}, ["a"])
+    assert measure_formats(step, CPU) == (
+        "formats of 8 bits or fewer: none pays here, cpu has no float8 matmuls"
+    )
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that multiplies all of `RECIPES`: large layers twice as fast, small ones half as fast."""
+
+    def layer_us(shape: Shape, name: str | None, device: torch.device) -> float:
+        own = float(shape.in_features)
+        return own if name is None else own * (0.5 if own > 1000 else 2.0)
+
+    monkeypatch.setattr(step_roofline, "why_not_native", lambda name, device: None)
+    monkeypatch.setattr(step_roofline, "layer_us", layer_us)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+
+
+def gains_of(shapes: dict[Shape, list[str]], converted: tuple[str, ...] = ()) -> FormatGains:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_a_gpu(monkeypatch)
+        shapes = shapes or {Shape(8, 16, 16): ["a"]}
+        gains = measure_formats(StepCount(0, shapes, [*converted]), CPU)
+    assert conforms(gains, FormatGains)
+    assert isinstance(gains, FormatGains)
+    return gains
+
+
+def test_the_sum_is_over_converted_layers() -> None:
+    shapes = {Shape(64, 4000, 64): ["a", "b"], Shape(64, 400, 64): ["c"], Shape(64, 16, 64): ["d"]}
+    found = gains_of(shapes, ("a", "b", "c"))
+    # 2 layers of 4,000 us become 2,000, one of 400 us becomes 800; d is not converted
+    assert found.speedup == dict.fromkeys(RECIPES, pytest.approx(8400 / 4800))
+    assert gains_of(shapes).speedup == {}
+    first, *_ = verdicts(found)
+    assert first == (
+        f"{next(iter(RECIPES))} pays for 2 of 4 linear layers on Some GPU (at least 1.05 times as "
+        f"fast), measured; precision={next(iter(RECIPES))} makes the layers that it converts 1.75 "
+        "times as fast"
+    )
+    slower, *_ = verdicts(gains_of(shapes, ("c",)))
+    assert slower.endswith("makes the layers that it converts slower, by 2.00 times")
+
+
+def test_a_recipe_without_such_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    assert str(measure_formats(StepCount(0, {}, []), CPU)).endswith(
+        "the step calls no linear layer whose features are multiples of 16"
+    )
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_a_layer_of_torchao_is_timed(name: str | None) -> None:
+    """Its emulation here: the way to it is the same on a GPU."""
+    assert 0 < layer_us(Shape(16, 32, 48), name, CPU, native=False) < 1e7
