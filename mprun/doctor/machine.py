@@ -69,27 +69,26 @@ Source: NVIDIA, "CUDA C++ Programming Guide", compute capabilities. Not every mo
 
 
 class InstructionNames(NamedTuple):
-    """The names of an instruction set in Linux, macOS and cpuinfo."""
+    """The names of an instruction set in Linux and cpuinfo."""
 
     linux: str
-    macos: str | None
     cpuinfo: str
 
 
 INSTRUCTIONS: dict[str, dict[str, InstructionNames]] = {
     "x86_64": {
-        "AVX2": InstructionNames("avx2", "hw.optional.avx2_0", "avx2"),
-        "AVX512": InstructionNames("avx512f", "hw.optional.avx512f", "avx512_f"),
-        "AVX512-BF16": InstructionNames("avx512_bf16", None, "avx512_bf16"),
-        "AVX512-FP16": InstructionNames("avx512_fp16", None, "avx512_fp16"),
-        "AMX-BF16": InstructionNames("amx_bf16", None, "amx_bf16"),
-        "AMX-FP16": InstructionNames("amx_fp16", None, "amx_fp16"),
+        "AVX2": InstructionNames("avx2", "avx2"),
+        "AVX512": InstructionNames("avx512f", "avx512_f"),
+        "AVX512-BF16": InstructionNames("avx512_bf16", "avx512_bf16"),
+        "AVX512-FP16": InstructionNames("avx512_fp16", "avx512_fp16"),
+        "AMX-BF16": InstructionNames("amx_bf16", "amx_bf16"),
+        "AMX-FP16": InstructionNames("amx_fp16", "amx_fp16"),
     },
     "aarch64": {
-        "FP16": InstructionNames("asimdhp", "hw.optional.arm.FEAT_FP16", "fp16_arith"),
-        "BF16": InstructionNames("bf16", "hw.optional.arm.FEAT_BF16", "bf16"),
-        "SVE": InstructionNames("sve", None, "sve"),
-        "SME": InstructionNames("sme", "hw.optional.arm.FEAT_SME", "sme"),
+        "FP16": InstructionNames("asimdhp", "fp16_arith"),
+        "BF16": InstructionNames("bf16", "bf16"),
+        "SVE": InstructionNames("sve", "sve"),
+        "SME": InstructionNames("sme", "sme"),
     },
 }
 """By architecture: the sets that decide which format is fast, by the names mprun shows."""
@@ -153,12 +152,9 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
     rows = INSTRUCTIONS.get(machine, {})
     if system == "Linux" and (flags := linux_flags(_read(Path("/proc/cpuinfo")))):
         return {name: names.linux in flags for name, names in rows.items()}
-    present = {
+    return {
         name: bool(capabilities[w.cpuinfo]) for name, w in rows.items() if w.cpuinfo in capabilities
     }
-    if system == "Darwin":
-        present |= macos_instructions(_sysctl(), machine)
-    return present
 
 
 @cache
@@ -178,27 +174,11 @@ def linux_flags(text: str) -> frozenset[str]:
     return frozenset.intersection(*lists) if lists else frozenset()
 
 
-def macos_instructions(text: str, machine: str) -> dict[str, bool]:
-    """The sets in the output of `sysctl hw.optional`, without names unknown to this macOS."""
-    values = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-    rows = INSTRUCTIONS.get(machine, {})
-    return {name: values[w.macos].strip() == "1" for name, w in rows.items() if w.macos in values}
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _sysctl() -> str:
-    command = ["sysctl", "hw.optional"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def examine_machine(device: torch.device) -> Machine:

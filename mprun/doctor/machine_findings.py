@@ -39,11 +39,6 @@ LIMIT = 1.1
 
 State = Literal["faster", "same", "slower", "not known"]
 
-OP_NAMES: dict[OpName, str] = {
-    "matmul": "matmul",
-    "convolution": "convolution",
-    "convolution_backward": "convolution backward",
-}
 ADVICE: dict[SpeedVerdict, str] = {
     "worth trying": "worth trying",
     "depends on the model": "worth trying if the faster ops dominate",
@@ -100,7 +95,11 @@ def judge(rate: Rate) -> State:
 
 def times(rates: Mapping[OpName, Rate]) -> str:
     """Speed-ups as text: "matmul 5.6x, convolution 3.5x"."""
-    return ", ".join(f"{OP_NAMES[op]} {factor(r)}" for op, r in rates.items())
+    return ", ".join(f"{_words(op)} {factor(r)}" for op, r in rates.items())
+
+
+def _words(op: OpName) -> str:
+    return op.replace("_", " ")
 
 
 def factor(rate: Rate) -> str:
@@ -135,11 +134,9 @@ def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterato
     if own:
         yield f"{times(own)} as fast as float32"
     if substituted:
-        yield f"{', '.join(OP_NAMES[op] for op in substituted)} computed in float32 (speed=auto)"
+        yield f"{', '.join(map(_words, substituted))} computed in float32 (speed=auto)"
 
 
-NOISY = 1.5
-"""Times that differ by more than this, from the 10th to the 90th percentile, are noted."""
 VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 """The levels of PyTorch's own kernels on x86."""
 
@@ -150,7 +147,7 @@ def findings(measured: Measured) -> list[MachineFinding]:
     results = [*_slow_formats(measured), *_gpu(machine)]
     if machine.cuda is None:
         results += [*_onednn(machine), *_vectors(machine), *_threads(machine), *_load(measured)]
-    results += [*_disagreements(measured), *_noise(measured), *_newer_torch(measured)]
+    results += _newer_torch(measured)
     return sorted(results, key=lambda f: f.level == "note")
 
 
@@ -174,31 +171,6 @@ def _slow_formats(measured: Measured) -> Iterator[MachineFinding]:
         if replaced:
             text += f"; {', '.join(replaced)} compute such ops in float32 (speed=auto)"
         yield _warning(format_, text)
-
-
-def _disagreements(measured: Measured) -> Iterator[MachineFinding]:
-    """Where the records' short test and the larger sizes in all threads disagree."""
-    for name, is_faster in measured.machine.hardware.accelerated.items():
-        rate = largest(measured.rates, name).get("matmul")  # type: ignore[arg-type]
-        if rate is None or judge(rate) != ("slower" if is_faster else "faster"):
-            continue
-        word = "faster" if is_faster else "not faster"
-        yield _note(
-            name,
-            f"runs will record {name} as {word} than float32, by a short matmul in one thread; "
-            f"at {rate.size} it is {factor(rate)} as fast (threads: {measured.threads})",
-        )
-
-
-def _noise(measured: Measured) -> Iterator[MachineFinding]:
-    worst = max(measured.rates, key=lambda r: r.time_ms.p90 / r.time_ms.p10)
-    ratio = worst.time_ms.p90 / worst.time_ms.p10
-    if ratio > NOISY:
-        yield _note(
-            "noise",
-            f"times vary: by {ratio:.1f}x from the 10th to the 90th percentile for {worst.op} "
-            f"in {worst.format} at {worst.size}",
-        )
 
 
 def _newer_torch(measured: Measured) -> Iterator[MachineFinding]:
@@ -225,26 +197,13 @@ def _gpu(machine: Machine) -> Iterator[MachineFinding]:
 
 
 def _onednn(machine: Machine) -> Iterator[MachineFinding]:
-    limit, forbidden = machine.onednn.limit, forbidden_instructions(machine)
-    if limit is None:
-        return
-    setting = f"{machine.onednn.limit_by}={limit}"
-    if machine.architecture != "x86_64":
-        yield _note("instructions", f"{setting} has no effect on {machine.architecture}")
-    elif limit not in ALLOWED:
-        yield _note("instructions", f"{setting}: oneDNN does not know this value and ignores it")
-    elif forbidden:
+    if forbidden := forbidden_instructions(machine):
         yield _warning(
             "instructions",
-            f"{setting} keeps oneDNN from {', '.join(forbidden)}, which this CPU has: matmuls and "
-            "convolutions can be slower than necessary; unset it",
+            f"{machine.onednn.limit_by}={machine.onednn.limit} keeps oneDNN from "
+            f"{', '.join(forbidden)}, which this CPU has: matmuls and convolutions can be slower "
+            "than necessary; unset it",
         )
-    elif None in machine.instructions.values():
-        yield _note(
-            "instructions", f"{setting} limits oneDNN; the CPU's instruction sets are not all known"
-        )
-    else:
-        yield _note("instructions", f"{setting} forbids oneDNN nothing that this CPU has")
 
 
 def _vectors(machine: Machine) -> Iterator[MachineFinding]:
@@ -252,9 +211,8 @@ def _vectors(machine: Machine) -> Iterator[MachineFinding]:
     if wanted := machine.variables.get("ATEN_CPU_CAPABILITY"):
         setting = f"ATEN_CPU_CAPABILITY={wanted}"
         best = 2 if has.get("AVX512") else 1 if has.get("AVX2") else 0
-        if wanted != used.lower():
-            yield _note("instructions", f"PyTorch ignores {setting} and uses {used}")
-        elif VECTORS.get(used, best) < best:
+        # where the two differ, PyTorch has ignored the value
+        if wanted == used.lower() and VECTORS.get(used, best) < best:
             yield _warning(
                 "instructions",
                 f"{setting} keeps PyTorch's own kernels (elementwise ops, casts, whatever oneDNN "
@@ -282,10 +240,6 @@ def _threads(machine: Machine) -> Iterator[MachineFinding]:
             f"{threads} threads on {_cores(cores)}: threads wait for each other; set "
             f"OMP_NUM_THREADS={cores}",
         )
-    limits = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine.variables]
-    if limits and threads < cores:
-        text = ", ".join(f"{n}={machine.variables[n]}" for n in limits)
-        yield _note("threads", f"{threads} of {cores} cores used ({text})")
 
 
 def _cores(count: float | None) -> str:

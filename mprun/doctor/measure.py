@@ -32,7 +32,6 @@ from mprun.precision.rates import (
     convolution,
     convolution_backward,
     matmul,
-    speedups,
     timer,
     warm,
 )
@@ -164,7 +163,7 @@ def _rate(case: Case, times_s: Sequence[float], float32_s: Sequence[float]) -> R
         flops=op.flops,
         time_ms=spread([t * 1e3 for t in times_s]),
         gflops=spread([op.flops / t / 1e9 for t in times_s]),
-        speedup=ratio(speedups(float32_s, times_s)),
+        speedup=ratio([base / t for base, t in zip(float32_s, times_s, strict=True)]),
     )
 
 

@@ -166,9 +166,7 @@ def alternate(
 
 
 @cache
-def accelerated(
-    dtype: torch.dtype, device: torch.device, side: int | None = None, tolerance: float = 1.0
-) -> bool:
+def accelerated(dtype: torch.dtype, device: torch.device, tolerance: float = 1.0) -> bool:
     """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
 
     It compares the fastest round of each: a run needs an answer on a busy machine too, and other
@@ -177,12 +175,11 @@ def accelerated(
     Args:
         dtype: the dtype in question.
         device: where.
-        side: matmuls are of [side, side] by [side, side]; None for `SIDE`.
         tolerance: the largest ratio to float32's time that still counts as faster.
     """
     if dtype == torch.float32:
         return True
-    op = matmul(side or SIDE.get(device.type, SIDE["cuda"]))
+    op = matmul(SIDE.get(device.type, SIDE["cuda"]))
     # Several threads beside another process slow down tenfold, one dtype or the other by chance.
     with in_threads(1):
         pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
@@ -206,11 +203,6 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
             single, other = alternate(pair, TRIAL_ROUNDS)
             ratios.append(min(other) / min(single))
     return math.prod(ratios) ** (1 / len(ratios))
-
-
-def speedups(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """How many times as fast `other` is, round by round."""
-    return [b / t for b, t in zip(base, other, strict=True)]
 
 
 @contextmanager

@@ -101,16 +101,6 @@ def test_a_changed_repository_is_dirty(tree: Path) -> None:
     assert re.fullmatch("[0-9a-f]{40}-dirty", machine.git_commit() or "")
 
 
-def test_the_tree_that_these_tests_run_from_has_its_own_commit() -> None:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        pytest.skip("the tests run from a tree without a repository")
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
-    )
-    assert (machine.git_commit() or "").startswith(head.stdout.strip())
-
-
 @pytest.mark.usefixtures("tree")
 def test_an_installed_package_has_no_commit() -> None:
     assert machine.git_commit() is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from mprun.doctor.machine import (
     architecture,
     instructions,
     linux_flags,
-    macos_instructions,
     onednn_limit,
 )
 
@@ -36,7 +33,6 @@ processor\t: 0
 Features\t: fp asimd evtstrm aes asimdhp cpuid asimdrdm sve asimdfhm i8mm bf16
 CPU part\t: 0xd40
 """
-M1 = "hw.optional.arm.FEAT_FP16: 1\nhw.optional.arm.FEAT_BF16: 0\nhw.optional.floatingpoint: 1\n"
 
 
 def told_by(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -84,36 +80,6 @@ def test_other_systems_are_told_of_by_cpuinfo() -> None:
     words = {"avx2": True, "avx512_f": False, "avx512_bf16": False, "architecture": "x86_64"}
     found = instructions("Windows", "x86_64", words)
     assert found == {"AVX2": True, "AVX512": False, "AVX512-BF16": False}
-
-
-def test_macos_tells_of_its_own_and_cpuinfo_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_sysctl", lambda: M1)
-    found = instructions("Darwin", "aarch64", {"bf16": True, "sve": False})
-    assert found == {"FP16": True, "BF16": False, "SVE": False}
-
-
-def test_macos_without_sysctl_is_told_of_by_cpuinfo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any, **kwargs: Any) -> None:
-        raise FileNotFoundError("sysctl")
-
-    monkeypatch.setattr(module.subprocess, "run", missing)
-    assert instructions("Darwin", "aarch64", {"bf16": True}) == {"BF16": True}
-
-
-def test_sysctl_is_called_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def run(command: list[str], **kwargs: Any) -> SimpleNamespace:
-        seen.append(command)
-        return SimpleNamespace(stdout=M1)
-
-    monkeypatch.setattr(module.subprocess, "run", run)
-    assert instructions("Darwin", "aarch64", {}) == {"FP16": True, "BF16": False}
-    assert seen == [["sysctl", "hw.optional"]]
-
-
-def test_macos_lines_that_say_nothing_are_passed_over() -> None:
-    assert macos_instructions("hw.optional.arm.FEAT_BF16:\nnonsense\n", "aarch64") == {}
 
 
 def test_an_architecture_not_known_has_no_sets() -> None:

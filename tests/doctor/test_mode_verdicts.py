@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mprun.doctor.machine_findings import LIMIT, conclusions, judge, largest
 from mprun.results.doctor_result import OPS, OpName, modes_table
-from tests.doctor import AVX2_ONLY, H100, WITH_AMX, WITH_BF16, measured, modes, rate, rates, ratio
+from tests.doctor import H100, WITH_AMX, WITH_BF16, measured, modes, rate, rates, ratio
 
 # ---- one op --------------------------------------------------------------------------------------
 
@@ -118,13 +118,6 @@ def test_conclusions_are_sentences_with_the_numbers() -> None:
         "tf32: emulated here: for accuracy, not for speed",
         "half_sr_full: emulated here: for accuracy, not for speed",
     ]
-
-
-def test_a_machine_with_avx2_alone() -> None:
-    found = measured(
-        AVX2_ONLY, {"bfloat16": (0.03, 0.04, 0.3), "float16": (0.03, 0.04, 0.1)}, modes(OPS)
-    )
-    assert {c.verdict for c in conclusions(found)} == {"not for speed"}
 
 
 def test_a_machine_with_amx() -> None:

@@ -193,7 +193,7 @@ def test_threads_are_put_back_on_every_way_out() -> None:
 def test_accelerated_compares_with_float32() -> None:
     assert accelerated(torch.float32, CPU)
     # float64 has half of float32's vector width on every CPU and GPU there is.
-    assert not accelerated(torch.float64, CPU, side=512)
+    assert not accelerated(torch.float64, CPU)
 
 
 @each(
