@@ -10,8 +10,8 @@ in the mode's format, those that an op list keeps in float32 too, so the time is
 bytes alone (casts, norms, the optimizer) is not in it: a small share says that a step is bound by
 memory or by work between ops, not by its products.
 
-Ops are counted on fake tensors, in the ops that the mode needs: an emulated mode is held against
-its native one. Then steps are timed as a run times them, on one batch, without the wait for it.
+One step is taken to count it, then steps are timed as a run times them, on one batch, without the
+wait for it. The products of an emulated mode are held against native ones.
 
 Whether formats of 8 bits or fewer pay depends on the size of each linear layer: products become
 faster, but factors are rounded first. So each shape of layer is timed, where the device multiplies
@@ -32,13 +32,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
-from mprun.assemble.planned_memory import as_native, fake_step
+from mprun.assemble.planned_memory import as_native
 from mprun.config import compose
 from mprun.console import ReportPart, report_nothing
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
 from mprun.doctor.measure import spread
-from mprun.errors import MprunError, RunFailedError
+from mprun.errors import MprunError
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.inspect.machine_examination import examine, format_of
 from mprun.precision.gemms import (
@@ -67,14 +67,13 @@ from mprun.results.roofline_result import (
 )
 from mprun.train.clock import StepTime
 from mprun.train.loop import Trainer, TrainingComponents
-from mprun.train.user_code import described
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
 PASSES = 20  # the fastest of so many passes of a layer is hardly disturbed
 
 EMULATED = (
-    "this mode is emulated here: the least time is that of its ops in native kernels, the step is "
-    "that of the emulation, so its share is no property of the model"
+    "this mode is emulated here: the least time is that of its products in native kernels, the "
+    "step is that of the emulation, so its share is no property of the model"
 )
 ABOVE_THE_ROOF = (
     "the step was faster than its least time: rates and step were measured at different loads; "
@@ -154,7 +153,7 @@ def recipe_roofline(
     try:
         with in_threads(examination.threads):
             report("counting the step's ops")
-            step, why_real = count_step(planned)
+            step = count_step(planned)
             times = _statistics(_timed(planned, steps, report) if steps else [])
     except (MemoryError, torch.OutOfMemoryError):
         raise MprunError(
@@ -165,8 +164,7 @@ def recipe_roofline(
     least_ms = step.flops / rate / 1e6
     share = least_ms / times.median if times.median else None
     execution = planned.summary.execution
-    notes = [f"ops were counted in a real step: {why_real}"] if why_real is not None else []
-    notes += [EMULATED] if execution == "emulated" else []
+    notes = [EMULATED] if execution == "emulated" else []
     notes += [ABOVE_THE_ROOF] if share is not None and share > 1 else []
     roof = Roofline(
         recipe=plan.config.recipe.name,
@@ -177,7 +175,6 @@ def recipe_roofline(
         flops=step.flops,
         gflops={name: rate},
         least_ms=least_ms,
-        why_real=why_real,
         step_time_ms=times,
         share=share,
         notes=notes,
@@ -191,7 +188,7 @@ def best_rate(examination: Examination, plan: Plan) -> tuple[str, float]:
     The 90th percentile of the fastest op. float32's counts too: it can stand in for any format.
     Products of 8 bits have bfloat16's rate, since none was measured.
     """
-    name = format_of(as_native(plan).policy)
+    name = format_of(plan.policy)
     rates = (r.gflops.p90 for r in examination.rates if r.format in (name, "float32"))
     return name, max(rates)
 
@@ -206,41 +203,20 @@ class StepCount(NamedTuple):
     """The layers that a mode converts."""
 
 
-def count_step(planned: PlannedRun) -> tuple[StepCount, str | None]:
-    """The plan's step, and why it was counted on real tensors, if it was.
+def count_step(planned: PlannedRun) -> StepCount:
+    """Count a step of the plan, by taking it once.
 
     Raises:
         RunFailedError: the step cannot run.
     """
-    plan, native = planned.plan, as_native(planned.plan)
-    try:
-        with fake_step(native) as (parts, batch):
-            return _counted(native, parts, batch), None
-    except MprunError:
-        raise
-    except Exception as error:  # the model reads values, which fake tensors do not have
-        reason = described(error, native.policy.name)
-        if plan.execution == "emulated":  # a real step would have the emulation's ops
-            raise RunFailedError(
-                f"a step of {plan.policy.name} cannot be counted on fake tensors, which have no "
-                f"values: {reason}"
-            ) from error
-    with real_step(planned) as (parts, batch):
-        return _counted(native, parts, batch), reason
-
-
-def _flop_counter() -> FlopCounterMode:
-    counter = FlopCounterMode(display=False)
-    formulas, name = counter.flop_registry, "_scaled_dot_product_flash_attention"
-    for end in ("", "_backward"):  # before 2.15 PyTorch had no formula for attention on a CPU
-        known = formulas[getattr(torch.ops.aten, f"{name}{end}")]
-        formulas.setdefault(getattr(torch.ops.aten, f"{name}_for_cpu{end}"), known)
-    return counter
-
-
-def _counted(plan: Plan, parts: TrainingComponents, batch: Batch) -> StepCount:
-    counter, layers, rows = _flop_counter(), linear_layers(parts.model), dict[str, int]()
-    with ExitStack() as stack:
+    plan = planned.plan
+    if plan.execution == "native" and plan.policy.gemms != "none":
+        plan = as_native(plan)  # torchao's layers would hide their shapes
+    # a compiled step has kernels instead of the ops that the counter knows
+    plan = replace(plan, speed=replace(plan.speed, compile=False))
+    counter, rows = _flop_counter(), dict[str, int]()
+    with real_step(replace(planned, plan=plan)) as (parts, batch), ExitStack() as stack:
+        layers = linear_layers(parts.model)
         for name, layer in layers.items():
 
             def called(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
@@ -259,6 +235,15 @@ def _counted(plan: Plan, parts: TrainingComponents, batch: Batch) -> StepCount:
     except ValueError:  # too few layers: a mode would be refused, a layer by name not
         converted = []
     return StepCount(counter.get_total_flops(), shapes, converted)
+
+
+def _flop_counter() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    formulas, name = counter.flop_registry, "_scaled_dot_product_flash_attention"
+    for end in ("", "_backward"):  # before 2.15 PyTorch had no formula for attention on a CPU
+        known = formulas[getattr(torch.ops.aten, f"{name}{end}")]
+        formulas.setdefault(getattr(torch.ops.aten, f"{name}_for_cpu{end}"), known)
+    return counter
 
 
 @contextmanager

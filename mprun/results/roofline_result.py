@@ -32,8 +32,6 @@ class Roofline:
     """The mode's number format to its best measured rate, 10^9 operations a second."""
     least_ms: float
     """The FLOPs over the rate. In schema version 1 also the time to move the bytes of each op."""
-    why_real: str | None
-    """Why ops were counted in a real step; null for fake tensors."""
     step_time_ms: StepTimes
     share: float | None
     """`least_ms` over the median step; null where no step was timed."""
