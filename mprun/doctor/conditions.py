@@ -87,7 +87,7 @@ class LoadMeter:
     """Measures what others take of the CPUs that this process may use, from its creation on."""
 
     def __init__(self) -> None:
-        self._cpus = _usable()
+        self._cpus = usable_cpus()
         self._began, self._own_s, self._before = time.perf_counter(), _own_s(), self._read()
 
     def share(self) -> OthersShare | None:
@@ -101,7 +101,7 @@ class LoadMeter:
     def _read(self) -> CpuTimes | None:
         if not hasattr(os, "sysconf"):  # Windows
             return None
-        return cpu_times(_content(STAT), self._cpus, 1 / os.sysconf("SC_CLK_TCK"))
+        return cpu_times(content(STAT), self._cpus, 1 / os.sysconf("SC_CLK_TCK"))
 
 
 def clock_mhz() -> float | None:
@@ -109,15 +109,15 @@ def clock_mhz() -> float | None:
 
     Idle CPUs lower their clock, so the fastest one is the one that computes.
     """
-    files = [CPUS / f"cpu{cpu}" / "cpufreq" / "scaling_cur_freq" for cpu in _usable()]
-    kilohertz = [int(text) for file in files if (text := _content(file).strip()).isdecimal()]
+    files = [CPUS / f"cpu{cpu}" / "cpufreq" / "scaling_cur_freq" for cpu in usable_cpus()]
+    kilohertz = [int(text) for file in files if (text := content(file).strip()).isdecimal()]
     if kilohertz:
         return max(kilohertz) / 1e3
-    listed = re.findall(r"^cpu MHz\s*: ([\d.]+)$", _content(CPUINFO), re.MULTILINE)
+    listed = re.findall(r"^cpu MHz\s*: ([\d.]+)$", content(CPUINFO), re.MULTILINE)
     return max(map(float, listed), default=None)
 
 
-def _usable() -> list[int]:
+def usable_cpus() -> list[int]:
     """The numbers of the CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -129,7 +129,8 @@ def _own_s() -> float:
     return sum(os.times()[:4])
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
+    """The text of a file of the kernel; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

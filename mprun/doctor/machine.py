@@ -37,6 +37,7 @@ import torch
 import mprun
 from mprun import devices, kernels
 from mprun._torch import onednn_takes
+from mprun.doctor.conditions import CPUINFO, content, usable_cpus
 from mprun.doctor.heap import page_fault_us
 from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
@@ -150,7 +151,7 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
         capabilities: cpuinfo's names (`torch.cpu.get_capabilities`).
     """
     rows = INSTRUCTIONS.get(machine, {})
-    if system == "Linux" and (flags := linux_flags(_read(Path("/proc/cpuinfo")))):
+    if system == "Linux" and (flags := linux_flags(content(CPUINFO))):
         return {name: names.linux in flags for name, names in rows.items()}
     return {
         name: bool(capabilities[w.cpuinfo]) for name, w in rows.items() if w.cpuinfo in capabilities
@@ -172,13 +173,6 @@ def linux_flags(text: str) -> frozenset[str]:
         if line.split(":", 1)[0].strip() in ("flags", "Features")
     ]
     return frozenset.intersection(*lists) if lists else frozenset()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def examine_machine(device: torch.device) -> Machine:
@@ -206,10 +200,10 @@ def examine_machine(device: torch.device) -> Machine:
 
 def onednn(variables: Mapping[str, str]) -> OneDnn:
     """oneDNN's version, its limit, and the 16-bit formats that PyTorch passes to it."""
-    version = re.search(r"MKL-DNN v([\d.]+)|oneDNN v([\d.]+)", torch.__config__.show())
+    version = re.search(r"(?:MKL-DNN|oneDNN) v([\d.]+)", torch.__config__.show())
     limit_by, limit = onednn_limit(variables) or (None, None)
     return OneDnn(
-        version=(version[1] or version[2]) if version else None,
+        version=version[1] if version else None,
         limit_by=limit_by,
         limit=limit,
         bfloat16=onednn_takes(torch.bfloat16),
@@ -351,9 +345,7 @@ def host() -> str | None:
 
 def usable_cores() -> int:
     """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -368,12 +360,6 @@ def memory_bytes(device: torch.device) -> int | None:
 
 def cpu_name() -> str:
     """The processor's name, with the vector instructions that PyTorch uses."""
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    listed = re.search(r"^model name\s*: (.+)$", content(CPUINFO), re.MULTILINE)
+    name = listed[1] if listed else platform.processor() or platform.machine()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"

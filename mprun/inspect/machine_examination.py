@@ -20,7 +20,6 @@ from mprun.config import Config, compose
 from mprun.config.study_request import modes
 from mprun.config.validate import loss_scale_kind
 from mprun.console import ReportPart, report_nothing
-from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import examine_machine, git_commit, threads_to_measure
 from mprun.doctor.machine import versions as record_versions
 from mprun.doctor.machine_findings import conclusions, findings
@@ -92,7 +91,6 @@ def examine(
     device_name: str,
     budget_s: float,
     report: ReportPart = report_nothing,
-    keep_heap: bool = True,
 ) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
@@ -100,16 +98,12 @@ def examine(
         device_name: auto, cpu or cuda.
         budget_s: about how long rates are measured.
         report: is called before each part.
-        keep_heap: whether the process keeps its memory from now on (`steady_heap`). False where a
-            step of `speed=plain` is examined next, whose page faults are to be seen.
 
     Raises:
         UsageError: there is no such device.
         MprunError: the device has no memory for it.
     """
     device = choose_device(device_name)
-    if keep_heap:
-        steady_heap()
     examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report("examining the machine")
     try:

@@ -37,6 +37,7 @@ from mprun.config import compose
 from mprun.console import ReportPart, report_nothing
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
+from mprun.doctor.heap import steady_heap
 from mprun.doctor.measure import spread
 from mprun.errors import MprunError
 from mprun.experiments.planned_run import PlannedRun, plan_run
@@ -115,9 +116,10 @@ def examined(
         settings: of the examination.
         report: is called before each part.
     """
-    # a plain step has the page faults of the allocator as it is, and is timed with them
-    keep_heap = planned is None or planned.plan.config.speed.name != "plain"
-    examination = examine(device, settings.budget_s, report, keep_heap)
+    # a step of speed=plain is timed with the page faults of the allocator as it is
+    if planned is None or planned.plan.config.speed.name != "plain":
+        steady_heap()
+    examination = examine(device, settings.budget_s, report)
     if planned is None:
         return Result(examination, list(renderables(examination)))
     roofline, step = recipe_roofline(planned, examination, settings.steps, report)

@@ -180,11 +180,7 @@ def accelerated(dtype: torch.dtype, device: torch.device, tolerance: float = 1.0
     if dtype == torch.float32:
         return True
     op = matmul(SIDE.get(device.type, SIDE["cuda"]))
-    # Several threads beside another process slow down tenfold, one dtype or the other by chance.
-    with in_threads(1):
-        pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
-        single, other = alternate(pair, ROUNDS)
-    return min(other) < tolerance * min(single)
+    return _times_float32(op, dtype, device, ROUNDS) < tolerance
 
 
 @cache
@@ -194,15 +190,18 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     The geometric mean over a matmul, a convolution and its gradients, each by the fastest of a few
     rounds, in one thread (see `accelerated`). A process tries once, so that its runs agree.
     """
-    ratios = []
-    with in_threads(1):
-        for op in (matmul(128), convolution(4, 16, 16), convolution_backward(4, 16, 16)):
-            pair = [
-                timer(op, d, device, images=torch.channels_last) for d in (torch.float32, dtype)
-            ]
-            single, other = alternate(pair, TRIAL_ROUNDS)
-            ratios.append(min(other) / min(single))
+    ops = (matmul(128), convolution(4, 16, 16), convolution_backward(4, 16, 16))
+    ratios = [_times_float32(op, dtype, device, TRIAL_ROUNDS) for op in ops]
     return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _times_float32(op: TimedOp, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
+    """The fastest round in a dtype over the fastest one in float32; images are channels-last."""
+    # Several threads beside another process slow down tenfold, one dtype or the other by chance.
+    with in_threads(1):
+        pair = [timer(op, d, device, images=torch.channels_last) for d in (torch.float32, dtype)]
+        single, other = alternate(pair, rounds)
+    return min(other) / min(single)
 
 
 @contextmanager

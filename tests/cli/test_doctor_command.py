@@ -26,11 +26,9 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mprun.inspect.step_roofline.examine", _examined)
 
 
-def _examined(
-    device: str, budget_s: float, report: ReportPart, keep_heap: bool = True
-) -> Examination:
+def _examined(device: str, budget_s: float, report: ReportPart) -> Examination:
     if (device, budget_s) not in _measured:
-        _measured[device, budget_s] = examine(device, budget_s, report, keep_heap)
+        _measured[device, budget_s] = examine(device, budget_s, report)
     return _measured[device, budget_s]
 
 
@@ -93,13 +91,13 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
 ) -> None:
     seen: list[bool] = []
 
-    def stop(device: str, budget_s: float, report: object, keep_heap: bool) -> None:
-        seen.append(keep_heap)
+    def stop(*args: object) -> None:
         raise UsageError("planted")
 
+    monkeypatch.setattr("mprun.inspect.step_roofline.steady_heap", lambda: seen.append(True))
     monkeypatch.setattr("mprun.inspect.step_roofline.examine", stop)
     assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
-    assert seen == [keep]
+    assert seen == [True] * keep
 
 
 @pytest.mark.parametrize(

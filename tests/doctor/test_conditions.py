@@ -88,7 +88,7 @@ def test_a_short_time_has_no_share() -> None:
 
 
 def test_the_clock_is_the_fastest_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "_usable", lambda: [0, 3])
+    monkeypatch.setattr(conditions, "usable_cpus", lambda: [0, 3])
     monkeypatch.setattr(conditions, "CPUS", tmp_path)
     monkeypatch.setattr(conditions, "CPUINFO", tmp_path / "cpuinfo")
     assert conditions.clock_mhz() is None

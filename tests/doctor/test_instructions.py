@@ -36,7 +36,7 @@ CPU part\t: 0xd40
 
 
 def told_by(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(module, "_read", lambda path: text)
+    monkeypatch.setattr(module, "content", lambda path: text)
 
 
 def test_linux_tells_of_x86(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_this_machine_s_answer_agrees_with_pytorch_s() -> None:
 
 
 def test_a_file_that_is_not_there_is_read_as_empty(tmp_path: Path) -> None:
-    assert module._read(tmp_path / "cpuinfo") == ""
+    assert module.content(tmp_path / "cpuinfo") == ""
 
 
 # ---- oneDNN's limit ------------------------------------------------------------------------------

@@ -63,19 +63,3 @@ def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.Monkey
         examine("cpu", 0.5)
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_the_heap_is_left_alone_for_a_step_of_a_plain_run(
-    keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[bool] = []
-
-    def stop(*args: object) -> Any:
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(module, "steady_heap", lambda: kept.append(True))
-    monkeypatch.setattr(module, "measure_rates", stop)
-    with pytest.raises(MprunError):
-        examine("cpu", 0.5, keep_heap=keep)
-    assert kept == [True] * keep

@@ -210,7 +210,7 @@ def test_accelerated_is_by_the_fastest_round(
     """By a clock made up bfloat16 takes `factor` times as long, and more in all rounds but one."""
     threads = set()
 
-    def made(op: TimedOp, dtype: torch.dtype, device: torch.device) -> Timer:
+    def made(op: TimedOp, dtype: torch.dtype, device: torch.device, images: object) -> Timer:
         seconds = 1.0 if dtype == torch.float32 else factor
         calls: list[int] = []
 
@@ -241,7 +241,9 @@ def test_a_gpu_gets_a_matmul_that_fills_it(
     """A small one would time how long kernels take to launch."""
     seen: list[TimedOp] = []
 
-    def made(op: TimedOp, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
+    def made(
+        op: TimedOp, dtype: torch.dtype, device: torch.device, images: object
+    ) -> SimpleNamespace:
         seen.append(op)
         return SimpleNamespace(time_s=lambda: 1.0)
 
