@@ -56,7 +56,7 @@ VARIABLES = (
 """Environment variables that change how fast PyTorch computes."""
 
 CGROUP = Path("/sys/fs/cgroup")
-DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER = Path("/proc/driver/nvidia/version")  # in containers it is there without nvidia-smi
 
 TENSOR_CORES: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
     ((7, 0), ("float16",)),
@@ -153,6 +153,7 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
     rows = INSTRUCTIONS.get(machine, {})
     if system == "Linux" and (flags := linux_flags(content(CPUINFO))):
         return {name: names.linux in flags for name, names in rows.items()}
+    # on macOS cpuinfo asks sysctl, so the system's word counts there too
     return {
         name: bool(capabilities[w.cpuinfo]) for name, w in rows.items() if w.cpuinfo in capabilities
     }
@@ -216,6 +217,7 @@ def cuda(device: torch.device) -> Cuda:
     capability = torch.cuda.get_device_capability(device)
     return Cuda(
         compute_capability="{}.{}".format(*capability),
+        # PyTorch gives AMD's GPUs compute capabilities too, which mean something else
         tensor_cores=None if torch.version.hip else tensor_cores(capability),
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         memory_free_bytes=torch.cuda.mem_get_info(device)[0],
@@ -301,10 +303,12 @@ def git_commit() -> str | None:
     Read once: later changes of the tree do not affect what the process has imported.
     """
     package = Path(mprun.__file__).resolve().parent
+    # installed below a stranger's repository, git would name that one's commit
     if not (package.parent / ".git").exists():
         return None
     try:
         described = subprocess.run(
+            # --match= matches no tag, so the answer is the whole hash
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
             cwd=package,
             capture_output=True,
@@ -340,6 +344,7 @@ def host() -> str | None:
         boot = BOOT_ID.read_bytes().strip()
     except OSError:
         return None
+    # a hash: a record may be published, and the number itself is the system's secret
     return hashlib.sha256(b"mprun " + boot).hexdigest()[:12]
 
 

@@ -43,7 +43,7 @@ WARMUP = 2
 """Calls made before an op is timed in rounds."""
 SMALL, LARGE = 0.3, 0.6
 """Shares of the budget; copying takes the rest."""
-COPIES = 7
+COPIES = 7  # an odd number has a middle one
 OPTIMIZER = "sgd"
 """Any will do: memory formats do not depend on it."""
 
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     """[batch, channels, height and width] of a convolution's input."""
 
     def ops(self) -> tuple[TimedOp, ...]:
-        """The ops at these sizes, in the order of `doctor_record.OPS`."""
+        """The ops at these sizes, in the order of `doctor_result.OPS`."""
         return (
             matmul(self.side),
             convolution(*self.images),
@@ -101,6 +101,7 @@ def measure_rates(
     formats = formats_of(device)
     cases = [Case(op, f) for op in small.ops() for f in formats]
     rates = _measure(cases, device, budget_s * SMALL, report)
+    # seconds of one operation at the small size
     flop_s: dict[tuple[str, str], float] = {
         (r.op, r.format): r.time_ms.median / 1e3 / r.flops for r in rates
     }
@@ -144,7 +145,7 @@ def _measure(
 
 def _timer(case: Case, device: torch.device) -> Timer:
     tf32 = case.format == "tf32"
-    dtype = "float32" if tf32 else case.format
+    dtype = "float32" if tf32 else case.format  # TF32 is a switch on float32 tensors
     layout = choose("auto", device.type, dtype, OPTIMIZER, has_amx()).torch_memory_format
     return timer(case.op, torch_dtype(dtype), device, tf32, layout)
 

@@ -33,10 +33,8 @@ from mprun.precision.switches import switches
 
 SAMPLE_S = 1e-3
 """Seconds for which calls are repeated to get one time."""
-ROUNDS = 9
-"""Rounds of `accelerated`."""
-TRIAL_ROUNDS = 5
-"""Rounds of `slowdown`."""
+ROUNDS, TRIAL_ROUNDS = 9, 5
+"""Rounds of `accelerated`, and of `slowdown`, which times three ops."""
 SIDE = {"cpu": 256, "cuda": 2048}
 """Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU."""
 
@@ -141,7 +139,7 @@ def warm(call: Callable[[], object], device: torch.device, tf32: bool = False) -
     """Call once to warm up (kernels are selected, some compiled) and once to measure how long."""
     first = Timer(call, device, tf32, repeats=1, call_s=math.nan)
     first.time_s()
-    call_s = max(first.time_s(), 1e-9)
+    call_s = max(first.time_s(), 1e-9)  # a coarse clock may say 0
     return replace(first, repeats=max(1, math.ceil(SAMPLE_S / call_s)), call_s=call_s)
 
 
@@ -161,7 +159,7 @@ def alternate(
         begin_round(done)
         for i in order:
             times[i].append(timers[i].time_s())
-        order.reverse()
+        order.reverse()  # a drift within a round then favours neither
     return times
 
 
