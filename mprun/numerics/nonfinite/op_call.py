@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -250,21 +249,16 @@ def _able(device: torch.device, dtype: torch.dtype) -> torch.device:
 
 
 def recomputed(
-    call: OpCall,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | None = None,
-    value: Callable[[Tensor], Tensor | None] = lambda x: None,
+    call: OpCall, value: Callable[[Tensor], Tensor | None] = lambda x: None
 ) -> list[Tensor] | None:
-    """The results of an op computed in another dtype, in the order of `call.outputs()`.
+    """The results of an op computed in float64, in the order of `call.outputs()`.
 
-    None where that is not possible: the op draws random numbers, reads a workspace of its forward
-    kernel, is very large, has no kernel for the dtype, or overwrote inputs of which no copy exists.
+    They are where the tensors are, or on the CPU where that device has no float64. None where it is
+    not possible: the op draws random numbers, reads a workspace of its forward kernel, is very
+    large, has no kernel for float64, or overwrote inputs of which no copy exists.
 
     Args:
         call: the op, which has run.
-        dtype: takes the place of every floating dtype.
-        device: where; None: where the tensors are, or the CPU where that device has no float64. A
-            mode that watches ops sees those that copy the tensors to a device that is given.
         value: returns numbers to use in place of a tensor's own, or None.
     """
     spec = op_spec(call.func)
@@ -282,26 +276,22 @@ def recomputed(
             if id(x) not in wide:
                 given = value(x)
                 source = call.saved.get(id(x), x) if given is None else given
-                to = dtype if x.is_floating_point() else x.dtype
-                source = source.to(device or _able(source.device, to)).to(to)
+                to = torch.float64 if x.is_floating_point() else x.dtype
+                source = source.to(_able(source.device, to)).to(to)
                 wide[id(x)] = source.clone() if id(x) in targets else source
             return wide[id(x)]
         if isinstance(x, torch.device):
-            return device or _able(x, dtype)
-        return dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
+            return _able(x, torch.float64)
+        return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
     # softmax's order to make float32 of float16 has no kernel for float64
     names = (a.name for a in schema_of(call.func).arguments)
     named = zip(names, call.args, strict=False)
     given_args = tuple(False if name == "half_to_float" else x for name, x in named)
-    # a device's own way to the host may need dispatch
-    while_copying = no_dispatch() if device is None else nullcontext()
-    with torch.no_grad():
+    with no_dispatch(), torch.no_grad():
         try:
-            with while_copying:
-                args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
-            with no_dispatch():
-                result = call.func(*args, **kwargs)
+            args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
+            result = call.func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, MemoryError):  # no kernel, or no room for it
             return None
     return [x for _, _, x in OpCall(call.func, tuple(args), kwargs, result).outputs()]
