@@ -66,7 +66,7 @@ from mprun.train.clock import clock_for
 from mprun.train.exception_log import of_all_processes
 from mprun.train.init_from import DRAWN
 from mprun.train.loggers import LoggedRun, Logger, build_loggers
-from mprun.train.loggers.logger import run_tags
+from mprun.train.loggers.logged_run import run_tags
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import readback_for

@@ -23,7 +23,8 @@ from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_sum
 from mprun.train import loggers
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
-from mprun.train.loggers.logger import LoggedRow, run_tags
+from mprun.train.loggers.logged_run import run_tags
+from mprun.train.loggers.logger import LoggedRow
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

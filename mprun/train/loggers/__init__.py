@@ -14,7 +14,8 @@ import pkgutil
 from collections.abc import Iterable
 
 from mprun.errors import UsageError, hint
-from mprun.train.loggers.logger import LoggedRun, Logger, Tell, ignore
+from mprun.train.loggers.logged_run import LoggedRun
+from mprun.train.loggers.logger import IGNORE, Logger, Tell
 
 __all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "unused_fields"]
 
@@ -54,7 +55,7 @@ def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
 
 
 def build_loggers(
-    name: str, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore
+    name: str, run: LoggedRun, warn: Tell = IGNORE, report: Tell = IGNORE
 ) -> list[Logger]:
     """The callbacks for `logger.name`; nothing is written before the first step.
 
