@@ -1,23 +1,30 @@
-"""The metrics of a recipe: what they may be, and one pass of them over an epoch or a set.
+"""The metrics of a recipe: what they may be, one pass of them over an epoch or a set, their state.
 
 A pass works on copies of the recipe's metrics, so it starts without batches and never mixes with
 another one, whatever `reset` does. Metrics see a training step's outputs after the clock stopped.
+
+The state of a metric is its `state_dict` (of torchmetrics: once its states are persistent), or its
+attributes, as far as a checkpoint can hold them: numbers, text, tensors, and lists, tuples and
+dicts of these. Functions, classes, dtypes and devices among them do not change. A metric with other
+attributes has no state: a checkpoint could not continue it.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import math
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mprun import devices
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
@@ -28,7 +35,6 @@ from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.sums import UnsavableError, load_state, saved_state
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
@@ -189,7 +195,6 @@ class MetricPass:
         self._given = metrics
         self._metrics = {name: _copied(name, x, device) for name, x in metrics.items()}
         self._device = device
-        self._held: list[_HeldStep] = []
         self._updates = 0
         self._is_resumed = False
         self.lost: set[str] = set()
@@ -199,28 +204,9 @@ class MetricPass:
         return bool(self._metrics)
 
     def add(self, outputs: Sequence[Any], batch: Batch, skipped: Tensor | None = None) -> None:
-        """Add a batch, unless its step was skipped.
-
-        On an accelerator, what a step that may be skipped adds is held until the next one is
-        queued, so that the host seldom waits for the flag and the device never for the host.
-        """
-        if not self._metrics:
-            return
-        contents = [part.content for part in batch.parts]
-        if skipped is None:
-            self._update(outputs, contents)
-        elif not devices.backend(self._device).events:
-            if not skipped.item():
-                self._update(outputs, contents)
-        else:
-            self._held.append(_HeldStep(outputs, contents, skipped))
-            self._release(keep=1)
-
-    def _release(self, keep: int) -> None:
-        while len(self._held) > keep:
-            step = self._held.pop(0)
-            if not step.was_skipped():
-                self._update(step.outputs, step.contents)
+        """Add a batch, unless its step was skipped, which on an accelerator the host waits for."""
+        if self._metrics and (skipped is None or not skipped.item()):
+            self._update(outputs, [part.content for part in batch.parts])
 
     def _update(self, outputs: Sequence[Any], contents: Sequence[Any]) -> None:
         self._updates += 1
@@ -236,7 +222,6 @@ class MetricPass:
         Raises:
             RunFailedError: one of them is no number.
         """
-        self._release(keep=0)
         whole = self._merged()
         if not whole._updates:
             return dict.fromkeys(self._metrics)
@@ -296,7 +281,6 @@ class MetricPass:
         A metric whose state cannot be saved has None. With several processes it is the state of
         all, in each of them.
         """
-        self._release(keep=0)
         return self._merged()._own_state()
 
     def _own_state(self) -> dict[str, Any]:
@@ -344,6 +328,59 @@ class MetricPass:
                 computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
 
 
+class UnsavableError(Exception):
+    """A metric has no state that a checkpoint can hold."""
+
+
+_CONSTANT = (
+    *(types.FunctionType, types.BuiltinFunctionType, type),
+    *(types.ModuleType, torch.dtype, torch.device, Enum),
+)
+
+
+def saved_state(metric: Any) -> Any:
+    """The state of a metric, a copy that later batches do not change.
+
+    Raises:
+        UnsavableError: it has none.
+    """
+    if _keeps_state(metric):
+        return _held(metric.state_dict())
+    if isinstance(metric, dict | list | tuple | set | frozenset):  # has more than attributes
+        raise UnsavableError
+    if not hasattr(metric, "__dict__") or any(vars(k).get("__slots__") for k in type(metric).mro()):
+        raise UnsavableError
+    return _held({k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)})
+
+
+def load_state(metric: Any, state: Any) -> None:
+    """Set the state of `saved_state` on a metric of the same class."""
+    if _keeps_state(metric):
+        metric.load_state_dict(state)
+    else:
+        vars(metric).update(state)
+
+
+def _keeps_state(metric: Any) -> bool:
+    """Whether it has a state_dict; a module of torchmetrics then has its states in it."""
+    if isinstance(metric, nn.Module):
+        if not callable(getattr(metric, "persistent", None)):
+            raise UnsavableError
+        metric.persistent(True)
+    return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
+
+
+def _held(state: Any) -> Any:
+    """The state as a checkpoint gives it back: what PyTorch reads without running code."""
+    file = io.BytesIO()
+    try:
+        # cloned, as a part of a larger tensor would be saved with the whole of it
+        torch.save(map_tensors(lambda x: x.detach().clone(), state), file)
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception:  # an attribute may be anything, with its own way to fail
+        raise UnsavableError from None
+
+
 def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
     """A metric's state with the tensors that were not on the CPU on `device`.
 
@@ -358,21 +395,6 @@ def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
         return state
     kind = iter(kinds)
     return map_tensors(lambda x: x if next(kind) == "cpu" else x.to(device), state)
-
-
-class _HeldStep:
-    """A step on an accelerator of which the host does not know yet whether it was skipped."""
-
-    def __init__(self, outputs: Sequence[Any], contents: Sequence[Any], skipped: Tensor) -> None:
-        self.outputs, self.contents = outputs, contents
-        self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
-        self._flag.copy_(skipped.detach().reshape(()), non_blocking=True)
-        self._copied = devices.event(skipped.device)
-
-    def was_skipped(self) -> bool:
-        """Waits for the step, not for those queued after it."""
-        self._copied.synchronize()
-        return bool(self._flag.item())
 
 
 def _copied(name: str, metric: RecipeMetric, device: torch.device) -> RecipeMetric:
