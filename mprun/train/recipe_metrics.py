@@ -364,9 +364,10 @@ def load_state(metric: Any, state: Any) -> None:
 def _keeps_state(metric: Any) -> bool:
     """Whether it has a state_dict; a module of torchmetrics then has its states in it."""
     if isinstance(metric, nn.Module):
-        if not callable(getattr(metric, "persistent", None)):
+        persistent: Any = getattr(metric, "persistent", None)
+        if not callable(persistent):  # a plain module's state_dict lacks its attributes
             raise UnsavableError
-        metric.persistent(True)
+        persistent(True)
     return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
 
 
