@@ -236,33 +236,38 @@ class MetricPass:
             return self
         whole = MetricPass(self._given, self._device)
         for state in self._ranks.gather(self._sent_state()):
-            if state:
+            if state["updates"]:
                 whole._merge(state)
         return whole
 
     def _sent_state(self) -> dict[str, Any]:
-        """As `_own_state`, for another process: what it has of each metric, whatever its value.
+        """What another process needs of this one's batches.
 
         Raises:
             RunFailedError: a metric has no state that can be sent.
         """
-        if not self._updates:
-            return {}
-        states = {}
-        for name, entry in self._metrics.items():
-            try:
-                states[name] = None if name in self.lost else saved_state(entry.metric)
-            except UnsavableError:
+        states = self._states()
+        for name, state in states.items():
+            if state is None and name not in self.lost:
                 raise RunFailedError(
                     f"metric {name!r} has no state that can be sent to another process; legal: "
                     "numbers and tensors as its attributes, or state_dict and load_state_dict"
-                ) from None
+                )
         return {"updates": self._updates, "states": states}
+
+    def _states(self) -> dict[str, Any]:
+        """The state of each metric; None where it has none, or where it is lost."""
+        if not self._updates:
+            return {}
+        return {
+            name: None if name in self.lost else saved_state(entry.metric)
+            for name, entry in self._metrics.items()
+        }
 
     def _merge(self, saved: Mapping[str, Any]) -> None:
         """Add the batches of a state."""
         other = MetricPass(self._given, self._device)
-        other._load(saved, tries=False)
+        other._load(saved)
         self._updates += other._updates
         self.lost |= other.lost
         for name, entry in self._metrics.items():
@@ -281,28 +286,12 @@ class MetricPass:
         A metric whose state cannot be saved has None. With several processes it is the state of
         all, in each of them.
         """
-        return self._merged()._own_state()
-
-    def _own_state(self) -> dict[str, Any]:
-        if not self._updates:
+        whole = self._merged()
+        if not whole._updates:
             return {}
-        states = {name: self._state(name) for name in self._metrics}
+        states = whole._states()
         devices = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
-        return {"metrics": {"updates": self._updates, "states": states, "devices": devices}}
-
-    def _state(self, name: str) -> Any:
-        if name in self.lost:
-            return None
-        metric, again = self._metrics[name].metric, self._given[name].on(self._device).metric
-        try:
-            state = saved_state(metric)
-            load_state(again, copy.deepcopy(state))
-            # A state that gives another value is none: the metric keeps more elsewhere.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the end of the epoch shows them
-                return state if _same(computed(again), computed(copy.deepcopy(metric))) else None
-        except Exception:  # it is the user's code, and it need not have a state
-            return None
+        return {"metrics": {"updates": whole._updates, "states": states, "devices": devices}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `metrics` of a state, if it has any.
@@ -313,8 +302,11 @@ class MetricPass:
         if saved is None or not self._ranks.is_first:  # the state is that of all processes
             return
         self._load(saved)
+        for name, entry in self._metrics.items():
+            if name not in self.lost:
+                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
 
-    def _load(self, saved: Mapping[str, Any], tries: bool = True) -> None:
+    def _load(self, saved: Mapping[str, Any]) -> None:
         self._updates, self._is_resumed = saved["updates"], True
         for name, entry in self._metrics.items():
             if saved["states"].get(name) is None:
@@ -324,12 +316,6 @@ class MetricPass:
             load_state(entry.metric, placed(saved["states"][name], kinds, self._device))
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)
-            if tries:
-                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
-
-
-class UnsavableError(Exception):
-    """A metric has no state that a checkpoint can hold."""
 
 
 _CONSTANT = (
@@ -339,17 +325,15 @@ _CONSTANT = (
 
 
 def saved_state(metric: Any) -> Any:
-    """The state of a metric, a copy that later batches do not change.
-
-    Raises:
-        UnsavableError: it has none.
-    """
+    """The state of a metric, a copy that later batches do not change; None if it has none."""
     if _keeps_state(metric):
         return _held(metric.state_dict())
-    if isinstance(metric, dict | list | tuple | set | frozenset):  # has more than attributes
-        raise UnsavableError
+    # A container has more than attributes, and so has a class with slots; a module's tensors are
+    # no attributes.
+    if isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):
+        return None
     if not hasattr(metric, "__dict__") or any(vars(k).get("__slots__") for k in type(metric).mro()):
-        raise UnsavableError
+        return None
     return _held({k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)})
 
 
@@ -362,24 +346,24 @@ def load_state(metric: Any, state: Any) -> None:
 
 
 def _keeps_state(metric: Any) -> bool:
-    """Whether it has a state_dict; a module of torchmetrics then has its states in it."""
+    """Whether it has a state_dict: its own, or that of torchmetrics, made persistent here."""
     if isinstance(metric, nn.Module):
         persistent: Any = getattr(metric, "persistent", None)
         if not callable(persistent):  # a plain module's state_dict lacks its attributes
-            raise UnsavableError
+            return False
         persistent(True)
     return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
 
 
 def _held(state: Any) -> Any:
-    """The state as a checkpoint gives it back: what PyTorch reads without running code."""
+    """The state as a checkpoint gives it back, by PyTorch without running code; else None."""
     file = io.BytesIO()
     try:
         # cloned, as a part of a larger tensor would be saved with the whole of it
         torch.save(map_tensors(lambda x: x.detach().clone(), state), file)
         return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception:  # an attribute may be anything, with its own way to fail
-        raise UnsavableError from None
+        return None
 
 
 def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
@@ -451,11 +435,3 @@ def _number(name: str, value: Any) -> Number | None:
             "those of several classes or of a collection one by one"
         )
     return math.copysign(math.inf, number) if abs(number) > LARGEST else number
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
-    return bool(one == other or (one != one and other != other))

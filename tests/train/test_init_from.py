@@ -512,14 +512,6 @@ def test_planted_weights_are_counted(
     )
 
 
-@pytest.mark.representative(0)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_plain_file_says_its_dtype_by_its_tensors(dtype: torch.dtype) -> None:
-    torch.save(nn.Linear(8, 4).to(dtype).state_dict(), "plain.pt")
-    words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
-    assert bool(make_plan(compose(words).config, {}).warnings) == (dtype is torch.bfloat16)
-
-
 def policy(param_dtype: str, compute_dtype: str) -> Policy:
     """A row with these dtypes, whether or not a mode has them yet."""
     found = Policy(**{**vars(ROW), "name": "x"})

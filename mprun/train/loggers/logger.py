@@ -73,12 +73,10 @@ class Logger(Callback, ABC):
     """
 
     NAME: ClassVar[str]
-    """Its option of the group `logger`."""
+    """Its option of the group `logger`, and mprun's extra that installs it."""
     TITLE: ClassVar[str]
     MODULE: ClassVar[str]
     """What has to be imported."""
-    PACKAGE: ClassVar[str | None] = None
-    """What pip installs for it; None: mprun's extra `NAME`."""
     FIELDS: ClassVar[tuple[str, ...]] = ("project", "run_name", "tags")
     """The fields of the group `logger` that it uses."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
@@ -105,7 +103,7 @@ class Logger(Callback, ABC):
         except Exception as error:  # not installed, or in conflict with another package
             raise UsageError(
                 f"logger={cls.NAME} needs {cls.TITLE}, which cannot be imported "
-                f"({first_line(error)}); pip install '{cls.PACKAGE or f'mprun[{cls.NAME}]'}'"
+                f"({first_line(error)}); pip install 'mprun[{cls.NAME}]'"
             ) from None
 
     @classmethod
