@@ -417,16 +417,6 @@ def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "train.init_from=file.pt contains no weights by name; legal is a run's folder" in line
 
 
-def test_a_checkpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for found, said in (
-        ({"format_version": checkpoint.FORMAT_VERSION + 1}, "has format 2, this mprun reads up"),
-        ({"format_version": "new"}, "is not a checkpoint of mprun"),
-        ({"format_version": 1, "trainer": {}}, "lacks choices, journal"),
-    ):
-        torch.save(found, "file.pt")
-        assert said in refused(capsys, *LINEAR, "train.init_from=file.pt")
-
-
 def test_names_that_do_not_fit(
     linear: str, trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
