@@ -29,7 +29,7 @@ from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
 from mprun.metrics.summed import scores_and_targets
-from mprun.nested import all_tensors, map_tensors
+from mprun.nested import all_tensors, leaves, map_tensors
 from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
@@ -318,6 +318,7 @@ class MetricPass:
                 entry.metric.to(self._device)
 
 
+_PLAIN = (Tensor, str, int, float, type(None))
 _CONSTANT = (
     *(types.FunctionType, types.BuiltinFunctionType, type),
     *(types.ModuleType, torch.dtype, torch.device, Enum),
@@ -326,15 +327,29 @@ _CONSTANT = (
 
 def saved_state(metric: Any) -> Any:
     """The state of a metric, a copy that later batches do not change; None if it has none."""
-    if _keeps_state(metric):
-        return _held(metric.state_dict())
-    # A container has more than attributes, and so has a class with slots; a module's tensors are
-    # no attributes.
-    if isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):
+    file = io.BytesIO()
+    try:
+        state = metric.state_dict() if _keeps_state(metric) else _attributes(metric)
+        if not all(isinstance(x, _PLAIN) for x in leaves(state)):
+            return None  # before it is saved, which takes long where it holds a model
+        # cloned, as a part of a larger tensor would be saved with the whole of it
+        torch.save(map_tensors(lambda x: x.detach().clone(), state), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)  # what it refuses no run could be resumed from
+    except Exception:  # the metric is the user's, with its own ways to fail
         return None
-    if not hasattr(metric, "__dict__") or any(vars(k).get("__slots__") for k in type(metric).mro()):
-        return None
-    return _held({k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)})
+
+
+def _attributes(metric: Any) -> dict[str, Any]:
+    """Those that may change.
+
+    Raises:
+        TypeError: it has more than attributes.
+    """
+    has_slots = any(vars(kind).get("__slots__") for kind in type(metric).mro())
+    if has_slots or isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):
+        raise TypeError
+    return {k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)}
 
 
 def load_state(metric: Any, state: Any) -> None:
@@ -353,17 +368,6 @@ def _keeps_state(metric: Any) -> bool:
             return False
         persistent(True)
     return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
-
-
-def _held(state: Any) -> Any:
-    """The state as a checkpoint gives it back, by PyTorch without running code; else None."""
-    file = io.BytesIO()
-    try:
-        # cloned, as a part of a larger tensor would be saved with the whole of it
-        torch.save(map_tensors(lambda x: x.detach().clone(), state), file)
-        return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception:  # an attribute may be anything, with its own way to fail
-        return None
 
 
 def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
