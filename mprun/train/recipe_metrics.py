@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun import devices
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
@@ -195,6 +196,7 @@ class MetricPass:
         self._given = metrics
         self._metrics = {name: _copied(name, x, device) for name, x in metrics.items()}
         self._device = device
+        self._held: list[_HeldStep] = []
         self._updates = 0
         self._is_resumed = False
         self.lost: set[str] = set()
@@ -204,9 +206,28 @@ class MetricPass:
         return bool(self._metrics)
 
     def add(self, outputs: Sequence[Any], batch: Batch, skipped: Tensor | None = None) -> None:
-        """Add a batch, unless its step was skipped, which on an accelerator the host waits for."""
-        if self._metrics and (skipped is None or not skipped.item()):
-            self._update(outputs, [part.content for part in batch.parts])
+        """Add a batch, unless its step was skipped.
+
+        On an accelerator, what a step that may be skipped adds is held until the next one is
+        queued, so that the host seldom waits for the flag and the device never for the host.
+        """
+        if not self._metrics:
+            return
+        contents = [part.content for part in batch.parts]
+        if skipped is None:
+            self._update(outputs, contents)
+        elif not devices.backend(self._device).events:
+            if not skipped.item():
+                self._update(outputs, contents)
+        else:
+            self._held.append(_HeldStep(outputs, contents, skipped))
+            self._release(keep=1)
+
+    def _release(self, keep: int) -> None:
+        while len(self._held) > keep:
+            step = self._held.pop(0)
+            if not step.was_skipped():
+                self._update(step.outputs, step.contents)
 
     def _update(self, outputs: Sequence[Any], contents: Sequence[Any]) -> None:
         self._updates += 1
@@ -222,6 +243,7 @@ class MetricPass:
         Raises:
             RunFailedError: one of them is no number.
         """
+        self._release(keep=0)
         whole = self._merged()
         if not whole._updates:
             return dict.fromkeys(self._metrics)
@@ -286,12 +308,13 @@ class MetricPass:
         A metric whose state cannot be saved has None. With several processes it is the state of
         all, in each of them.
         """
+        self._release(keep=0)
         whole = self._merged()
         if not whole._updates:
             return {}
         states = whole._states()
-        devices = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
-        return {"metrics": {"updates": whole._updates, "states": states, "devices": devices}}
+        kinds = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
+        return {"metrics": {"updates": whole._updates, "states": states, "devices": kinds}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `metrics` of a state, if it has any.
@@ -384,6 +407,22 @@ def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
         return state
     kind = iter(kinds)
     return map_tensors(lambda x: x if next(kind) == "cpu" else x.to(device), state)
+
+
+class _HeldStep:
+    """A step on an accelerator of which the host does not know yet whether it was skipped."""
+
+    def __init__(self, outputs: Sequence[Any], contents: Sequence[Any], skipped: Tensor) -> None:
+        self.outputs, self.contents = outputs, contents
+        # Pinned: only then is the copy queued like a kernel, and the host goes on.
+        self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
+        self._flag.copy_(skipped.detach().reshape(()), non_blocking=True)
+        self._copied = devices.event(skipped.device)
+
+    def was_skipped(self) -> bool:
+        """Waits for the step, not for those queued after it."""
+        self._copied.synchronize()
+        return bool(self._flag.item())
 
 
 def _copied(name: str, metric: RecipeMetric, device: torch.device) -> RecipeMetric:

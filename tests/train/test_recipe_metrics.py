@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mprun.data import Batch, MicroBatch
 from mprun.errors import RunFailedError, UsageError
 from mprun.metrics import F1, Accuracy
 from mprun.nested import all_tensors
 from mprun.precision import LossScale
 from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
+from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
 from mprun.train.recipe_metrics import (
     MetricPass,
@@ -144,6 +146,40 @@ def test_skipped_steps_do_not_count() -> None:
     for epoch in log.epochs:
         rows = [(o, t) for number, o, t, skip in seen if number == epoch.epoch and not skip]
         assert values(epoch.train) == pytest.approx(expected(rows), rel=1e-6)
+
+
+class Flagged:
+    """In place of a step on CUDA: its flag is known when it is asked for."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __init__(self, outputs: Any, contents: Any, skipped: Tensor) -> None:
+        self.outputs, self.contents, self.skipped = outputs, contents, int(skipped)
+
+    def was_skipped(self) -> bool:
+        self.asked.append(self.skipped)
+        return bool(self.skipped)
+
+
+@pytest.mark.parametrize("end", ["compute", "state_dict"])
+def test_on_cuda_the_flag_of_a_step_is_read_after_the_next_one(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_metrics, "_HeldStep", Flagged)
+    monkeypatch.setattr(Flagged, "asked", [])
+    whole = MetricPass(metrics_of(with_metrics({"x": Largest()})), CPU)
+    whole._device = torch.device("cuda")
+    flags = [0, 1, 0, 1, 1, 0]
+    for number, flag in enumerate(flags):
+        x, y = torch.full((2, 3), float(flag)), torch.zeros(2)
+        batch = Batch((MicroBatch((x, y), x, 2, 2.0),))
+        whole.add([x], batch, torch.tensor(float(flag)))
+        assert len(Flagged.asked) == number  # but not its own
+    getattr(whole, end)()
+    assert Flagged.asked == flags
+    whole._device = CPU
+    assert whole.compute() == {"x": 0.0}  # an output of a skipped step is 1
+    assert whole._updates == flags.count(0)
 
 
 # ---- resume --------------------------------------------------------------------------------------
