@@ -11,14 +11,9 @@ The file is read once per process: the code that runs is the one whose SHA-256 i
 the file may be edited during a long study. Its folder is searched for modules that it imports, as
 if it were run by `python my.py`; modules of other folders win.
 
-Importing a module runs it, so the user learns of it beforehand: outside of mprun its file is named
-before it runs. A run is resumed with its own configuration, which names the recipe's class. In a
-folder from someone else that name can lead to a module in the same folder, which would run as soon
-as the run is resumed. Such a module is refused unless the user trusts the folder. A module anywhere
-else is the user's own choice.
-
-Which file a name leads to is decided while it is imported, package by package. So a finder in front
-of Python's own ones looks at each file between the moment it is found and the moment it runs.
+Importing a module runs it, so outside of mprun its file is named before it runs. A run is resumed
+with its own configuration, which names the recipe's class. In a folder from someone else that name
+can lead to a module in the same folder: it is refused unless the user trusts the folder.
 """
 
 from __future__ import annotations
@@ -77,7 +72,11 @@ def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[N
 
 
 class _AnnouncingFinder(MetaPathFinder):
-    """Finds what the other finders find, and looks at it."""
+    """Finds what the other finders find, and looks at it.
+
+    Which file a name leads to is decided while it is imported, package by package. So this stands
+    before Python's own finders and sees each file after it is found and before it runs.
+    """
 
     def __init__(self, what: str, untrusted: Path | None, target: str) -> None:
         self._what, self._untrusted, self._target = what, untrusted, target

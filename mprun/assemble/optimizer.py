@@ -1,10 +1,9 @@
-"""Which optimizer a run gets.
+"""Which optimizer and which learning-rate schedule a run gets.
 
-By name (`config.schema.OPTIMIZERS`), PyTorch's, or its namesake of `mprun.optim` that stores
-parameters and state in 16 bits. One without namesake, by import path or made by the recipe computes
-in its parameters' dtype, so with 16-bit parameters it gets float32 masters.
-
-The learning-rate schedule of a run: the configuration's, or the recipe's own.
+An optimizer by name (`config.schema.OPTIMIZERS`) is PyTorch's, or its namesake of `mprun.optim`
+that stores parameters and state in 16 bits. One without namesake, by import path or made by the
+recipe computes in its parameters' dtype, so with 16-bit parameters it gets float32 masters. The
+schedule is the configuration's, or the recipe's own.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""The parts that the loop runs on.
+"""From a plan to the objects of a run: precision, model, optimizer, batches, loggers.
 
-The parts that carry out a policy: caster, arithmetic, loss scale, detection of exceptions.
-
-The loggers of a run, from its plan.
-
-The effective precision of a run, read from the objects that carry it out.
-
-A requested value can have no effect: an optimizer without momentum stores none in any dtype, and
-float32 parameters are not rounded. So each column is read from the object that decides it: the
-parameters, their gradient buffers, the optimizer, the caster, the arithmetic, the backend switches.
+`effective` reads the precision of a run from these objects, because a requested value can have no
+effect: an optimizer without momentum stores none in any dtype, and float32 parameters are not
+rounded. So each column comes from the object that decides it: the parameters, their gradient
+buffers, the optimizer, the caster, the arithmetic, the backend switches.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ from mprun.train.clock import clock_for
 from mprun.train.exception_log import of_all_processes
 from mprun.train.init_from import DRAWN
 from mprun.train.loggers import LoggedRun, Logger, build_loggers
-from mprun.train.loggers.logger import run_tags
+from mprun.train.loggers.logged_run import run_tags
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import readback_for
@@ -102,12 +97,7 @@ def build_precision(
 
 
 def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
-    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for.
-
-    Args:
-        plan: the plan.
-        ranks: the processes that train together; None: one.
-    """
+    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for."""
     debug = plan.config.debug
     if debug.fp_exceptions == "off":
         return RunExceptions()
@@ -123,15 +113,10 @@ def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
 
 
 def build_arithmetic(plan: Plan, ranks: Ranks | None = None) -> Arithmetic:
-    """Whose kernels compute: PyTorch's or mprun's.
-
-    Args:
-        plan: the plan.
-        ranks: the processes that train together; None: one. Each rounds its own samples' results
-            with bits of its own.
-    """
+    """Whose kernels compute: PyTorch's or mprun's."""
     ranks = ranks or Ranks()
-    seed = plan.config.seed + (ranks.rank << 32)  # a seed of a run has 32 bits
+    # Each process rounds its samples' results with bits of its own; a seed of a run has 32 bits.
+    seed = plan.config.seed + (ranks.rank << 32)
     guard = build_guard(plan, ranks)
     return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed, guard=guard)
 
@@ -140,10 +125,6 @@ def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     """The guard of products with formats of 8 bits or fewer.
 
     Each process decides about the products of its own samples. What they found is counted together.
-
-    Args:
-        plan: the plan.
-        ranks: the processes that train together; None: one.
     """
     debug, shared = plan.config.debug, ranks or Ranks()
 
@@ -302,13 +283,7 @@ def batch_form(plan: Plan) -> BatchForm:
 def build_model(
     plan: Plan, precision: Precision, layout: Layout | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """The model, drawn from the seed and prepared by `precision`, and its optimizer.
-
-    Args:
-        plan: the plan.
-        precision: carries the policy out.
-        layout: what this process holds of the model; None: all of it.
-    """
+    """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
     layout = layout or Layout()
     config = plan.config
     seed_all(config.seed)
@@ -337,16 +312,7 @@ def run_loggers(
     first_step: int | None,
     messages: Messages,
 ) -> list[Logger]:
-    """The run's loggers; nothing is written before the first step.
-
-    Args:
-        plan: the run's plan.
-        resolved: its configuration.
-        summary: its first summary.
-        folder: its folder.
-        first_step: of a resumed run; None for a new one.
-        messages: shows the loggers' notes and warnings.
-    """
+    """The run's loggers; nothing is written before the first step."""
     config = plan.config.logger
     logged = LoggedRun(
         folder=folder,

@@ -1,7 +1,4 @@
-"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet.
-
-Choices that depend on the machine: the device and whose kernels compute.
-"""
+"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -154,6 +151,34 @@ class Plan:
         return layer_rows(model, self.layers, self.policy) if self.layers else []
 
 
+class Asked(NamedTuple):
+    """Step 1: what the configuration asks of the precision."""
+
+    policy: Policy
+    layers: dict[str, str]
+
+
+class Execution(NamedTuple):
+    """Step 3, on the device of step 2: how the policy is carried out there."""
+
+    name: str
+    why_emulated: str | None
+    op_lists: OpLists | None
+    speed: SpeedChoice
+    fp32_fallback: str
+    why_not_compiled: str | None
+    notices: list[str]
+
+
+class Data(NamedTuple):
+    """Step 4: what the run trains on and starts from."""
+
+    weights: Weights
+    splits: Splits
+    batch: BatchRow
+    notices: list[str]
+
+
 @explained("the run cannot be planned", only_users=True)
 def make_plan(
     config: Config,
@@ -164,7 +189,10 @@ def make_plan(
     resumed: bool | None = None,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """Choose, check and load.
+    """Choose, check and load, in five steps: policy, device, execution, data, schedule.
+
+    Each takes the configuration and what the steps before it chose. Data are loaded when all that
+    does not depend on them is known to fit.
 
     Args:
         config: the checked configuration.
@@ -181,84 +209,124 @@ def make_plan(
     """
     check_logger(config.logger.name, config.logger.mode == "online")
     if config.speed.name != "plain":
-        steady_heap()
+        steady_heap()  # a switch of the process, which holds for memory that it gets afterwards
     if untrusted is None and config.run.resume is not None and not config.run.trust:
         untrusted = record_of(Path(config.run.resume))
     recipe_source = source_of(config)
     recipe = recipe or recipe_of(config, untrusted)
-    policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
+
+    asked = ask_precision(config, recipe)
     device = choose_device(earlier.get("device", config.device))
-    layers = choose_layers(config, recipe, policy)
-    policy = with_formats(policy, recipe, layers)
-    wanted = earlier.get("execution", config.execution)
-    guard = guard_action(config, policy)
-    with as_usage_error():
-        chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
-    execution = chosen.name
-    op_lists = choose_op_lists(config, device, resumed)
-    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
-        raise UsageError(SATURATES)
-    check_parallel(config, recipe, policy)
-    low = stores_low_precision(policy, layers, config.train.optimizer)
-    speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
-    fp32_fallback = earlier.get("fp32_fallback")
-    if fp32_fallback is None:
-        fp32_fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
-    weights = DRAWN
-    if config.train.init_from is not None and not resumed:  # a resumed run has its own
-        weights = load_weights(config.train.init_from, recipe, config.recipe.name)
-    splits = as_stored(load(recipe, data_request(config)), recipe, policy)
-    batch, capped = batch_sizes(config, splits.train.own_batch_size)
-    if (whole := earlier.get("effective_batch")) is not None:
-        own = splits.train.own_batch_size
-        batch = with_effective(batch, whole, config.parallel.world_size, own)
-    if splits.train.is_empty:
-        raise UsageError(f"{splits.name} has no training sample")
-    _check_schedule(config, splits.train)
-    if not config.data.test:
-        splits = replace(splits, test=splits.test.first(0))
-    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
-    check_optimizer(config, recipe, policy, layers, speed, lr)
-    displaced = displaced_ops(config, device, resumed)
-    emulated = chosen.why_emulated if chosen.is_choice else None
-    why_not_compiled = why_not(config, execution, fp32_fallback)
-    not_compiled = None
-    if speed.compile and why_not_compiled is not None:
-        speed, not_compiled = replace(speed, compile=False), f"not compiled: {why_not_compiled}"
-    notices = (
-        not_compiled,
-        capped,
-        splits.notice,
-        range_warning(weights, policy, layers),
-        displaced,
-        emulated,
-    )
-    warnings = [*_fields_without_effect(config, given, recipe, policy), *filter(None, notices)]
-    warnings += _decided_by_loader(given, splits)
-    warnings += unknown_names(op_lists.unknown) if op_lists else []
+    chosen = execution_on(device, config, recipe, asked, earlier, resumed, untrusted)
+    data = load_parts(config, recipe, asked, earlier, resumed, load)
+    lr = checked_lr(config, recipe, asked, chosen.speed, data.splits)
     plan = Plan(
         config=config,
         recipe=recipe,
         recipe_source=recipe_source,
-        policy=policy,
+        policy=asked.policy,
         device=device,
-        execution=execution,
+        execution=chosen.name,
         why_emulated=chosen.why_emulated,
-        speed=speed,
-        splits=splits,
-        batch=batch,
+        speed=chosen.speed,
+        splits=data.splits,
+        batch=data.batch,
         lr=lr,
-        layers=layers,
-        op_lists=op_lists,
-        weights=weights,
-        fp32_fallback=fp32_fallback,
-        warnings=tuple(warnings),
-        why_not_compiled=why_not_compiled,
+        layers=asked.layers,
+        op_lists=chosen.op_lists,
+        weights=data.weights,
+        fp32_fallback=chosen.fp32_fallback,
+        warnings=(
+            *_fields_without_effect(config, given, recipe, asked.policy),
+            *(*chosen.notices, *data.notices),
+            *_decided_by_loader(given, data.splits),
+        ),
+        why_not_compiled=chosen.why_not_compiled,
         untrusted=untrusted,
     )
     warmup = warmup_warning(config.train, plan.planned_steps, given)
-    return replace(plan, warnings=(*plan.warnings, *filter(None, [warmup])))
+    return plan if warmup is None else replace(plan, warnings=(*plan.warnings, warmup))
+
+
+def ask_precision(config: Config, recipe: Recipe) -> Asked:
+    """The policy, and the modules with a precision of their own."""
+    policy = build_policy(config)
+    layers = choose_layers(config, recipe, policy)
+    policy = with_formats(policy, recipe, layers)
+    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
+        raise UsageError(SATURATES)
+    check_parallel(config, recipe, policy)
+    return Asked(policy, layers)
+
+
+def execution_on(
+    device: torch.device,
+    config: Config,
+    recipe: Recipe,
+    asked: Asked,
+    earlier: Mapping[str, Any],
+    resumed: bool,
+    untrusted: Path | None,
+) -> Execution:
+    """Whose kernels compute, and how; a resumed run repeats the choices of `earlier`."""
+    policy, layers = asked
+    wanted, guard = earlier.get("execution", config.execution), guard_action(config, policy)
+    with as_usage_error():
+        chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
+    op_lists = choose_op_lists(config, device, resumed)
+    low = stores_low_precision(policy, layers, config.train.optimizer)
+    speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
+    fallback = earlier.get("fp32_fallback")
+    if fallback is None:
+        fallback = choose_fp32_fallback(config.speed.name, policy, chosen.name, device)
+    not_compiled = why_not(config, chosen.name, fallback)
+    notices = [
+        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
+        displaced_ops(config, device, resumed),
+        chosen.why_emulated if chosen.is_choice else None,
+        *(unknown_names(op_lists.unknown) if op_lists else []),
+    ]
+    speed = replace(speed, compile=speed.compile and not_compiled is None)
+    known = [text for text in notices if text is not None]
+    return Execution(
+        chosen.name, chosen.why_emulated, op_lists, speed, fallback, not_compiled, known
+    )
+
+
+def load_parts(
+    config: Config,
+    recipe: Recipe,
+    asked: Asked,
+    earlier: Mapping[str, Any],
+    resumed: bool,
+    load: Load,
+) -> Data:
+    """Initial weights, samples and the sizes of batches."""
+    weights = DRAWN
+    if config.train.init_from is not None and not resumed:  # a resumed run has its own
+        weights = load_weights(config.train.init_from, recipe, config.recipe.name)
+    splits = as_stored(load(recipe, data_request(config)), recipe, asked.policy)
+    if splits.train.is_empty:
+        raise UsageError(f"{splits.name} has no training sample")
+    own = splits.train.own_batch_size
+    batch, capped = batch_sizes(config, own)
+    if (whole := earlier.get("effective_batch")) is not None:
+        batch = with_effective(batch, whole, config.parallel.world_size, own)
+    if not config.data.test:
+        splits = replace(splits, test=splits.test.first(0))
+    notices = [capped, splits.notice, range_warning(weights, *asked)]
+    return Data(weights, splits, batch, [text for text in notices if text is not None])
+
+
+def checked_lr(
+    config: Config, recipe: Recipe, asked: Asked, speed: SpeedChoice, splits: Splits
+) -> float:
+    """The learning rate of an optimizer and a schedule that can be made."""
+    _check_schedule(config, splits.train)
+    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
+    check_optimizer(config, recipe, *asked, speed, lr)
+    return lr
 
 
 def choose_speed(

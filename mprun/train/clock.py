@@ -1,27 +1,20 @@
-"""Step time: its measurement.
+"""Step times: how a step is timed, and statistics of a run's steps in bounded memory.
 
 A step's time is from "batch ready" to "parameters updated". The wait for the batch is measured
-apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch are not timed.
+apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch are not timed,
+and the first timed steps are warm-up (allocators fill, kernels are selected): they are dropped.
 
-On an accelerator a step's kernels still run when the call that launched them returns. Waiting for
-them at each step would slow the run. So an event is recorded at the end of each step, and the
-step's time is the difference of successive events, which is read later and includes the wait for
-the batch. Where a device has no events, each step is waited for.
+On an accelerator a step's kernels still run when the call that launched them returns, and to wait
+for them would slow the run. So a step's time is the difference of the events at the ends of steps,
+read later; it includes the wait for the batch. Where a device has no events, each step is waited
+for.
 
-Statistics of a run's steps in bounded memory, however many steps it takes.
+A list of all times would grow with every step, in every checkpoint too. So there are two summaries:
 
-A list of all step times grows with every step; it is sorted again for every summary and makes every
-checkpoint larger. So two structures summarize the steps as they come:
-
-    Distribution    for quantiles: counts of values in bins that are 0.1 % wide (as DDSketch does);
-                    a quantile is the mean of its bin, so it is off by less than 0.1 %
+    Distribution    for quantiles: counts of values in bins that are 0.1 % wide (Masson, Rim, Lee:
+                    DDSketch, VLDB 2019), so a quantile, the mean of its bin, is off by less
     ThinnedSeries   for what depends on the order: all of the first 4,096 values, later a random one
                     of every 2, 4, 8, ... successive values
-
-The first timed steps of a run are warm-up (allocators fill, kernels are selected, caches warm):
-they are dropped and counted.
-
-Source: Masson, Rim, Lee: DDSketch, VLDB 2019.
 """
 
 from __future__ import annotations

@@ -1,17 +1,25 @@
-"""The metrics of a recipe: what they may be, and one pass of them over an epoch or a set.
+"""The metrics of a recipe: what they may be, one pass of them over an epoch or a set, their state.
 
 A pass works on copies of the recipe's metrics, so it starts without batches and never mixes with
 another one, whatever `reset` does. Metrics see a training step's outputs after the clock stopped.
+
+The state of a metric is its `state_dict` (of torchmetrics: once its states are persistent), or its
+attributes, as far as a checkpoint can hold them: numbers, text, tensors, and lists, tuples and
+dicts of these. Functions, classes, dtypes and devices among them do not change. A metric with other
+attributes has no state: a checkpoint could not continue it.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import math
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +30,12 @@ from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
 from mprun.metrics.summed import scores_and_targets
-from mprun.nested import all_tensors, map_tensors
+from mprun.nested import all_tensors, leaves, map_tensors
 from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.sums import UnsavableError, load_state, saved_state
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
@@ -251,33 +258,38 @@ class MetricPass:
             return self
         whole = MetricPass(self._given, self._device)
         for state in self._ranks.gather(self._sent_state()):
-            if state:
+            if state["updates"]:
                 whole._merge(state)
         return whole
 
     def _sent_state(self) -> dict[str, Any]:
-        """As `_own_state`, for another process: what it has of each metric, whatever its value.
+        """What another process needs of this one's batches.
 
         Raises:
             RunFailedError: a metric has no state that can be sent.
         """
-        if not self._updates:
-            return {}
-        states = {}
-        for name, entry in self._metrics.items():
-            try:
-                states[name] = None if name in self.lost else saved_state(entry.metric)
-            except UnsavableError:
+        states = self._states()
+        for name, state in states.items():
+            if state is None and name not in self.lost:
                 raise RunFailedError(
                     f"metric {name!r} has no state that can be sent to another process; legal: "
                     "numbers and tensors as its attributes, or state_dict and load_state_dict"
-                ) from None
+                )
         return {"updates": self._updates, "states": states}
+
+    def _states(self) -> dict[str, Any]:
+        """The state of each metric; None where it has none, or where it is lost."""
+        if not self._updates:
+            return {}
+        return {
+            name: None if name in self.lost else saved_state(entry.metric)
+            for name, entry in self._metrics.items()
+        }
 
     def _merge(self, saved: Mapping[str, Any]) -> None:
         """Add the batches of a state."""
         other = MetricPass(self._given, self._device)
-        other._load(saved, tries=False)
+        other._load(saved)
         self._updates += other._updates
         self.lost |= other.lost
         for name, entry in self._metrics.items():
@@ -297,28 +309,12 @@ class MetricPass:
         all, in each of them.
         """
         self._release(keep=0)
-        return self._merged()._own_state()
-
-    def _own_state(self) -> dict[str, Any]:
-        if not self._updates:
+        whole = self._merged()
+        if not whole._updates:
             return {}
-        states = {name: self._state(name) for name in self._metrics}
-        devices = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
-        return {"metrics": {"updates": self._updates, "states": states, "devices": devices}}
-
-    def _state(self, name: str) -> Any:
-        if name in self.lost:
-            return None
-        metric, again = self._metrics[name].metric, self._given[name].on(self._device).metric
-        try:
-            state = saved_state(metric)
-            load_state(again, copy.deepcopy(state))
-            # A state that gives another value is none: the metric keeps more elsewhere.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the end of the epoch shows them
-                return state if _same(computed(again), computed(copy.deepcopy(metric))) else None
-        except Exception:  # it is the user's code, and it need not have a state
-            return None
+        states = whole._states()
+        kinds = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
+        return {"metrics": {"updates": whole._updates, "states": states, "devices": kinds}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `metrics` of a state, if it has any.
@@ -329,8 +325,11 @@ class MetricPass:
         if saved is None or not self._ranks.is_first:  # the state is that of all processes
             return
         self._load(saved)
+        for name, entry in self._metrics.items():
+            if name not in self.lost:
+                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
 
-    def _load(self, saved: Mapping[str, Any], tries: bool = True) -> None:
+    def _load(self, saved: Mapping[str, Any]) -> None:
         self._updates, self._is_resumed = saved["updates"], True
         for name, entry in self._metrics.items():
             if saved["states"].get(name) is None:
@@ -340,8 +339,58 @@ class MetricPass:
             load_state(entry.metric, placed(saved["states"][name], kinds, self._device))
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)
-            if tries:
-                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
+
+
+_PLAIN = (Tensor, str, int, float, type(None))
+_CONSTANT = (
+    *(types.FunctionType, types.BuiltinFunctionType, type),
+    *(types.ModuleType, torch.dtype, torch.device, Enum),
+)
+
+
+def saved_state(metric: Any) -> Any:
+    """The state of a metric, a copy that later batches do not change; None if it has none."""
+    file = io.BytesIO()
+    try:
+        state = metric.state_dict() if _keeps_state(metric) else _attributes(metric)
+        if not all(isinstance(x, _PLAIN) for x in leaves(state)):
+            return None  # before it is saved, which takes long where it holds a model
+        # cloned, as a part of a larger tensor would be saved with the whole of it
+        torch.save(map_tensors(lambda x: x.detach().clone(), state), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)  # what it refuses no run could be resumed from
+    except Exception:  # the metric is the user's, with its own ways to fail
+        return None
+
+
+def _attributes(metric: Any) -> dict[str, Any]:
+    """Those that may change.
+
+    Raises:
+        TypeError: it has more than attributes.
+    """
+    has_slots = any(vars(kind).get("__slots__") for kind in type(metric).mro())
+    if has_slots or isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):
+        raise TypeError
+    return {k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)}
+
+
+def load_state(metric: Any, state: Any) -> None:
+    """Set the state of `saved_state` on a metric of the same class."""
+    if _keeps_state(metric):
+        metric.load_state_dict(state)
+    else:
+        vars(metric).update(state)
+
+
+def _keeps_state(metric: Any) -> bool:
+    """Whether it has a state_dict: its own, or that of torchmetrics, made persistent here."""
+    if isinstance(metric, nn.Module):
+        persistent: Any = getattr(metric, "persistent", None)
+        if not callable(persistent):  # a plain module's state_dict lacks its attributes
+            return False
+        persistent(True)
+    return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
 
 
 def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
@@ -365,6 +414,7 @@ class _HeldStep:
 
     def __init__(self, outputs: Sequence[Any], contents: Sequence[Any], skipped: Tensor) -> None:
         self.outputs, self.contents = outputs, contents
+        # Pinned: only then is the copy queued like a kernel, and the host goes on.
         self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
         self._flag.copy_(skipped.detach().reshape(()), non_blocking=True)
         self._copied = devices.event(skipped.device)
@@ -428,11 +478,3 @@ def _number(name: str, value: Any) -> Number | None:
             "those of several classes or of a collection one by one"
         )
     return math.copysign(math.inf, number) if abs(number) > LARGEST else number
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
-    return bool(one == other or (one != one and other != other))

@@ -1,38 +1,20 @@
-"""Means over the samples of an epoch or a data set, and how metrics are read and saved.
+"""The figures of steps and evaluated batches: read off the device, added up, met by all processes.
 
-On the CPU a scalar is read at once, since it is computed when the step returns. To keep thousands
-of tiny tensors alive between large ones would make the allocator return memory and fault it in
-again at every step (measured: 30 to 50 page faults a step on `linear`). On an accelerator, reading
-a scalar makes the host wait for the step. So scalars are copied on the device and
-read together, a fraction of a second late. Where each step is waited for anyway, they are read at
-once.
-
-A checkpoint holds the state of a metric as plain values and tensors. A metric of torchmetrics has
-`state_dict`, once its states are marked as persistent. Another one has its own `state_dict` and
-`load_state_dict`, or attributes that are numbers, text, tensors, lists, tuples and dicts of them,
-or further objects of such attributes. Functions, classes, dtypes and devices among them do not
-change.
-Anything else could: such a metric has no state.
-
-The figures of steps over all processes: each process knows the loss of its own samples.
-
-To add them up at every step would make the processes wait for each other once more in a step. So
-each keeps its own figures, and all of them meet after a number of steps that takes about `EVERY_S`,
-on which they agree each time. There they also learn whether one of them is asked to stop.
+readback    the scalars of each step, on the CPU at once, on an accelerator many together
+Sums        means over the samples of an epoch or a data set
+StepSums    the figures of steps over all processes, of which each knows its own samples' loss
 """
 
 from __future__ import annotations
 
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun import devices
 from mprun.data import Batch
@@ -42,92 +24,6 @@ from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number
 from mprun.train.loss_terms import PREFIX, shown
-
-_PLAIN = (type(None), bool, int, float, str)
-_CONSTANT = (
-    *(types.FunctionType, types.BuiltinFunctionType, type),
-    *(types.ModuleType, torch.dtype, torch.device, Enum),
-)
-
-
-class UnsavableError(Exception):
-    """A metric has no state that a checkpoint can hold."""
-
-
-def saved_state(metric: Any) -> Any:
-    """The state of a metric.
-
-    Raises:
-        UnsavableError: it has none.
-    """
-    if isinstance(metric, nn.Module):
-        _mark_persistent(metric)
-        return _copied(dict(metric.state_dict()))
-    if _has_own(metric):
-        return _copied(metric.state_dict())
-    if isinstance(metric, dict | list | tuple | set | frozenset):  # has more than attributes
-        raise UnsavableError
-    if not hasattr(metric, "__dict__") or any(map(_has_slots, type(metric).__mro__)):
-        raise UnsavableError
-    changing = {k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)}
-    return {k: _copied(v) if _is_plain(v) else saved_state(v) for k, v in changing.items()}
-
-
-def load_state(metric: Any, state: Any) -> None:
-    """Set the state of `saved_state` on a metric of the same class."""
-    if isinstance(metric, nn.Module):
-        _mark_persistent(metric)
-        metric.load_state_dict(state)
-    elif _has_own(metric):
-        metric.load_state_dict(state)
-    else:
-        for name, value in state.items():
-            own = getattr(metric, name, None)
-            if _is_plain(own):
-                setattr(metric, name, value)
-            else:
-                load_state(own, value)
-
-
-def _mark_persistent(metric: Any) -> None:
-    """Make the states of a metric of torchmetrics part of its `state_dict`."""
-    if not callable(getattr(metric, "persistent", None)):
-        raise UnsavableError
-    metric.persistent(True)
-
-
-def _has_own(metric: Any) -> bool:
-    has: Callable[[str], bool] = lambda name: callable(getattr(metric, name, None))  # noqa: E731
-    return has("state_dict") and has("load_state_dict")
-
-
-def _has_slots(kind: type) -> bool:
-    return bool(vars(kind).get("__slots__"))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, value)) and _are_plain(value.values())
-    if isinstance(value, list | tuple):
-        return type(value) in (list, tuple) and _are_plain(value)
-    return type(value) in _PLAIN or isinstance(value, Tensor)
-
-
-def _are_plain(values: Any) -> bool:
-    return all(map(_is_plain, values))
-
-
-def _copied(value: Any) -> Any:
-    """A copy that later batches do not change."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value))
-    if type(value) not in _PLAIN:
-        raise UnsavableError
-    return value
 
 
 class StepMetrics(NamedTuple):
@@ -170,7 +66,12 @@ def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetric
 
 
 class MetricReadback:
-    """Collects the scalars of each step, and reads them at once."""
+    """Collects the scalars of each step, and reads them at once.
+
+    On the CPU they are computed when the step returns. To keep thousands of tiny tensors alive
+    between large ones would make the allocator return memory and fault it in again at every step
+    (measured: 30 to 50 page faults a step on `linear`).
+    """
 
     def __init__(self) -> None:
         self._metrics: list[StepMetrics] = []
@@ -192,7 +93,7 @@ class MetricReadback:
 
 
 class DeviceReadback(MetricReadback):
-    """For an accelerator: collected on the device, read together.
+    """For an accelerator, where reading a scalar makes the host wait: read together, later.
 
     Args:
         capacity: after this many steps they must be read.
@@ -358,8 +259,6 @@ class Sums:
         self.parts = dict(self.parts)
 
 
-# ---- the figures of steps over all processes -----------------------------------------------------
-
 EVERY_S = 0.25
 """Losses are read and lines are written at least this often, if steps are shorter."""
 MAX_STEPS = 1000
@@ -401,7 +300,11 @@ class StepSums:
 
 
 class ProcessStepSums(StepSums):
-    """One of several processes."""
+    """One of several processes.
+
+    To add figures up at every step would make the processes wait for each other once more in it. So
+    all meet after a number of steps that takes about `EVERY_S`, on which they agree each time.
+    """
 
     is_alone = False
 

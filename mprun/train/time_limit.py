@@ -1,8 +1,9 @@
-"""A limit on what the user waits: training ends in time for the evaluation that follows it.
+"""When a run ends, and how its learning rate moves until then.
 
-`train.max_time_s` covers a run from its start-up to its last score. Evaluation can take as long as
-training, so the time for it is set aside before training begins. A few batches are evaluated first,
-which gives the seconds per sample; every full validation replaces this estimate by its own rate.
+`train.max_time_s` limits what the user waits: a run from its start-up to its last score. Evaluation
+can take as long as training, so the time for it is set aside before training begins. A few batches
+are evaluated first, which gives the seconds per sample; every full validation replaces this
+estimate by its own rate.
 
     training ends at   limit - reserve
     reserve            1.25 x (validation + test, estimated), at most half of the limit,
@@ -10,15 +11,8 @@ which gives the seconds per sample; every full validation replaces this estimate
 
 An estimate may be too small, and half of the limit may be too little. So each evaluation ends at
 the limit too, with the samples it has (one batch at least), and the scores carry their number. A
-long start-up cannot use up the limit: half of it always stays for training and evaluation.
-
-A run that ended at its limit takes no further step when it is resumed with the same limit. Then its
-evaluation is not limited.
-
-Learning-rate schedules.
-
-A schedule moves with the steps that the optimizer takes, not with those that dynamic loss scaling
-skips. Otherwise a run whose first steps overflow would warm up without training.
+run that ended at its limit takes no further step when it is resumed with the same limit, and its
+evaluation is not limited then.
 """
 
 from __future__ import annotations
@@ -93,6 +87,7 @@ class TimeLimit:
         if math.isinf(self._limit_s):
             return
         left_s = self._limit_s - spent_before_s
+        # a long start-up cannot use up the limit: half of it stays for training and evaluation
         self._room_s = max(left_s - self._watch.elapsed_here_s, left_s / 2)
         now = time.perf_counter()
         self._ends_at = now + self._room_s
@@ -121,6 +116,9 @@ class TimeLimit:
 class Schedule:
     """Moves the learning rate after each step that the optimizer takes.
 
+    Steps that dynamic loss scaling skips do not count: a run whose first steps overflow would warm
+    up without training.
+
     Args:
         scheduler: torch's; None for a constant learning rate.
     """
@@ -129,14 +127,10 @@ class Schedule:
         self._scheduler = scheduler
 
     def step(self, skipped: Tensor | None) -> None:
-        """A step was attempted.
-
-        Args:
-            skipped: a scalar, 1 if the step was not taken (on CUDA the host waits to know it);
-                None if no step is ever skipped.
-        """
+        """A step was attempted; `skipped` is 1 if it was not taken, None if none ever is."""
         if self._scheduler is None:
             return
+        # on an accelerator the host waits for the flag; fake tensors have no value
         if skipped is None or is_fake(skipped) or not skipped.item():
             self._scheduler.step()
 

@@ -383,12 +383,3 @@ def test_sparse_gradients_in_16_bits_are_refused_by_name() -> None:
     small("Sparse", "precision=bf16_mixed", adagrad)
     with pytest.raises(UsageError, match="SparseAdam takes sparse gradients"):
         small("Small", "precision=bf16_sr", "train.optimizer.target=torch.optim.SparseAdam")
-
-
-def test_the_memory_command_names_the_class(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = [*PLAIN, "train.optimizer.target=torch.optim.Adagrad", "precision=bf16_sr"]
-    monkeypatch.chdir(tmp_path)
-    assert main(["memory", *given, "memory.picture=false"]) == 0
-    assert "torch.optim.Adagrad" in capsys.readouterr().out

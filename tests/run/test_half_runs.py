@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from mprun import kernels
 from mprun.cli.main import main
@@ -66,16 +65,6 @@ def quick(name: str, *words: str, steps: int = 6) -> Summary:
     summary = read_summary(Path(name))
     conforms(summary, Summary)
     return summary
-
-
-def weights(name: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = trained(Path(name))["model"]
-    return found
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[key], b[key]) for key in a)
 
 
 # ---- every mode, every recipe -------------------------------------------------------------------
@@ -358,13 +347,6 @@ def test_a_run_begun_with_a_compiler_goes_on_without(without_compiler: Callable[
     without_compiler()
     assert main(["run.resume=run", "train.max_steps=12"]) == 0
     assert_same_run(Path("run"), Path("whole"))
-
-
-def test_the_plain_loop_gives_the_same_bits() -> None:
-    quick("auto", "precision=bf16_sr")
-    summary = quick("plain", "precision=bf16_sr", "speed=plain")
-    assert summary.backend.optimizer_impl == "eager"
-    assert same(weights("plain"), weights("auto"))
 
 
 # ---- going on ----------------------------------------------------------------------------------

@@ -247,16 +247,6 @@ def test_an_unknown_name_is_one_warning(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_unknown_names_without_a_file_are_a_warning_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run("run", "op_lists=hmp", "op_lists.lower=[relu,lineer,softmacks]")
-    found = warnings_of(capsys)
-    assert len(found) == 2
-    assert "'lineer'" in found[0]
-    assert "'softmacks'" in found[1]
-
-
 def test_with_strict_an_unknown_name_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     name = file("ops.txt", "relu", "habana_op", "lineer")
     words = ["op_lists=hmp", f"op_lists.lower_file={name}", "op_lists.strict=true"]

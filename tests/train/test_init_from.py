@@ -417,16 +417,6 @@ def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "train.init_from=file.pt contains no weights by name; legal is a run's folder" in line
 
 
-def test_a_checkpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for found, said in (
-        ({"format_version": checkpoint.FORMAT_VERSION + 1}, "has format 2, this mprun reads up"),
-        ({"format_version": "new"}, "is not a checkpoint of mprun"),
-        ({"format_version": 1, "trainer": {}}, "lacks choices, journal"),
-    ):
-        torch.save(found, "file.pt")
-        assert said in refused(capsys, *LINEAR, "train.init_from=file.pt")
-
-
 def test_names_that_do_not_fit(
     linear: str, trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -510,14 +500,6 @@ def test_planted_weights_are_counted(
         f"1 of {PARAMETERS:,} overflow (0.008 %), 2 become zero (0.015 %), "
         "2 become subnormal, with fewer bits (0.015 %); precision=bf16_mixed or bf16_true keeps it"
     )
-
-
-@pytest.mark.representative(0)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_plain_file_says_its_dtype_by_its_tensors(dtype: torch.dtype) -> None:
-    torch.save(nn.Linear(8, 4).to(dtype).state_dict(), "plain.pt")
-    words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
-    assert bool(make_plan(compose(words).config, {}).warnings) == (dtype is torch.bfloat16)
 
 
 def policy(param_dtype: str, compute_dtype: str) -> Policy:

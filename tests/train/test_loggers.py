@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +13,6 @@ from typing import Any, ClassVar
 import pytest
 
 from mprun.cli.main import main
-from mprun.compare.load import find_runs
 from mprun.config.schema import LoggerConfig
 from mprun.errors import UsageError
 from mprun.records.run_config import OWN_TAGS
@@ -23,8 +20,10 @@ from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_sum
 from mprun.train import loggers
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
-from mprun.train.loggers.logger import LoggedRow, run_tags
+from mprun.train.loggers.logged_run import run_tags
+from mprun.train.loggers.logger import LoggedRow
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
+from tests.train.logged import curves_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -88,15 +87,6 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
     }
 
 
-def test_what_does_not_apply_is_left_out(folder: Path) -> None:
-    logger = TensorBoardLogger(LoggedRun(folder=folder))
-    train = Scores(loss=0.5, accuracy=None)
-    logger.on_epoch_end(Epoch(epoch=1, train=train, validation=NONE), 7)
-    logger.on_test(NONE, 7)
-    logger.finish("completed")
-    assert curves(folder / "tensorboard") == {"train/epoch_loss": [(7, 0.5)]}
-
-
 def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
     logger = TensorBoardLogger(LoggedRun(folder=folder))
     logger.on_steps([step_line(1, math.nan), step_line(2, math.inf), step_line(3, -math.inf)])
@@ -120,14 +110,6 @@ def test_all_is_written_when_a_call_returns(folder: Path) -> None:
     logger.on_test(Scores(loss=1.0, accuracy=None), 200)
     assert curves(folder / "tensorboard")["test/loss"] == [(200, 1.0)]
     logger.finish("completed")
-
-
-def test_closing_leaves_no_thread(folder: Path) -> None:
-    before = threading.active_count()
-    logger = TensorBoardLogger(LoggedRun(folder=folder))
-    logger.on_steps([step_line(1)])
-    logger.finish("completed")
-    assert threading.active_count() == before
 
 
 def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
@@ -198,53 +180,6 @@ def test_each_has_its_file_of_the_group() -> None:
     assert sorted(p.stem for p in conf.glob("*.yaml")) == sorted(LOGGERS)
 
 
-ADDED = """
-import json
-from mprun.train.loggers.logger import Logger
-
-class LinesLogger(Logger):
-    NAME, TITLE, MODULE, PACKAGE = "lines", "Lines", "json", "lines>=1"
-    FIELDS = ("uri",)
-
-    def begin(self, earlier):
-        self.run.tracker_folder.mkdir()
-        (self.run.tracker_folder / "summary.json").touch()
-        return "one"
-
-    def write(self, rows):
-        with (self.run.tracker_folder / "lines.jsonl").open("a") as file:
-            file.writelines(json.dumps([row.step, row.values]) + "\\n" for row in rows)
-
-    def end(self, status):
-        pass
-"""
-
-
-def test_a_logger_is_added_by_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "lines_logger.py").write_text(ADDED)
-    (tmp_path / "logger").mkdir()
-    (tmp_path / "logger" / "lines.yaml").write_text("name: lines")
-    monkeypatch.setattr(loggers, "__path__", [*loggers.__path__, str(tmp_path)])
-    found = loggers.find_loggers(loggers.__path__)
-    sys.modules.pop(found["lines"].__module__)
-    assert list(found) == [*LOGGERS, "lines"]
-    monkeypatch.setattr(loggers, "LOGGERS", found)
-    words = ["--config-dir", str(tmp_path), "logger=lines", "logger.uri=https://a"]
-    assert main([*LINEAR[:-1], "run.dir=runs/a", *words, "logger.project=p"]) == 0
-    assert "logger.project has no effect: logger=lines does not use it" in capsys.readouterr().err
-    assert read_summary(Path("runs/a")).warnings == [
-        "logger.project has no effect: logger=lines does not use it"
-    ]
-    written = [json.loads(x) for x in Path("runs/trackers/lines.jsonl").read_text().splitlines()]
-    assert [step for step, values in written if "train/loss" in values] == list(range(1, 13))
-    assert [run.path for run in find_runs([Path("runs")]).runs] == [Path("runs/a")]
-    monkeypatch.setattr(found["lines"], "MODULE", "no_such_module")
-    with pytest.raises(UsageError, match=r"pip install 'lines>=1'$"):
-        check_logger("lines")
-
-
 def test_fields_without_effect_are_named() -> None:
     given = ["logger", "logger.name", "logger.tags.a", "logger.mode", "train.lr"]
     assert list(loggers.unused_fields("tensorboard", given).values()) == [
@@ -262,23 +197,15 @@ LINEAR = ["recipe=linear", "train.max_steps=12", "run.dir=run"]
 
 @pytest.mark.usefixtures("folder")
 def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINEAR, "logger=tensorboard"]) == 0
-    assert capsys.readouterr().err == ""
-    written = curves(Path("run/tensorboard"))
-    lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert len(lines) == 12
-    for tag, key in [
-        ("train/loss", "loss"),
-        ("train/lr", "lr"),
-        ("train/loss_scale", "loss_scale"),
-        ("time/step_ms", "step_time_ms"),
-        ("time/data_ms", "data_time_ms"),
-    ]:
-        # float32 is what an event holds
-        assert written[tag] == [(x["step"], pytest.approx(x[key], rel=1e-6)) for x in lines]
-    losses = [float(e.train.loss or math.nan) for e in read_summary(Path("run")).history]
-    epoch_losses = [value for _, value in written["train/epoch_loss"]]
-    assert epoch_losses == pytest.approx(losses, rel=1e-6)
+    assert main([*LINEAR, "logger=tensorboard", "logger.project=p"]) == 0
+    assert "logger.project has no effect: logger=tensorboard" in capsys.readouterr().err
+    wanted = {
+        name: [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in points
+        ]  # an event: float32
+        for name, points in curves_of(Path("run")).items()
+    }
+    assert curves(Path("run/tensorboard")) == wanted
 
 
 # What all have in common

@@ -45,21 +45,6 @@ def test_micro_batches_weighted_by_tokens_are_the_whole_batch(micro: int) -> Non
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
-def test_weighted_by_samples_they_would_be_something_else() -> None:
-    """The oracle above tells both weights apart."""
-    data = sequences(LENGTHS[:6])
-    losses = []
-    for recipe in (Language(), _Uncounted()):
-        training, log = trainer_of(recipe, data, batch=6, micro=2, limits=Limits(1, 1, None))
-        training.fit()
-        losses.append(log.lines[0].loss)
-    assert abs(losses[0] - losses[1]) > 1e-3
-
-
-class _Uncounted(Language):
-    count = Base.count
-
-
 def test_means_over_an_epoch_and_a_set_are_over_tokens() -> None:
     data = sequences([6, 1, 2, 5, 1])
     training, log = trainer_of(

@@ -52,15 +52,6 @@ def test_quantiles_are_numpys_within_the_width_of_a_bin(values: list[float]) -> 
     assert quantiles(values) == pytest.approx(tuple(expected), rel=BIN_WIDTH, abs=LEAST)
 
 
-def test_quantiles_of_nothing_and_of_one() -> None:
-    assert quantiles([]) == [None] * 3
-    assert quantiles([2.5]) == [2.5] * 3
-
-
-def test_equal_numbers_are_their_quantiles() -> None:
-    assert quantiles([7.0] * 1000) == [7.0] * 3
-
-
 def test_a_million_numbers_take_the_room_of_their_bins() -> None:
     drawn = np.random.default_rng(0).lognormal(sigma=0.3, size=200_000)
     distribution = Distribution()
@@ -78,19 +69,13 @@ def test_a_million_numbers_take_the_room_of_their_bins() -> None:
 # Series
 
 
-def test_a_short_series_is_kept_whole() -> None:
-    series = ThinnedSeries(most=8)
-    for i in range(7):
-        series.add(float(i))
-    assert series.values == list(range(7))
-
-
-@pytest.mark.parametrize("length", [8, 9, 100, 1000])
+@pytest.mark.parametrize("length", [7, 8, 9, 100, 1000])
 def test_a_long_series_is_thinned_evenly(length: int) -> None:
     series = ThinnedSeries(most=8)
     for i in range(length):
         series.add(float(i))
-    assert 4 <= len(series.values) <= 8
+    assert min(length, 4) <= len(series.values) <= 8
+    assert length >= 8 or series.values == list(range(length))
     assert series.seen == length
     for i, value in enumerate(series.values):
         assert i * series.width <= value < (i + 1) * series.width

@@ -114,25 +114,3 @@ def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch
     words = own_recipe(monkeypatch, 'METRIC = ("loss", "min")')
     assert main([*words, "recipe.model.kind=none"]) == 0
     assert read_summary(Path("run")).test.accuracy is None
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (
-            'METRIC = ("f1", "max")',
-            "Tokens.METRIC = ('f1', 'max'): nothing measures 'f1'; legal: accuracy, loss, ",
-        ),
-    ],
-)
-def test_a_metric_nothing_measures_is_refused_before_a_run(
-    metric: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([*own_recipe(monkeypatch, metric)]) == 2
-    note, line = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: recipe.target=")
-    assert message in line
-    assert not Path("run").exists()

@@ -5,29 +5,28 @@ step would add to that step's time; where a tracker has one, it gets its rows at
 seconds. A logger never decides about a run: if it fails, the user gets one warning, and the run
 goes on without it.
 
-To add one, write a subclass of `Logger` in NAME_logger.py here, and conf/logger/NAME.yaml.
+To add one, write a subclass of `Logger` in NAME_logger.py here, name it in `LOGGERS`, and write
+conf/logger/NAME.yaml.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterable
 
 from mprun.errors import UsageError, hint
-from mprun.train.loggers.logger import LoggedRun, Logger, Tell, ignore
+from mprun.train.loggers.logged_run import LoggedRun
+from mprun.train.loggers.logger import IGNORE, Logger, Tell
+from mprun.train.loggers.mlflow_logger import MlflowLogger
+from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
+from mprun.train.loggers.trackio_logger import TrackioLogger
+from mprun.train.loggers.wandb_logger import WandbLogger
 
 __all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "unused_fields"]
 
-
-def find_loggers(folders: Iterable[str]) -> dict[str, type[Logger] | None]:
-    """The loggers in the modules of this package's folders, by name, after `none`."""
-    modules = [pkgutil.resolve_name(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(folders)]
-    values = [x for m in modules for x in vars(m).values()]
-    loggers = [x for x in values if Logger in getattr(x, "__mro__", ())[1:]]
-    return {"none": None, **{logger.NAME: logger for logger in loggers}}
-
-
-LOGGERS = find_loggers(__path__)
+LOGGERS: dict[str, type[Logger] | None] = {
+    "none": None,
+    **{kind.NAME: kind for kind in (MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger)},
+}
 """The values of logger.name."""
 
 
@@ -54,7 +53,7 @@ def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
 
 
 def build_loggers(
-    name: str, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore
+    name: str, run: LoggedRun, warn: Tell = IGNORE, report: Tell = IGNORE
 ) -> list[Logger]:
     """The callbacks for `logger.name`; nothing is written before the first step.
 

@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Status
-from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
+from mprun.train.loggers.logger import LoggedRow, Logger
 
 STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-MAX_METRICS, MAX_PARAMETERS = 1000, 100
-MAX_PARAMETER, MAX_TAG = 6000, 5000
-"""MLflow's limits: of one call, and of one value."""
-
-SETTINGS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    # a server that is gone: half a minute instead of many minutes
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
+# MLflow's limits: of one call, and of one value
+MAX_METRICS, MAX_PARAMETERS, MAX_PARAMETER, MAX_TAG = 1000, 100, 6000, 5000
 
 
 class MlflowLogger(Logger):
@@ -37,13 +27,15 @@ class MlflowLogger(Logger):
 
     NAME = "mlflow"
     TITLE = "MLflow"
-    MODULE = "mlflow.tracking"
+    MODULE = "mlflow"
     FIELDS = (*Logger.FIELDS, "uri")
-
-    @classmethod
-    def load(cls) -> Any:
-        with environment(**SETTINGS), quiet():
-            return super().load()
+    VARIABLES: ClassVar = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        # a server that is gone: half a minute instead of many minutes
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }
 
     @property
     def uri(self) -> str:
@@ -57,50 +49,38 @@ class MlflowLogger(Logger):
         return f"to see the run: mlflow ui --backend-store-uri {self.uri}"
 
     def begin(self, earlier: str | None) -> str:
-        with environment(**SETTINGS):
-            self._client: Any = self.load().MlflowClient(tracking_uri=self.uri)
-            self._id = self._continued(earlier) if earlier is not None else None
-            if self._id is None:
-                run = self._client.create_run(self._experiment(), run_name=self.run.name)
-                self._id = str(run.info.run_id)
-            self._describe(self._id)
+        self._mlflow = self.load()
+        self._client: Any = self._mlflow.MlflowClient(tracking_uri=self.uri)
+        if earlier is not None and self._continues(earlier):
+            self._id = earlier
+        else:
+            run = self._client.create_run(self._experiment(), run_name=self.run.name)
+            self._id = str(run.info.run_id)
+            values = {k: str(x)[:MAX_PARAMETER] for k, x in self.run.parameters.items()}
+            self._log("params", self._named("Param", values), MAX_PARAMETERS)
+        tags = {name: value[:MAX_TAG] for name, value in self.run.tags.items()}
+        self._log("tags", self._named("RunTag", tags | {"status": "running"}), MAX_PARAMETERS)
         return self._id
 
-    def write(self, rows: Sequence[LoggedRow]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(_legal(name), value, int(row.time_s * 1000), row.step)
-            for row in rows
-            for name, value in row.values.items()
-        ]
-        for first in range(0, len(metrics), MAX_METRICS):
-            self._log(metrics=metrics[first : first + MAX_METRICS])
-
-    def upload(self, files: Sequence[Path]) -> None:
-        with environment(**SETTINGS):
-            for file in files:
-                self._client.log_artifact(self._id, str(file))
-
-    def end(self, status: Status) -> None:
-        with environment(**SETTINGS):
-            self._client.set_tag(self._id, "status", status)
-            self._client.set_terminated(self._id, STATUSES[status])
+    def _continues(self, earlier: str) -> bool:
+        try:
+            self._client.update_run(earlier, status="RUNNING")
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
 
     def _experiment(self) -> str:
         """The id of the experiment, which is made if there is none."""
-        from mlflow.exceptions import MlflowException
-
         name = self.run.project
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        if self._client.get_experiment_by_name(name) is None:
             try:
                 return str(self._client.create_experiment(name, self._artifacts()))
-            except MlflowException:  # another run was quicker
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+            except self._mlflow.MlflowException:  # another run was quicker, or nothing works
+                if self._client.get_experiment_by_name(name) is None:
                     raise
-        return str(found.experiment_id)
+        return str(self._client.get_experiment_by_name(name).experiment_id)
 
     def _artifacts(self) -> str | None:
         """Where files are kept; None: a server decides. MLflow's own default is ./mlruns."""
@@ -110,47 +90,29 @@ class MlflowLogger(Logger):
         folder = Path(path).absolute().parent if is_file else self.run.store_folder
         return (folder / TRACKERS / "mlflow").as_uri()
 
-    def _continued(self, earlier: str) -> str | None:
-        """The run of this id, running again; None if the store does not have it."""
-        from mlflow.exceptions import MlflowException
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        metrics = [
+            self._mlflow.entities.Metric(_legal(name), value, int(row.time_s * 1000), row.step)
+            for row in rows
+            for name, value in row.values.items()
+        ]
+        self._log("metrics", metrics, MAX_METRICS)
 
-        try:
-            self._client.update_run(earlier, status="RUNNING")
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return None
-        return earlier
+    def _named(self, kind: str, values: dict[str, str]) -> list[Any]:
+        return [getattr(self._mlflow.entities, kind)(_legal(k), x) for k, x in values.items()]
 
-    def _describe(self, run_id: str) -> None:
-        """Log tags, and those parameters that the run does not have: they cannot be changed."""
-        known = self._client.get_run(run_id).data.params
-        parameters = {
-            _legal(name): str(value)[:MAX_PARAMETER] for name, value in self.run.parameters.items()
-        }
-        new = {name: value for name, value in parameters.items() if name not in known}
-        tags = {_legal(k): v[:MAX_TAG] for k, v in self.run.tags.items()}
-        self._log(tags=tags | {"status": "running"})
-        entries = iter(new.items())
-        while part := dict(islice(entries, MAX_PARAMETERS)):
-            self._log(params=part)
+    def _log(self, kind: str, items: Sequence[Any], most: int) -> None:
+        for first in range(0, len(items), most):
+            batch = {kind: items[first : first + most]}
+            self._client.log_batch(self._id, **batch, synchronous=True)
 
-    def _log(
-        self,
-        metrics: Sequence[Any] = (),
-        params: Mapping[str, str] = {},
-        tags: Mapping[str, str] = {},
-    ) -> None:
-        from mlflow.entities import Param, RunTag
+    def upload(self, files: Sequence[Path]) -> None:
+        for file in files:
+            self._client.log_artifact(self._id, str(file))
 
-        with environment(**SETTINGS):
-            self._client.log_batch(
-                self._id,
-                metrics,
-                [Param(*item) for item in params.items()],
-                [RunTag(*item) for item in tags.items()],
-                synchronous=True,
-            )
+    def end(self, status: Status) -> None:
+        self._client.set_tag(self._id, "status", status)
+        self._client.set_terminated(self._id, STATUSES[status])
 
 
 def _legal(name: str) -> str:

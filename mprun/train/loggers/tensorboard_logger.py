@@ -16,11 +16,9 @@ from mprun.train.loggers.logger import LoggedRow, Logger
 
 
 class TensorBoardLogger(Logger):
-    """Writes event files; all is written when a method returns.
+    """Writes event files; all is written when a method returns, so no thread runs beside a step.
 
-    The scalars of a step are one event: `add_scalar`, which makes an event for each scalar, takes
-    several times as long. Of a resumed run, TensorBoard drops the steps from older files that are
-    taken again.
+    Of a resumed run, TensorBoard drops the steps from older files that are taken again.
     """
 
     NAME = "tensorboard"
@@ -31,12 +29,8 @@ class TensorBoardLogger(Logger):
     HAS_RUNS = False
 
     def begin(self, earlier: str | None) -> str:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
         folder = self.run.folder / "tensorboard"
-        self._summary: Any = Summary
-        self._writer: Any = SummaryWriter(str(folder), purge_step=self.run.first_step)
+        self._writer: Any = self.load().SummaryWriter(str(folder), purge_step=self.run.first_step)
         for name, values in (("configuration", self.run.parameters), ("tags", self.run.tags)):
             if values:
                 indented = json.dumps(dict(values), indent=1).replace("\n", "\n    ")
@@ -45,9 +39,12 @@ class TensorBoardLogger(Logger):
         return ""
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         for row in rows:
-            values = [self._summary.Value(tag=k, simple_value=v) for k, v in row.values.items()]
-            event = self._summary(value=values)
+            # one event per step: `add_scalar`, an event per scalar, takes several times as long
+            values = [Summary.Value(tag=k, simple_value=v) for k, v in row.values.items()]
+            event = Summary(value=values)
             self._writer.file_writer.add_summary(event, row.step, walltime=row.time_s)
         self._writer.flush()
 

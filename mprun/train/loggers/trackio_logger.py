@@ -1,40 +1,40 @@
-"""trackio: an SQLite file for each project, in `trackers/trackio` beside the runs.
-
-trackio writes in a thread: it gets its rows at most every two seconds, and takes a few milliseconds
-for them. The folder is decided when trackio is imported, so it is that of the process's first run.
-"""
+"""trackio: an SQLite file for each project, in `trackers/trackio` beside the runs."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mprun.records.run_record import Status
-from mprun.train.loggers.logger import LoggedRow, Logger, Scalar, environment
+from mprun.train.loggers.logger import LoggedRow, Logger
 
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 """Variables by which a user asks trackio to send its data away."""
 
 
 class TrackioLogger(Logger):
-    """Writes a run of trackio. A run is known by its name there, so the name gets a random end."""
+    """Writes a run of trackio. A run is known by its name there, so the name gets a random end.
+
+    trackio writes in a thread: it gets its rows at most every two seconds, and takes a few
+    milliseconds for them. Its folder is that of the process's first run.
+    """
 
     NAME = "trackio"
     TITLE = "trackio"
     MODULE = "trackio"
+    FOLDERS: ClassVar = {"TRACKIO_DIR": "trackio"}
 
     @classmethod
     def load(cls) -> Any:
+        # trackio decides on its folder when it is imported: not before the run's is known
         if importlib.util.find_spec(cls.MODULE) is None:
             raise ModuleNotFoundError(f"No module named '{cls.MODULE}'")
-        return None  # imported when the run's folder is known
 
     def address(self) -> str | None:
         folder = shlex.quote(str(self._trackio.utils.TRACKIO_DIR))
@@ -42,13 +42,8 @@ class TrackioLogger(Logger):
         return f"to see the run: TRACKIO_DIR={folder} trackio show --project {project}"
 
     def begin(self, earlier: str | None) -> str:
-        with environment(TRACKIO_DIR=str(self.run.tracker_folder / self.NAME)):
-            self._trackio: Any = importlib.import_module(self.MODULE)
-        self._step = 0
-        self._config: dict[str, Scalar] = {
-            **self.run.parameters,
-            **{f"tags.{name}": value for name, value in self.run.tags.items()},
-        }
+        self._trackio: Any = importlib.import_module(self.MODULE)
+        self._step, self._config = 0, self.run.described
         name = earlier or f"{self.run.name} {secrets.token_hex(3)}"
         self._run: Any = self._init(name, "allow")
         return str(self._run.name)
@@ -65,34 +60,23 @@ class TrackioLogger(Logger):
         self._run.log_artifact(artifact)
 
     def end(self, status: Status) -> None:
-        """trackio has no status, and takes a configuration at the start alone: start once more."""
         self._trackio.finish()
+        # trackio has no status, and takes a configuration at the start alone: start once more
         self._config["tags.status"] = status
         run = self._init(self._run.name, "must")
         run.log({"summary/completed": float(status == "completed")}, step=self._step)
         self._trackio.finish()
 
     def _init(self, name: str, resume: str) -> Any:
-        with _without_account():
+        from huggingface_hub import constants
+
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        before = constants.HF_HUB_OFFLINE
+        # trackio asks Hugging Face who the user is, which takes a network, also to write a file
+        constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, REMOTE))
+        try:
             return self._trackio.init(
-                self.run.project,
-                name=name,
-                config=self._config,
-                resume=resume,
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
+                self.run.project, name=name, config=self._config, resume=resume, **options
             )
-
-
-@contextlib.contextmanager
-def _without_account() -> Iterator[None]:
-    """Inside, Hugging Face is not asked who the user is, unless the data are to be sent away."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not any(os.environ.get(name) for name in REMOTE)
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+        finally:
+            constants.HF_HUB_OFFLINE = before
