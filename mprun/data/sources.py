@@ -24,21 +24,19 @@ that shows one is labelled "generated".
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import os
 import re
 import shlex
 import shutil
 import socket
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -410,54 +408,28 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
     """Put a file into `folder`: unpacked from `raw`, else downloaded; True if downloaded."""
-    try:
-        _unpack(name, file, raw, folder)
-    except (OSError, DownloadError):  # it is missing, or not the published one
-        _download_packed(name, file, folder)
-        _unpack(name, file, folder, folder)
-        return True
-    return False
-
-
-def _unpack(name: str, file: str, source: Path, folder: Path) -> None:
-    packed, unpacked = source / f"{file}.gz", folder / file
-    try:
-        with (
-            open_regular(packed) as stream,
-            gzip.open(stream) as content,
-            unpacked.open("wb") as whole,
-        ):
-            _copy(content, whole, SIZE_BYTES[file])
-    except (EOFError, zlib.error) as error:
-        raise DownloadError(f"{packed.name} is damaged: {error}") from None
-    if sha256(unpacked) != SHA256[name][file]:
-        raise DownloadError(f"{packed.name} does not hold the published file")
-
-
-def _copy(content: gzip.GzipFile, whole: IO[bytes], size: int) -> None:
-    """Copy at most one byte more than the published file has: an archive can hold terabytes."""
-    left = size + 1
-    while left and (block := content.read(min(left, 1 << 20))):
-        whole.write(block)
-        left -= len(block)
-
-
-def _download_packed(name: str, file: str, folder: Path) -> None:
-    """Download a packed file from the first mirror that has it; its MD5 is torchvision's."""
     from torchvision import datasets
-    from torchvision.datasets.utils import download_url
+    from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
-    published = getattr(datasets, name)
-    packed, md5 = next(r for r in published.resources if r[0] == f"{file}.gz")
+    resources = getattr(datasets, name).resources
+    packed, md5 = next(r for r in resources if r[0] == f"{file}.gz")
+    # Unpacked is only what has the published MD5, so an archive that unpacks to terabytes is not.
+    is_here = check_integrity(raw / packed, md5)
     failure: Exception = DownloadError("no server is known")
     for mirror in MIRRORS[name]:
         try:
             with contextlib.redirect_stdout(None):
-                download_url(f"{mirror}{packed}", str(folder), packed, md5)
-            return
+                download_and_extract_archive(
+                    f"{mirror}{packed}", raw if is_here else folder, folder, packed, md5
+                )
+            break
         except (OSError, RuntimeError, HTTPException) as error:
             failure = error
-    raise failure
+    else:
+        raise failure
+    if sha256(folder / file) != SHA256[name][file]:
+        raise DownloadError(f"{packed} does not hold the published file")
+    return not is_here
 
 
 def reason(error: Exception) -> str:
