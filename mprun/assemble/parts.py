@@ -42,7 +42,8 @@ from mprun.data import (
     TensorSet,
 )
 from mprun.data.batches import WHOLE, BatchSplit, MicroBatch, place
-from mprun.data.loader_sets import Reading, seed_all
+from mprun.data.loader_sets import Reading
+from mprun.data.random_numbers import seed_all
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from mprun import devices
-from mprun.data.loader_sets import restore_states, saved_states, seed_all
+from mprun.data.random_numbers import restore_states, saved_states, seed_all
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.nested import map_tensors
 from mprun.parallel.layouts import Layout, Outline
