@@ -189,18 +189,19 @@ class GroupCoordinator(Coordinator):
     def _explained(self, error: PeerLostError) -> PeerLostError:
         """The error with the process that is gone, and what it said."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        texts = {rank: text for rank in others if (text := self._note_of(rank)) is not None}
-        gone = [rank for rank in others if self._is_gone(rank)]
+        notes = {rank: self._note_of(rank) for rank in others}
+        said = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
+        gone = [
+            f"process {n} of {self._size} was killed, or crashed"
+            for n in others
+            if self._is_gone(n)
+        ]
+        # what a process said explains more than that it is gone, and both more than neither
+        what = [*said, *gone, f"one of the {self._size} processes ended"][0]
         self._notes.set(f"failed/{self._rank}", f"{error}")
-        again = ""
         if self._kept.check(["folder"]):
-            again = f"; continue the run with run.resume={self._kept.get('folder').decode()}"
-        for rank, text in texts.items():
-            return PeerLostError(f"process {rank} of {self._size}: {text}{again}")
-        if gone:
-            lost_one = f"process {gone[0]} of {self._size} was killed, or crashed"
-            return PeerLostError(f"{lost_one}{again}")
-        return PeerLostError(f"one of the {self._size} processes ended{again}")
+            what += f"; continue the run with run.resume={self._kept.get('folder').decode()}"
+        return PeerLostError(what)
 
     def _note_of(self, rank: int) -> str | None:
         """Why another process failed, as it has noted."""

@@ -17,6 +17,7 @@ def everything() -> dict[str, Any]:
     rank = dist.get_rank()
     tensors = [torch.full((2,), rank + 1.0), torch.tensor(2**40 + rank)]
     ranks.sum_tensors(tensors)
+    ranks.barrier()
     return {
         "totals": ranks.totals([0.1 + rank]),
         "agree": ranks.agree(rank == 1, False, True),
