@@ -8,15 +8,11 @@ other integers are sent as stored and prepared there; floating samples are prepa
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
-
-Some samples of a batch: what lies along dimension 0 of its tensors, and in its lists of values.
-
-A batch that lists its samples in another way (a list of images, of which each is a tensor) does not
-say which of its dimensions are samples, so it is not cut.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mprun import devices
+from mprun.data.loader_sets import LoadedSet
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
@@ -74,6 +71,8 @@ class TensorSet:
 
     own_batch_size = None
     """The run decides it."""
+    is_stream = False
+    """The samples are known."""
 
     def __len__(self) -> int:
         return len(all_tensors(self.content)[0])
@@ -87,11 +86,6 @@ class TensorSet:
     def is_empty(self) -> bool:
         """Whether there are none."""
         return not len(self)
-
-    @property
-    def is_stream(self) -> bool:
-        """Never: the samples are known."""
-        return False
 
     def batches(self, batch_size: int) -> int:
         """Batches of a pass."""
@@ -230,35 +224,40 @@ Stream = Generator[Batch, None, None]
 """Batches one after the other; `close` ends what reads them."""
 
 
-class Batches(Protocol):
+class Batches(ABC):
     """A set of samples, batch by batch."""
 
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are needed."""
+    data: TensorSet | LoadedSet
+    """The samples."""
+    batch_size: int | None
+    """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
+    device: torch.device
+    """Where batches are needed."""
 
     @property
     def samples(self) -> int | None:
         """How many there are; None for a stream."""
+        return self.data.samples
 
     @property
     def is_empty(self) -> bool:
         """Whether there are none."""
+        return self.data.is_empty
 
     @property
+    @abstractmethod
     def length(self) -> int | None:
         """Batches per epoch; None where that is unknown."""
 
     def __iter__(self) -> Stream:
         """Batches in the stored order."""
+        return self.epoch(None)
 
+    @abstractmethod
     def epoch(self, order: Any, skip: int = 0) -> Stream:
         """Batches in an order that `Order.draw` gave, less the first `skip`."""
 
+    @abstractmethod
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
         """At most `wanted` micro-batches of at most `at_most` samples, in the stored order."""
 
@@ -331,7 +330,7 @@ class BatchForm:
         return MicroBatch(content, inputs, size, weight)
 
 
-class TensorBatches:
+class TensorBatches(Batches):
     """Cuts a set in memory into batches, prepares each and sends it to the training device.
 
     Integer inputs are sent first, floating ones last.
@@ -345,6 +344,9 @@ class TensorBatches:
         split: the part of each batch that is made.
     """
 
+    data: TensorSet
+    batch_size: int
+
     def __init__(
         self,
         data: TensorSet,
@@ -357,7 +359,6 @@ class TensorBatches:
         self.data = data
         self.batch_size = batch_size
         self.device = device
-        self.samples = len(data)
         self._form = form
         self._micro_batch = micro_batch or batch_size
         self._is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
@@ -365,19 +366,12 @@ class TensorBatches:
         self._split = split
 
     @property
-    def is_empty(self) -> bool:
-        return not self.samples
-
-    @property
     def length(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    def __iter__(self) -> Stream:
-        return self.epoch(None)
+        return self.data.batches(self.batch_size)
 
     def epoch(self, order: Tensor | None, skip: int = 0) -> Stream:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
-        size, total = self.batch_size, self.samples
+        size, total = self.batch_size, len(self.data)
         if order is not None:
             order = order.to(self.data.device)
         for start in range(skip * size, total, size):
@@ -400,14 +394,14 @@ class TensorBatches:
         return Batch(filled(parts, most), Whole(stop - start, weight))
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
-        wanted = min(wanted, self.samples)
-        size = min(at_most, self.samples // wanted)
+        wanted = min(wanted, len(self.data))
+        size = min(at_most, len(self.data) // wanted)
         cut = TensorBatches(self.data, size, self._form, self.device)
         return [batch.parts[0] for batch, _ in zip(cut, range(wanted), strict=False)]
 
     def _content(self, order: Tensor | None, start: int, stop: int) -> Any:
         """The samples of a batch, on the device."""
-        if order is None and stop - start == self.samples:
+        if order is None and stop - start == len(self.data):  # all of them: no copy
             content = self.data.content
         elif order is None:
             content = map_tensors(lambda x: x[start:stop], self.data.content)
@@ -480,7 +474,7 @@ _VALUES = (str, bytes, bool, int, float, type(None))
 
 
 class CannotBeCutError(Exception):
-    """A batch does not say which part of it is a sample."""
+    """A batch does not say which of its dimensions are samples, as a list of images does not."""
 
 
 def first_samples(part: MicroBatch, at_most: int) -> MicroBatch:

@@ -22,6 +22,7 @@ from mprun._torch import end_workers, started
 from mprun.data.batches import (
     WHOLE,
     Batch,
+    Batches,
     BatchForm,
     BatchSplit,
     MicroBatch,
@@ -82,7 +83,7 @@ class LoaderOrder:
         return EpochSeed(seed, self._epoch - 1)
 
 
-class LoaderBatches:
+class LoaderBatches(Batches):
     """The batches of a loader, on the training device.
 
     Args:
@@ -95,6 +96,8 @@ class LoaderBatches:
         split: which process's micro-batches are taken; the others are read and dropped, so that
             the order of samples is that of one process.
     """
+
+    data: LoadedSet
 
     def __init__(
         self,
@@ -114,20 +117,9 @@ class LoaderBatches:
         self._form, self._accumulate = form, accumulate
 
     @property
-    def samples(self) -> int | None:
-        return self.data.samples
-
-    @property
-    def is_empty(self) -> bool:
-        return self.data.is_empty
-
-    @property
     def length(self) -> int | None:
         micro_batches = self.data.batches(self._reading.batch_size)
         return None if micro_batches is None else -(-micro_batches // self._per_step)
-
-    def __iter__(self) -> Stream:
-        return self.epoch(None)
 
     def epoch(self, order: EpochSeed | None, skip: int = 0) -> Stream:
         """The batches of an epoch, less the first `skip`, which are read and dropped.

@@ -173,14 +173,13 @@ class ShardLayout(GroupLayout):
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         own = model.state_dict()
-        if own.keys() != state.keys():
-            missing = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the model's state differs in {', '.join(missing)[:200]}")
-        with torch.no_grad():
-            for name, value in own.items():
-                target = value.to_local() if isinstance(value, DTensor) else value
-                whole = state[name]
-                target.copy_(self._cut(whole, value) if isinstance(value, DTensor) else whole)
+        model.load_state_dict({name: self._as_own(x, own.get(name)) for name, x in state.items()})
+
+    def _as_own(self, value: Any, own: Any) -> Any:
+        """A state's entry, cut as the model's own is."""
+        if not isinstance(own, DTensor) or isinstance(value, DTensor):
+            return value
+        return shard_files.as_part(self._cut(value, own), own)
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
         if isinstance(whole, DTensor):
