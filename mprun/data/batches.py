@@ -13,7 +13,7 @@ for nothing else, so it is the same in every precision mode and on every device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +118,16 @@ class TensorSet:
     def first(self, n: int | None) -> TensorSet:
         """The first `n` samples, or all where `n` is None; no copy."""
         return self if n is None else self.map(lambda x: x[:n])
+
+    @property
+    def places(self) -> int:
+        """How many positions `select` takes."""
+        return len(self)
+
+    def select(self, index: Sequence[int]) -> TensorSet:
+        """A copy of the samples at these positions."""
+        positions = torch.tensor(index, device=self.device)
+        return self.map(lambda x: x.index_select(0, positions))
 
     def split(self, n: int) -> tuple[TensorSet, TensorSet]:
         """The first `n` samples and the rest; no copy."""
