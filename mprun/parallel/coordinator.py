@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from mprun import devices
 from mprun.errors import MachineFailedError, first_line, text_of
+from mprun.parallel.launch import Launch
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 
@@ -86,26 +87,24 @@ class GroupCoordinator(Coordinator):
     """The processes that torchrun started; all of them construct it at the same time.
 
     Args:
-        rank: the number of this process.
-        size: how many there are.
-        local_rank: this process's number on its machine.
-        restarts: how often torchrun has started all of them again.
+        launch: what torchrun told this process.
     """
 
-    def __init__(self, rank: int, size: int, local_rank: int, restarts: int) -> None:
-        self._rank, self._size, self._restarts = rank, size, restarts
+    def __init__(self, launch: Launch) -> None:
+        self._rank, self._size = rank, size = launch.rank, launch.world_size
+        self._restarts = launch.restarts
         self.is_first = rank == 0
         self._number = self._jobs = 0
         self._is_busy = False
         backend, here = "gloo", devices.accelerator()
-        if here is not None and local_rank < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(local_rank)
+        if here is not None and launch.local_rank < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(launch.local_rank)
             if (own_group := devices.backend(here).group) is not None:
                 backend = f"cpu:gloo,{here.type}:{own_group}"
         store = _store(rank)
         self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
         # torchrun's store outlives the processes: those of an earlier start left addresses in it
-        own = dist.PrefixStore(f"mprun/{restarts}", store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"mprun/{launch.restarts}", store)  # type: ignore[attr-defined]
         self._notes = own
         # PyTorch 2.14's FSDP2 calls functions that it has itself deprecated
         warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed\.")
@@ -270,11 +269,9 @@ def coordinator_here() -> Coordinator:
 
 
 @contextmanager
-def coordinator_of(
-    rank: int, size: int, local_rank: int, restarts: int
-) -> Iterator[GroupCoordinator]:
+def coordinator_of(launch: Launch) -> Iterator[GroupCoordinator]:
     """Inside, `coordinator_here()` is that of the processes that torchrun started."""
-    coordinator = GroupCoordinator(rank, size, local_rank, restarts)
+    coordinator = GroupCoordinator(launch)
     _here.append(coordinator)
     try:
         yield coordinator
