@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mprun.parallel.ranks import GroupRanks, PeerLostError, Ranks, lost
+from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 from tests.parallel.processes import Groups
 
 
@@ -41,18 +41,6 @@ def test_processes_agree(groups: Groups) -> None:
         assert found["tensors"][1].item() == 3 * 2**40 + 3
         assert found["largest"].tolist() == [2, 0, 3]
         assert found["waited"] > 0
-
-
-def test_one_process_agrees_with_itself() -> None:
-    one = Ranks()
-    assert one.is_first
-    assert one.totals([2.5]) == [2.5]
-    assert one.agree(True, False) == (True, False)
-    assert one.gather(3) == [3]
-    assert one.share("x") == "x"
-    tensor = torch.ones(2)
-    one.sum_tensors([tensor])
-    assert tensor.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
