@@ -201,7 +201,7 @@ def _train(
             messages.report(f"note: {notice}")
         trainer.fit()
         # all processes learn whether a step was taken: otherwise none tests (see `_follow`)
-        layout.ranks.agree(summary.steps == summary.skipped_steps)
+        layout.ranks.any(summary.steps == summary.skipped_steps)
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
@@ -217,7 +217,7 @@ def _train(
 
 def _raise_if_stopped(layout: Layout, stop: StopSignals) -> None:
     """End the run in all processes if one of them was asked to while it was assembled."""
-    if any(layout.ranks.agree(stop.requested())):
+    if layout.ranks.any(stop.requested()):
         raise StopRequestedError
 
 
@@ -273,7 +273,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
         with _ending([checkpointer], watch), coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
-            if not any(layout.ranks.agree(False)):  # the first process knows: `_train`
+            if not layout.ranks.any(False):  # the first process knows: `_train`
                 trainer.test()
 
 

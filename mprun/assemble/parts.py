@@ -149,7 +149,7 @@ def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     debug, shared = plan.config.debug, ranks or Ranks()
 
     def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
-        if not any(shared.agree(bool(own))):
+        if not shared.any(bool(own)):
             return []
         return [finding for found in shared.gather(own) for finding in found]
 

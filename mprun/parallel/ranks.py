@@ -51,9 +51,9 @@ class Ranks:
         """The sums of numbers over processes, in float64."""
         return values
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag whether any process has set it."""
-        return flags
+    def any(self, flag: bool) -> bool:
+        """Whether any process has set its flag; all processes get the same answer."""
+        return flag
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
@@ -106,8 +106,8 @@ class GroupRanks(Ranks):
             dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
-        return tuple(bool(x) for x in self.totals([float(flag) for flag in flags]))
+    def any(self, flag: bool) -> bool:
+        return self.totals([float(flag)]) != [0.0]
 
     def barrier(self) -> None:
         self.totals([0.0])  # `dist.barrier` would use NCCL on a GPU, and name no lost process

@@ -20,7 +20,7 @@ def everything() -> dict[str, Any]:
     ranks.barrier()
     return {
         "totals": ranks.totals([0.1 + rank]),
-        "agree": ranks.agree(rank == 1, False, True),
+        "any": [ranks.any(flag) for flag in (rank == 1, False, True)],
         "gather": ranks.gather({"rank": rank}),
         "share": ranks.share(f"of {rank}"),
         "tensors": tensors,
@@ -34,7 +34,7 @@ def test_processes_agree(groups: Groups) -> None:
     for found in results:
         assert found["totals"] == pytest.approx([3.3], rel=1e-15)
         assert found["totals"] == results[0]["totals"]
-        assert found["agree"] == (True, False, True)
+        assert found["any"] == [True, False, True]
         assert found["gather"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert found["share"] == "of 0"
         assert found["tensors"][0].tolist() == [6.0, 6.0]
