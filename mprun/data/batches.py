@@ -67,6 +67,7 @@ class TensorSet:
     content: Any
 
     def __init__(self, *content: Any) -> None:
+        # the dataclass is frozen, and makes no __init__ that takes the items of a tuple
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
     own_batch_size = None
@@ -455,6 +456,7 @@ def place(data: TensorSet, device: torch.device) -> TensorSet:
     free = devices.free_bytes(device)
     if free is None or data.device == device:
         return data
+    # the other half is for weights, gradients, optimizer state and activations
     return data.to(device) if data.nbytes <= free // 2 else data
 
 

@@ -38,7 +38,7 @@ from mprun.nested import map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""
-MAX_SEED = 2**62
+MAX_SEED = 2**62  # PyTorch's seeds are int64, and numbers of batches are added
 _EPOCH_BYTES = 8
 
 
@@ -76,6 +76,7 @@ class LoaderOrder:
 
     def draw(self) -> EpochSeed:
         """What decides the next epoch."""
+        # from a copy: the loader's generator moves on as in a raw loop, which draws no such seed
         copy = torch.Generator()
         copy.set_state(self._generator.get_state())
         self._epoch += 1

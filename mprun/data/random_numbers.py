@@ -18,7 +18,7 @@ import torch
 
 from mprun import devices
 
-NUMPY_SEEDS = 2**32
+NUMPY_SEEDS = 2**32  # it takes no larger ones
 
 
 def seed_all(seed: int) -> None:

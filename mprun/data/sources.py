@@ -52,7 +52,7 @@ SEED = 20_240_229
 TRAIN_SAMPLES = 60_000
 TEST_SAMPLES = 10_000
 SIDE = 28
-CHUNK = 2_000  # samples drawn at once: some 30 MB of distances
+CHUNK = 2_000  # samples drawn at once: some 30 MB of distances; another size draws other samples
 
 # Strokes (x0, y0, x1, y1) in a frame from -1 to 1; y points down.
 GLYPHS: tuple[tuple[tuple[float, float, float, float], ...], ...] = (
@@ -122,6 +122,7 @@ def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Te
     distance = _distance(ends[:, :, 0], ends[:, :, 1])
     distance = distance.masked_fill(~used[:, :, None], torch.inf).amin(1)
     width = uniform(0.05, 0.13, 1)
+    # 30: the edge of a stroke is one to two pixels wide; a pixel is 2/28
     ink = torch.sigmoid((width - distance) * 30) * uniform(0.6, 1.0, 1)
     noise = torch.randn(n, SIDE * SIDE, generator=generator) * uniform(0.0, 0.12, 1)
     return ((ink + noise).clamp(0, 1) * 255).to(torch.uint8).view(n, SIDE, SIDE)
@@ -132,6 +133,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     axis = (torch.arange(SIDE) + 0.5) * (2 / SIDE) - 1
     x, y = axis.repeat(SIDE), axis.repeat_interleave(SIDE)
     (ax, ay), (dx, dy) = a.unsqueeze(-1).unbind(2), (b - a).unsqueeze(-1).unbind(2)
+    # strokes that pad a glyph have no length; their distances are left out afterwards
     length = (dx.square() + dy.square()).clamp_min(1e-6)
     t = (((x - ax) * dx + (y - ay) * dy) / length).clamp(0, 1)
     return torch.hypot(x - ax - t * dx, y - ay - t * dy)
@@ -418,7 +420,7 @@ def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
     failure: Exception = DownloadError("no server is known")
     for mirror in MIRRORS[name]:
         try:
-            with contextlib.redirect_stdout(None):
+            with contextlib.redirect_stdout(None):  # some versions print what they do
                 download_and_extract_archive(
                     f"{mirror}{packed}", raw if is_here else folder, folder, packed, md5
                 )

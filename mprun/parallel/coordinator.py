@@ -123,6 +123,7 @@ class GroupCoordinator(Coordinator):
             self._disconnect()
         self._is_busy = job is not None
         self._jobs += 1
+        # the others look for this note before they enter an exchange, which ends after PATIENCE
         self._notes.set(f"job/{self._jobs}", "1")
         self._exchange(job)
 
@@ -217,7 +218,7 @@ class GroupCoordinator(Coordinator):
             state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
         except OSError:
             return not Path(f"/proc/{number}").exists()
-        return state.split()[0] in "ZX"
+        return state.split()[0] in "ZX"  # a zombie: its parent has not asked for its status
 
     def layout(self, kind: str, device: torch.device) -> Layout:
         if kind == "fsdp2":
@@ -257,6 +258,7 @@ def _store(rank: int) -> Any:
     """The store that all processes share: torchrun's, else the first process has it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # multi_tenant: a process that makes the store twice gets the one that it has
     return dist.TCPStore(host, port, is_master=hosts, multi_tenant=True)  # type: ignore[attr-defined]
 
 
