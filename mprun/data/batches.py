@@ -3,8 +3,7 @@
 A data loader with worker processes pays for decoding, pickling and collating every sample; for
 sets that fit in memory that is most of a step's wait. Here samples lie decoded in tensors, on the
 training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
-batch, with no Python work per sample. Transfers to a device are as small as possible: bytes and
-other integers are sent as stored and prepared there; floating samples are prepared first.
+batch, with no Python work per sample.
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
@@ -290,13 +289,7 @@ _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
 class TensorOrder:
-    """The order in which an epoch visits the samples; its state is the generator's.
-
-    Args:
-        samples: how many there are.
-        seed: the run's seed.
-        shuffle: False visits them in the stored order.
-    """
+    """The order of samples in memory; its state is the generator's, which the run's seed began."""
 
     def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
         self._samples = samples
@@ -344,11 +337,9 @@ class BatchForm:
 class TensorBatches(Batches):
     """Cuts a set in memory into batches, prepares each and sends it to the training device.
 
-    Integer inputs are sent first, floating ones last.
-
     Args:
         data: the samples, on `device` or in the CPU's memory.
-        batch_size: samples per batch.
+        batch_size: samples per batch, over all processes.
         form: how a batch is made of stored samples.
         device: where batches are needed.
         micro_batch: samples per forward pass; None: the whole batch.
@@ -423,6 +414,8 @@ class TensorBatches(Batches):
         return _to(content, self.device) if self._moves else content
 
     def _prepared(self, inputs: Any) -> Any:
+        # integers (bytes of pixels, token ids) are smaller before they are prepared, so they are
+        # sent first; floating samples are prepared first, and sent in what dtype they then have
         if self._is_floating or not self._moves:
             return self._form.prepare(inputs)
         return self._form.prepare(_to(inputs, self.device))

@@ -52,13 +52,9 @@ class EpochSeed(NamedTuple):
 
 
 class LoaderOrder:
-    """The order in which an epoch visits the samples of a loader; its state is the generator's.
+    """The order of a loader's samples; its state is that of the loader's generator.
 
     The generator moves on while an epoch is read, as in a raw loop.
-
-    Args:
-        generator: the loader's.
-        seed: the run's seed.
     """
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:

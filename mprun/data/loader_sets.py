@@ -16,7 +16,7 @@ import itertools
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,6 +35,7 @@ from torch.utils.data import (
 
 from mprun.data.random_numbers import seeded
 from mprun.errors import UsageError
+from mprun.nested import children
 
 
 class Reading(NamedTuple):
@@ -350,7 +351,7 @@ def batch_size(content: Any) -> int:
     """
     if isinstance(content, Tensor):
         return len(content) if content.dim() else 1
-    items = _items(content)
+    items = children(content)
     if items is None:
         return 1
     if isinstance(content, list) and _are_samples(items):
@@ -361,19 +362,9 @@ def batch_size(content: Any) -> int:
     for item in items:
         if isinstance(item, list | tuple):
             return len(item)
-        if _items(item):
+        if children(item):
             return batch_size(item)
     return max(1, len(items)) if isinstance(content, list) else 1
-
-
-def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, tuple | list):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name, None) for f in fields(value)]
-    return None
 
 
 def _are_samples(items: list[Any]) -> bool:

@@ -12,11 +12,6 @@ strokes' ends wobbling, dimmed and with noise: enough variation that a model has
 enough that the recipes reach over 90 %. The shape is MNIST's: 60,000 + 10,000 images of 28x28
 bytes.
 
-How one is drawn: the brightness of a pixel is a soft step of its distance to the nearest stroke.
-For the segment from a to b and a pixel p, with t = clamp((p - a).(b - a) / |b - a|^2, 0, 1), the
-distance is |p - (a + t (b - a))|. The random transform moves the strokes' ends, so widths stay
-round.
-
 Its purpose is to show that a run works. Accuracies on it are not those of MNIST, and every place
 that shows one is labelled "generated".
 """
@@ -104,7 +99,10 @@ def _glyph_table() -> tuple[Tensor, Tensor]:
 
 
 def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Tensor:
-    """Images [B, 28, 28] of bytes from strokes [B, S, 2, 2] and their mask [B, S]."""
+    """Images [B, 28, 28] of bytes from strokes [B, S, 2, 2] and their mask [B, S].
+
+    The brightness of a pixel is a soft step of its distance to the nearest stroke.
+    """
     n = len(strokes)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -116,6 +114,7 @@ def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Te
     column_x = torch.stack([cos, sin], dim=1) * scale_x[:, None]
     column_y = torch.stack([shear * cos - sin, shear * sin + cos], dim=1) * scale_y[:, None]
     transform = torch.stack([column_x, column_y], dim=2).unsqueeze(1)
+    # the transform moves the strokes' ends, so their widths stay round
     ends = (strokes + uniform(-0.12, 0.12, *strokes.shape[1:])) @ transform.mT
     ends = ends + uniform(-0.12, 0.12, 1, 1, 2)
 
@@ -129,7 +128,10 @@ def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Te
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Distance [B, S, 784] of each pixel's centre to the segments from a to b [B, S, 2]."""
+    """Distance [B, S, 784] of each pixel's centre to the segments from a to b [B, S, 2].
+
+    For a pixel p, with t = clamp((p - a).(b - a) / |b - a|^2, 0, 1), it is |p - (a + t (b - a))|.
+    """
     axis = (torch.arange(SIDE) + 0.5) * (2 / SIDE) - 1
     x, y = axis.repeat(SIDE), axis.repeat_interleave(SIDE)
     (ax, ay), (dx, dy) = a.unsqueeze(-1).unbind(2), (b - a).unsqueeze(-1).unbind(2)
@@ -393,7 +395,7 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, timeout=LOCK_TIMEOUT_S), connection_timeout():
+        with FileLock(lock, timeout=LOCK_TIMEOUT_S), _connection_timeout():
             for left in target.glob(f"{DOWNLOAD}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=DOWNLOAD, dir=target) as folder:
@@ -443,7 +445,7 @@ def reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def connection_timeout() -> Iterator[None]:
+def _connection_timeout() -> Iterator[None]:
     """A timeout for torchvision's connections, by the process's default: they have none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)

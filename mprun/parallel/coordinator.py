@@ -84,11 +84,7 @@ class Coordinator:
 
 
 class GroupCoordinator(Coordinator):
-    """The processes that torchrun started; all of them construct it at the same time.
-
-    Args:
-        launch: what torchrun told this process.
-    """
+    """The processes that torchrun started; all of them construct it at the same time."""
 
     def __init__(self, launch: Launch) -> None:
         self._rank, self._size = rank, size = launch.rank, launch.world_size

@@ -126,10 +126,6 @@ class BufferMean:
     """Gives all processes the mean of their floating buffers, such as BatchNorm's statistics.
 
     Each process saw other samples. Processes that trained on none do not count.
-
-    Args:
-        model: the prepared model.
-        ranks: the processes.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

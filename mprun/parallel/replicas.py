@@ -15,10 +15,7 @@ not the model: a recipe's `forward` may call any method of its model, and the lo
 parameters. The model itself, its names and its state stay as they are.
 
 A pass may leave out a part of the model. As in one process, a parameter that no process used has no
-gradient. DistributedDataParallel can find such parameters (`find_unused_parameters`), but sends one
-more message each step for it, and keeps buckets that suit the backward pass less: 1.13 times the
-step of `fashion_mnist` on a link of 1 Gbit/s. So here every pass depends on every parameter
-(`_Depends`), if only with no gradient, and which of them have one is sent behind the last bucket.
+gradient (`_Depends`).
 """
 
 from __future__ import annotations
@@ -38,7 +35,14 @@ from mprun.precision.policy import Policy, torch_dtype
 
 
 class _Depends(torch.autograd.Function):
-    """A loss as it is, made from all parameters; its backward pass gives them no gradient."""
+    """A loss as it is, made from all parameters; its backward pass gives them no gradient.
+
+    DistributedDataParallel waits for every parameter of a pass. It can find those that a pass does
+    not use (`find_unused_parameters`), but sends one more message each step for it, and keeps
+    buckets that suit the backward pass less: 1.13 times the step of `fashion_mnist` on a link of
+    1 Gbit/s. So every pass depends on every parameter, and which of them have a gradient is sent
+    behind the last bucket.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
