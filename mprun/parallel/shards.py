@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as empty_parts
 from torch.optim import Optimizer
 
-from mprun._torch import own_parameters
+from mprun._torch import own_parameters, parameters_replaced
 from mprun.errors import RunFailedError
 from mprun.numerics.model_blocks import blocks_of, cast_modules
 from mprun.parallel import shard_files
@@ -146,20 +146,8 @@ class ShardLayout(GroupLayout):
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        part_of = {id(whole): own for own, whole in self._own.items()}
-        places = [
-            (own, name, p)
-            for own in map(own_parameters, model.modules())
-            for name, p in own.items()
-            if p is not None
-        ]
-        try:
-            for own, name, p in places:
-                own[name] = part_of[id(p)]
+        with parameters_replaced(model, {whole: own for own, whole in self._own.items()}):
             yield
-        finally:
-            for own, name, p in places:
-                own[name] = p
 
     def end_backward(self) -> None:
         for own, whole in self._own.items():
