@@ -118,7 +118,7 @@ def child(case: str, blocks: int) -> None:
     launch = launch_of()
     overrides, steps = CASES[case]
     given = [*overrides, "precision=fp32", "parallel=ddp", "device=cpu", "data.fallback=generated"]
-    with coordinator_of(launch.rank, launch.world_size, launch.local_rank, 0) as coordinator:
+    with coordinator_of(launch) as coordinator:
         plan = of_full_batches(make_plan(compose(given).config, ()))
         plan = replace(plan, speed=replace(plan.speed, compile=False))
         with backend_flags(plan.policy):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import currentframe
 from types import CodeType, FrameType
@@ -255,6 +255,24 @@ def schema_of(op: OpOverload) -> Any:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dictionary of a module's own parameters; what is put into it need not be a parameter."""
     return module._parameters
+
+
+@contextmanager
+def parameters_replaced(model: nn.Module, by: Mapping[Any, nn.Parameter]) -> Iterator[None]:
+    """Inside, each parameter of `model` that `by` maps to another one is replaced by it."""
+    places = [
+        (own, name, p)
+        for own in map(own_parameters, model.modules())
+        for name, p in own.items()
+        if p is not None and p in by
+    ]
+    try:
+        for own, name, p in places:
+            own[name] = by[p]
+        yield
+    finally:
+        for own, name, p in places:
+            own[name] = p
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

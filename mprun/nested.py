@@ -47,21 +47,26 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def children(value: Any) -> list[Any] | None:
+    """What a container holds; None for what is none."""
+    if isinstance(value, Tensor):  # first: the other checks take longer
+        return None
+    if isinstance(value, tuple | list):
+        return [*value]
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in fields(value)]
+    return None
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """What `value` holds that is no container: tensors, numbers, strings and the rest."""
-    if isinstance(value, Tensor):  # first: the other checks take longer
+    inside = children(value)
+    if inside is None:
         yield value
         return
-    if isinstance(value, tuple | list):
-        children: Iterable[Any] = value
-    elif isinstance(value, Mapping):
-        children = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, f.name, None) for f in fields(value)]
-    else:
-        yield value
-        return
-    for child in children:
+    for child in inside:
         yield from leaves(child)
 
 

@@ -146,7 +146,7 @@ def _train(
     with stop.deferred():
         try:
             with coordinator.together():
-                layout.ranks.agree(False)  # the others have planned
+                layout.ranks.barrier()  # the others have planned
                 parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
             summary.converted_gemms = parts.precision.converted_gemms
@@ -200,7 +200,8 @@ def _train(
         for notice in exceptions.attach(parts.model, parts.optimizer, log.on_step_end):
             messages.report(f"note: {notice}")
         trainer.fit()
-        layout.ranks.agree(summary.steps == summary.skipped_steps)
+        # all processes learn whether a step was taken: otherwise none tests (see `_follow`)
+        layout.ranks.any(summary.steps == summary.skipped_steps)
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
@@ -216,7 +217,7 @@ def _train(
 
 def _raise_if_stopped(layout: Layout, stop: StopSignals) -> None:
     """End the run in all processes if one of them was asked to while it was assembled."""
-    if any(layout.ranks.agree(stop.requested())):
+    if layout.ranks.any(stop.requested()):
         raise StopRequestedError
 
 
@@ -257,7 +258,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
             )
             flags.enter_context(plan.backend_flags())
             layout = coordinator.layout(plan.config.parallel.name, plan.device)
-            layout.ranks.agree(False)
+            layout.ranks.barrier()
             parts, exceptions = build_run(plan, lambda line: None, layout)
         with coordinator.together():
             _raise_if_stopped(layout, stop)
@@ -272,7 +273,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
         with _ending([checkpointer], watch), coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
-            if not any(layout.ranks.agree(False)):
+            if not layout.ranks.any(False):  # the first process knows: `_train`
                 trainer.test()
 
 

@@ -38,7 +38,7 @@ from typing import Any, TypeGuard
 from mprun.config.recipe_file import read_source
 from mprun.console import note
 from mprun.data import DataRequest, Splits
-from mprun.data.loader_sets import seeded
+from mprun.data.random_numbers import seeded
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe

@@ -37,7 +37,8 @@ from mprun.data import (
     TensorSet,
 )
 from mprun.data.batches import WHOLE, BatchSplit, MicroBatch, place
-from mprun.data.loader_sets import Reading, seed_all
+from mprun.data.loader_sets import Reading
+from mprun.data.random_numbers import seed_all
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
@@ -129,7 +130,7 @@ def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     debug, shared = plan.config.debug, ranks or Ranks()
 
     def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
-        if not any(shared.agree(bool(own))):
+        if not shared.any(bool(own)):
             return []
         return [finding for found in shared.gather(own) for finding in found]
 

@@ -18,8 +18,8 @@ from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
-from mprun.data.loader_batches import batch_size
-from mprun.data.loader_sets import untouched
+from mprun.data.loader_sets import batch_size
+from mprun.data.random_numbers import untouched
 from mprun.doctor.machine import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors

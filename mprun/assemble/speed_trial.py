@@ -29,7 +29,7 @@ from mprun.assemble.parts import build_parts, compile_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.planned_memory import has_room_for_another
 from mprun.data import TensorSet
-from mprun.data.loader_sets import untouched
+from mprun.data.random_numbers import untouched
 from mprun.doctor import speed_choices
 from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice

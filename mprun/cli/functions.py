@@ -141,7 +141,7 @@ def check(
         UsageError: an override, the recipe or one of the objects cannot be used.
     """
     from mprun.config.settings import take
-    from mprun.data.loader_sets import untouched
+    from mprun.data.random_numbers import untouched
     from mprun.inspect.check import check_modes, plan_check
     from mprun.records.files import own_records
     from mprun.results.check_reports import tell_others

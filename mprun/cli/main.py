@@ -168,9 +168,7 @@ def in_all_processes(command: Callable[[], int]) -> int:
     from mprun.parallel.coordinator import coordinator_of
 
     try:
-        with coordinator_of(
-            launch.rank, launch.world_size, launch.local_rank, launch.restarts
-        ) as coordinator:
+        with coordinator_of(launch) as coordinator:
             return command() if launch.is_first else _follow(coordinator, launch)
     except MprunError as error:
         print(f"mprun: {printable(str(error))}", file=sys.stderr)

@@ -3,7 +3,7 @@
 `sources.py` checks, downloads and reads the published files, or draws a set in their place;
 `text.py` cuts a text into windows; `image_folder.py` reads folders of images; `batches.py` has
 decoded samples in memory and batches them there; `loader_sets.py` and `loader_batches.py` read
-samples one by one, by PyTorch's loader.
+samples one by one, by PyTorch's loader, with random numbers of their own (`random_numbers.py`).
 """
 
 from mprun.data.batches import (

@@ -3,21 +3,16 @@
 A data loader with worker processes pays for decoding, pickling and collating every sample; for
 sets that fit in memory that is most of a step's wait. Here samples lie decoded in tensors, on the
 training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
-batch, with no Python work per sample. Transfers to a device are as small as possible: bytes and
-other integers are sent as stored and prepared there; floating samples are prepared first.
+batch, with no Python work per sample.
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
-
-Some samples of a batch: what lies along dimension 0 of its tensors, and in its lists of values.
-
-A batch that lists its samples in another way (a list of images, of which each is a tensor) does not
-say which of its dimensions are samples, so it is not cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mprun import devices
+from mprun.data.loader_sets import LoadedSet
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
@@ -70,10 +66,13 @@ class TensorSet:
     content: Any
 
     def __init__(self, *content: Any) -> None:
+        # the dataclass is frozen, and makes no __init__ that takes the items of a tuple
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
     own_batch_size = None
     """The run decides it."""
+    is_stream = False
+    """The samples are known."""
 
     def __len__(self) -> int:
         return len(all_tensors(self.content)[0])
@@ -87,11 +86,6 @@ class TensorSet:
     def is_empty(self) -> bool:
         """Whether there are none."""
         return not len(self)
-
-    @property
-    def is_stream(self) -> bool:
-        """Never: the samples are known."""
-        return False
 
     def batches(self, batch_size: int) -> int:
         """Batches of a pass."""
@@ -124,6 +118,16 @@ class TensorSet:
     def first(self, n: int | None) -> TensorSet:
         """The first `n` samples, or all where `n` is None; no copy."""
         return self if n is None else self.map(lambda x: x[:n])
+
+    @property
+    def places(self) -> int:
+        """How many positions `select` takes."""
+        return len(self)
+
+    def select(self, index: Sequence[int]) -> TensorSet:
+        """A copy of the samples at these positions."""
+        positions = torch.tensor(index, device=self.device)
+        return self.map(lambda x: x.index_select(0, positions))
 
     def split(self, n: int) -> tuple[TensorSet, TensorSet]:
         """The first `n` samples and the rest; no copy."""
@@ -230,35 +234,40 @@ Stream = Generator[Batch, None, None]
 """Batches one after the other; `close` ends what reads them."""
 
 
-class Batches(Protocol):
+class Batches(ABC):
     """A set of samples, batch by batch."""
 
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are needed."""
+    data: TensorSet | LoadedSet
+    """The samples."""
+    batch_size: int | None
+    """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
+    device: torch.device
+    """Where batches are needed."""
 
     @property
     def samples(self) -> int | None:
         """How many there are; None for a stream."""
+        return self.data.samples
 
     @property
     def is_empty(self) -> bool:
         """Whether there are none."""
+        return self.data.is_empty
 
     @property
+    @abstractmethod
     def length(self) -> int | None:
         """Batches per epoch; None where that is unknown."""
 
     def __iter__(self) -> Stream:
         """Batches in the stored order."""
+        return self.epoch(None)
 
+    @abstractmethod
     def epoch(self, order: Any, skip: int = 0) -> Stream:
         """Batches in an order that `Order.draw` gave, less the first `skip`."""
 
+    @abstractmethod
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
         """At most `wanted` micro-batches of at most `at_most` samples, in the stored order."""
 
@@ -280,13 +289,7 @@ _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
 class TensorOrder:
-    """The order in which an epoch visits the samples; its state is the generator's.
-
-    Args:
-        samples: how many there are.
-        seed: the run's seed.
-        shuffle: False visits them in the stored order.
-    """
+    """The order of samples in memory; its state is the generator's, which the run's seed began."""
 
     def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
         self._samples = samples
@@ -331,19 +334,20 @@ class BatchForm:
         return MicroBatch(content, inputs, size, weight)
 
 
-class TensorBatches:
+class TensorBatches(Batches):
     """Cuts a set in memory into batches, prepares each and sends it to the training device.
-
-    Integer inputs are sent first, floating ones last.
 
     Args:
         data: the samples, on `device` or in the CPU's memory.
-        batch_size: samples per batch.
+        batch_size: samples per batch, over all processes.
         form: how a batch is made of stored samples.
         device: where batches are needed.
         micro_batch: samples per forward pass; None: the whole batch.
         split: the part of each batch that is made.
     """
+
+    data: TensorSet
+    batch_size: int
 
     def __init__(
         self,
@@ -357,7 +361,6 @@ class TensorBatches:
         self.data = data
         self.batch_size = batch_size
         self.device = device
-        self.samples = len(data)
         self._form = form
         self._micro_batch = micro_batch or batch_size
         self._is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
@@ -365,19 +368,12 @@ class TensorBatches:
         self._split = split
 
     @property
-    def is_empty(self) -> bool:
-        return not self.samples
-
-    @property
     def length(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    def __iter__(self) -> Stream:
-        return self.epoch(None)
+        return self.data.batches(self.batch_size)
 
     def epoch(self, order: Tensor | None, skip: int = 0) -> Stream:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
-        size, total = self.batch_size, self.samples
+        size, total = self.batch_size, len(self.data)
         if order is not None:
             order = order.to(self.data.device)
         for start in range(skip * size, total, size):
@@ -400,14 +396,14 @@ class TensorBatches:
         return Batch(filled(parts, most), Whole(stop - start, weight))
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
-        wanted = min(wanted, self.samples)
-        size = min(at_most, self.samples // wanted)
+        wanted = min(wanted, len(self.data))
+        size = min(at_most, len(self.data) // wanted)
         cut = TensorBatches(self.data, size, self._form, self.device)
         return [batch.parts[0] for batch, _ in zip(cut, range(wanted), strict=False)]
 
     def _content(self, order: Tensor | None, start: int, stop: int) -> Any:
         """The samples of a batch, on the device."""
-        if order is None and stop - start == self.samples:
+        if order is None and stop - start == len(self.data):  # all of them: no copy
             content = self.data.content
         elif order is None:
             content = map_tensors(lambda x: x[start:stop], self.data.content)
@@ -418,6 +414,8 @@ class TensorBatches:
         return _to(content, self.device) if self._moves else content
 
     def _prepared(self, inputs: Any) -> Any:
+        # integers (bytes of pixels, token ids) are smaller before they are prepared, so they are
+        # sent first; floating samples are prepared first, and sent in what dtype they then have
         if self._is_floating or not self._moves:
             return self._form.prepare(inputs)
         return self._form.prepare(_to(inputs, self.device))
@@ -451,6 +449,7 @@ def place(data: TensorSet, device: torch.device) -> TensorSet:
     free = devices.free_bytes(device)
     if free is None or data.device == device:
         return data
+    # the other half is for weights, gradients, optimizer state and activations
     return data.to(device) if data.nbytes <= free // 2 else data
 
 
@@ -480,7 +479,7 @@ _VALUES = (str, bytes, bool, int, float, type(None))
 
 
 class CannotBeCutError(Exception):
-    """A batch does not say which part of it is a sample."""
+    """A batch does not say which of its dimensions are samples, as a list of images does not."""
 
 
 def first_samples(part: MicroBatch, at_most: int) -> MicroBatch:

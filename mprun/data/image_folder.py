@@ -56,8 +56,8 @@ def class_names(folder: str) -> list[str]:
     path = _parts(Path(folder))["train"]
     try:
         classes = list(find_classes(str(path))[0])
-    except OSError:
-        raise UsageError(_form(path)) from None
+    except OSError as error:
+        raise _refused(path, error) from None
     if parts := [name for name in classes if name.lower() in NO_CLASSES]:
         raise UsageError(
             f"{path} has a folder {parts[0]} but none named train; legal is train, val and, if you "
@@ -81,15 +81,9 @@ def _images(path: Path, transform: Any) -> Any:
     from torchvision.datasets import ImageFolder
 
     try:
-        images = ImageFolder(str(path), transform, loader=_image, allow_empty=True)
-    except OSError:
-        raise UsageError(_form(path)) from None
-    if not images.samples:
-        raise UsageError(_form(path))
-    found = set(images.targets)
-    if empty := [name for name, index in images.class_to_idx.items() if index not in found]:
-        raise UsageError(f"{path / empty[0]} has no image; put some there, or delete the folder")
-    return images
+        return ImageFolder(str(path), transform, loader=_image)
+    except OSError as error:  # it names what is missing: the folder, classes, images of a class
+        raise _refused(path, error) from None
 
 
 def _image(path: str) -> Any:
@@ -104,8 +98,9 @@ def _image(path: str) -> Any:
         ) from None
 
 
-def _form(path: Path) -> str:
-    return (
-        f"{path} has no images in folders of classes; legal is FOLDER/CLASS/*.jpg, or "
-        "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg (jpg, png, webp, ...)"
+def _refused(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} lacks images in folders of classes; legal is FOLDER/CLASS/*.jpg, or "
+        "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg, with an image in each CLASS; "
+        f"torchvision says: {error}"
     )

@@ -3,7 +3,7 @@
 A batch of the loader is one micro-batch; a step takes as many as the run accumulates. The order of
 samples comes from one generator, seeded by the run: what a raw loop gets from
 `DataLoader(..., generator=torch.Generator().manual_seed(seed))`. All other random numbers that data
-code draws are those of the batch (`loader_sets.py`), or of a worker in this epoch. So an epoch
+code draws are those of the batch (`random_numbers.py`), or of a worker in this epoch. So an epoch
 that is read again from its start gives the same samples, and a resumed run continues exactly: it
 reads the epoch's first batches again and drops them.
 """
@@ -11,8 +11,7 @@ reads the epoch's first batches again and drops them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from mprun._torch import end_workers, started
 from mprun.data.batches import (
     WHOLE,
     Batch,
+    Batches,
     BatchForm,
     BatchSplit,
     MicroBatch,
@@ -31,13 +31,14 @@ from mprun.data.batches import (
     filled,
     first_samples,
 )
-from mprun.data.loader_sets import LoadedSet, Reading, seeded
+from mprun.data.loader_sets import LoadedSet, Reading, batch_size
+from mprun.data.random_numbers import seeded
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""
-MAX_SEED = 2**62
+MAX_SEED = 2**62  # PyTorch's seeds are int64, and numbers of batches are added
 _EPOCH_BYTES = 8
 
 
@@ -51,13 +52,9 @@ class EpochSeed(NamedTuple):
 
 
 class LoaderOrder:
-    """The order in which an epoch visits the samples of a loader; its state is the generator's.
+    """The order of a loader's samples; its state is that of the loader's generator.
 
     The generator moves on while an epoch is read, as in a raw loop.
-
-    Args:
-        generator: the loader's.
-        seed: the run's seed.
     """
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:
@@ -75,6 +72,7 @@ class LoaderOrder:
 
     def draw(self) -> EpochSeed:
         """What decides the next epoch."""
+        # from a copy: the loader's generator moves on as in a raw loop, which draws no such seed
         copy = torch.Generator()
         copy.set_state(self._generator.get_state())
         self._epoch += 1
@@ -82,7 +80,7 @@ class LoaderOrder:
         return EpochSeed(seed, self._epoch - 1)
 
 
-class LoaderBatches:
+class LoaderBatches(Batches):
     """The batches of a loader, on the training device.
 
     Args:
@@ -95,6 +93,8 @@ class LoaderBatches:
         split: which process's micro-batches are taken; the others are read and dropped, so that
             the order of samples is that of one process.
     """
+
+    data: LoadedSet
 
     def __init__(
         self,
@@ -112,23 +112,11 @@ class LoaderBatches:
         self.batch_size = None if size is None else size * self._per_step
         self._reading, self._generator = reading, generator
         self._form, self._accumulate = form, accumulate
-        self._structure: str | None = None
-
-    @property
-    def samples(self) -> int | None:
-        return self.data.samples
-
-    @property
-    def is_empty(self) -> bool:
-        return self.data.is_empty
 
     @property
     def length(self) -> int | None:
         micro_batches = self.data.batches(self._reading.batch_size)
         return None if micro_batches is None else -(-micro_batches // self._per_step)
-
-    def __iter__(self) -> Stream:
-        return self.epoch(None)
 
     def epoch(self, order: EpochSeed | None, skip: int = 0) -> Stream:
         """The batches of an epoch, less the first `skip`, which are read and dropped.
@@ -218,67 +206,7 @@ class LoaderBatches:
             end_workers(source)
 
     def _micro_batch(self, content: Any) -> MicroBatch:
-        self._check(content)
         size, pinned = batch_size(content), devices.backend(self.device).pins
         content = map_tensors(lambda x: x.to(self.device, non_blocking=pinned), content)
         content = self._form.prepared(content)
         return self._form.micro_batch(content, self._form.convert(content), size)
-
-    def _check(self, content: Any) -> None:
-        found = structure(content)
-        self._structure = self._structure or found
-        if found != self._structure:
-            raise RunFailedError(
-                f"the data gave a batch that is {found}, after one that was {self._structure}; "
-                "legal are batches of one structure"
-            )
-
-
-def structure(content: Any) -> str:
-    """What a batch is, as text: its kind, its keys or the number of its items."""
-    if isinstance(content, Mapping):
-        return f"a {type(content).__name__} of {', '.join(map(str, content))}"
-    if isinstance(content, tuple):
-        return f"a {type(content).__name__} of {len(content)}"
-    return f"a {type(content).__name__}"
-
-
-def batch_size(content: Any) -> int:
-    """Samples in a batch that a loader made.
-
-    They are the length of the first tensor that is an item of the batch; without one, of the first
-    list: a detector's batch lists its images and its targets. A list of mappings with the same keys
-    is a list of samples.
-    """
-    if isinstance(content, Tensor):
-        return len(content) if content.dim() else 1
-    items = _items(content)
-    if items is None:
-        return 1
-    if isinstance(content, list) and _are_samples(items):
-        return len(items)
-    for item in items:
-        if isinstance(item, Tensor) and item.dim():
-            return len(item)
-    for item in items:
-        if isinstance(item, list | tuple):
-            return len(item)
-        if _items(item):
-            return batch_size(item)
-    return max(1, len(items)) if isinstance(content, list) else 1
-
-
-def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, tuple | list):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name, None) for f in fields(value)]
-    return None
-
-
-def _are_samples(items: list[Any]) -> bool:
-    if not items or not all(isinstance(x, Mapping) for x in items):
-        return False
-    return all(set(x) == set(items[0]) for x in items)

@@ -7,30 +7,21 @@
 Each makes a `DataLoader` whose random numbers come from one generator, which the run seeds. A ready
 loader and its samplers are copied, so that runs that share it do not disturb each other. Its
 workers start anew in each epoch, so that an epoch can be read again.
-
-The random numbers of data code: the same for every precision mode.
-
-A data set that augments draws random numbers when a sample is read: PyTorch's, NumPy's or Python's.
-A model draws from PyTorch's too (dropout), and how many it draws may depend on the mode. So each
-batch is read with random numbers of its own, seeded by the run's seed, the epoch and the number of
-the batch. The model's are restored afterwards, as if nothing had been read.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import random
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -42,61 +33,9 @@ from torch.utils.data import (
     Subset,
 )
 
-from mprun import devices
+from mprun.data.random_numbers import seeded
 from mprun.errors import UsageError
-
-NUMPY_SEEDS = 2**32
-
-
-def seed_all(seed: int) -> None:
-    """Seed PyTorch's, Python's and NumPy's random numbers."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % NUMPY_SEEDS)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers drawn inside on the CPU depend on `seed` alone; all are restored."""
-    python, numpy_, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % NUMPY_SEEDS)
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_)
-        random.setstate(python)
-
-
-@contextmanager
-def untouched() -> Iterator[None]:
-    """All random numbers, also those of accelerators, are as before at the end."""
-    host = saved_states()
-    try:
-        with devices.random_numbers_kept(devices.in_use()):
-            yield
-    finally:
-        restore_states(host)
-
-
-def saved_states() -> dict[str, Any]:
-    """The states of Python's and NumPy's random numbers, as a checkpoint may hold them."""
-    version, keys, gauss = random.getstate()
-    kind, words, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(keys), gauss],
-        "numpy": [str(kind), [int(x) for x in words], int(position), int(has_gauss), float(cached)],
-    }
-
-
-def restore_states(saved: dict[str, Any]) -> None:
-    """Go back to states that `saved_states` gave."""
-    version, keys, gauss = saved["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, words, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, cached))
+from mprun.nested import children
 
 
 class Reading(NamedTuple):
@@ -262,8 +201,6 @@ class LoaderSet(LoadedSet):
         known = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if isinstance(known, int):
             return known
-        from mprun.data.loader_batches import batch_size
-
         return batch_size(self.example(1))
 
     @property
@@ -403,6 +340,37 @@ def _in_torch_format(part: Any) -> Any:
     return (
         part.with_format("torch") if not (getattr(part, "format", None) or {}).get("type") else part
     )
+
+
+def batch_size(content: Any) -> int:
+    """Samples in a batch that a loader made.
+
+    They are the length of the first tensor that is an item of the batch; without one, of the first
+    list: a detector's batch lists its images and its targets. A list of mappings with the same keys
+    is a list of samples.
+    """
+    if isinstance(content, Tensor):
+        return len(content) if content.dim() else 1
+    items = children(content)
+    if items is None:
+        return 1
+    if isinstance(content, list) and _are_samples(items):
+        return len(items)
+    for item in items:
+        if isinstance(item, Tensor) and item.dim():
+            return len(item)
+    for item in items:
+        if isinstance(item, list | tuple):
+            return len(item)
+        if children(item):
+            return batch_size(item)
+    return max(1, len(items)) if isinstance(content, list) else 1
+
+
+def _are_samples(items: list[Any]) -> bool:
+    if not items or not all(isinstance(x, Mapping) for x in items):
+        return False
+    return all(set(x) == set(items[0]) for x in items)
 
 
 def _copy(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

@@ -138,35 +138,25 @@ def _held_out(
     train: TensorSet | LoadedSet, share: float
 ) -> tuple[TensorSet | LoadedSet, TensorSet | LoadedSet, str | None]:
     """The training samples without the held-out ones, those, and what the user has to know."""
-    total = train.samples
-    if total == 1:
-        return train, train.first(0), f"data() gives one training sample and {NOT_VALIDATED}"
-    if total == 0:
-        return train, train.first(0), None
-    places = train.samples if isinstance(train, TensorSet) else train.places
-    index = None if places is None else _order(places, share)
-    kept, out = (None, None) if index is None else (_rows(train, i) for i in index)
-    if kept is None or out is None:
-        kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
-        return (
-            train,
-            train.first(0),
-            f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}",
-        )
-    return kept, out, None
+    none = train.first(0)
+    if train.samples == 0:
+        return train, none, None
+    if train.samples == 1:
+        return train, none, f"data() gives one training sample and {NOT_VALIDATED}"
+    if train.places is not None:
+        kept, out = (train.select(index) for index in _order(train.places, share))
+        if kept is not None and out is not None:
+            return kept, out, None
+    kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
+    return train, none, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
 
 
-def _order(total: int, share: float) -> tuple[Tensor, Tensor]:
+def _order(total: int, share: float) -> tuple[list[int], list[int]]:
     """The places of the samples that train, and of those that are held out."""
     held_out = max(1, round(total * (share or HELD_OUT)))
     if held_out >= total:
         raise UsageError(f"data.validation_fraction={share} leaves no training sample")
+    # a seed of its own: runs with any seed are judged by the same samples
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    return order[held_out:].sort().values, order[:held_out].sort().values
-
-
-def _rows(train: TensorSet | LoadedSet, index: Tensor) -> TensorSet | LoadedSet | None:
-    """The samples at these places; None where they cannot be told apart."""
-    if isinstance(train, TensorSet):
-        return train.map(lambda x: x.index_select(0, index.to(x.device)))
-    return train.select(index.tolist())
+    kept, out = order[held_out:].sort().values, order[:held_out].sort().values
+    return kept.tolist(), out.tolist()

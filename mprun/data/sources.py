@@ -12,11 +12,6 @@ strokes' ends wobbling, dimmed and with noise: enough variation that a model has
 enough that the recipes reach over 90 %. The shape is MNIST's: 60,000 + 10,000 images of 28x28
 bytes.
 
-How one is drawn: the brightness of a pixel is a soft step of its distance to the nearest stroke.
-For the segment from a to b and a pixel p, with t = clamp((p - a).(b - a) / |b - a|^2, 0, 1), the
-distance is |p - (a + t (b - a))|. The random transform moves the strokes' ends, so widths stay
-round.
-
 Its purpose is to show that a run works. Accuracies on it are not those of MNIST, and every place
 that shows one is labelled "generated".
 """
@@ -24,21 +19,19 @@ that shows one is labelled "generated".
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import os
 import re
 import shlex
 import shutil
 import socket
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -54,7 +47,7 @@ SEED = 20_240_229
 TRAIN_SAMPLES = 60_000
 TEST_SAMPLES = 10_000
 SIDE = 28
-CHUNK = 2_000  # samples drawn at once: some 30 MB of distances
+CHUNK = 2_000  # samples drawn at once: some 30 MB of distances; another size draws other samples
 
 # Strokes (x0, y0, x1, y1) in a frame from -1 to 1; y points down.
 GLYPHS: tuple[tuple[tuple[float, float, float, float], ...], ...] = (
@@ -106,7 +99,10 @@ def _glyph_table() -> tuple[Tensor, Tensor]:
 
 
 def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Tensor:
-    """Images [B, 28, 28] of bytes from strokes [B, S, 2, 2] and their mask [B, S]."""
+    """Images [B, 28, 28] of bytes from strokes [B, S, 2, 2] and their mask [B, S].
+
+    The brightness of a pixel is a soft step of its distance to the nearest stroke.
+    """
     n = len(strokes)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -118,22 +114,28 @@ def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Te
     column_x = torch.stack([cos, sin], dim=1) * scale_x[:, None]
     column_y = torch.stack([shear * cos - sin, shear * sin + cos], dim=1) * scale_y[:, None]
     transform = torch.stack([column_x, column_y], dim=2).unsqueeze(1)
+    # the transform moves the strokes' ends, so their widths stay round
     ends = (strokes + uniform(-0.12, 0.12, *strokes.shape[1:])) @ transform.mT
     ends = ends + uniform(-0.12, 0.12, 1, 1, 2)
 
     distance = _distance(ends[:, :, 0], ends[:, :, 1])
     distance = distance.masked_fill(~used[:, :, None], torch.inf).amin(1)
     width = uniform(0.05, 0.13, 1)
+    # 30: the edge of a stroke is one to two pixels wide; a pixel is 2/28
     ink = torch.sigmoid((width - distance) * 30) * uniform(0.6, 1.0, 1)
     noise = torch.randn(n, SIDE * SIDE, generator=generator) * uniform(0.0, 0.12, 1)
     return ((ink + noise).clamp(0, 1) * 255).to(torch.uint8).view(n, SIDE, SIDE)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Distance [B, S, 784] of each pixel's centre to the segments from a to b [B, S, 2]."""
+    """Distance [B, S, 784] of each pixel's centre to the segments from a to b [B, S, 2].
+
+    For a pixel p, with t = clamp((p - a).(b - a) / |b - a|^2, 0, 1), it is |p - (a + t (b - a))|.
+    """
     axis = (torch.arange(SIDE) + 0.5) * (2 / SIDE) - 1
     x, y = axis.repeat(SIDE), axis.repeat_interleave(SIDE)
     (ax, ay), (dx, dy) = a.unsqueeze(-1).unbind(2), (b - a).unsqueeze(-1).unbind(2)
+    # strokes that pad a glyph have no length; their distances are left out afterwards
     length = (dx.square() + dy.square()).clamp_min(1e-6)
     t = (((x - ax) * dx + (y - ay) * dy) / length).clamp(0, 1)
     return torch.hypot(x - ax - t * dx, y - ay - t * dy)
@@ -393,7 +395,7 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, timeout=LOCK_TIMEOUT_S), connection_timeout():
+        with FileLock(lock, timeout=LOCK_TIMEOUT_S), _connection_timeout():
             for left in target.glob(f"{DOWNLOAD}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=DOWNLOAD, dir=target) as folder:
@@ -410,54 +412,28 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
     """Put a file into `folder`: unpacked from `raw`, else downloaded; True if downloaded."""
-    try:
-        _unpack(name, file, raw, folder)
-    except (OSError, DownloadError):  # it is missing, or not the published one
-        _download_packed(name, file, folder)
-        _unpack(name, file, folder, folder)
-        return True
-    return False
-
-
-def _unpack(name: str, file: str, source: Path, folder: Path) -> None:
-    packed, unpacked = source / f"{file}.gz", folder / file
-    try:
-        with (
-            open_regular(packed) as stream,
-            gzip.open(stream) as content,
-            unpacked.open("wb") as whole,
-        ):
-            _copy(content, whole, SIZE_BYTES[file])
-    except (EOFError, zlib.error) as error:
-        raise DownloadError(f"{packed.name} is damaged: {error}") from None
-    if sha256(unpacked) != SHA256[name][file]:
-        raise DownloadError(f"{packed.name} does not hold the published file")
-
-
-def _copy(content: gzip.GzipFile, whole: IO[bytes], size: int) -> None:
-    """Copy at most one byte more than the published file has: an archive can hold terabytes."""
-    left = size + 1
-    while left and (block := content.read(min(left, 1 << 20))):
-        whole.write(block)
-        left -= len(block)
-
-
-def _download_packed(name: str, file: str, folder: Path) -> None:
-    """Download a packed file from the first mirror that has it; its MD5 is torchvision's."""
     from torchvision import datasets
-    from torchvision.datasets.utils import download_url
+    from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
-    published = getattr(datasets, name)
-    packed, md5 = next(r for r in published.resources if r[0] == f"{file}.gz")
+    resources = getattr(datasets, name).resources
+    packed, md5 = next(r for r in resources if r[0] == f"{file}.gz")
+    # Unpacked is only what has the published MD5, so an archive that unpacks to terabytes is not.
+    is_here = check_integrity(raw / packed, md5)
     failure: Exception = DownloadError("no server is known")
     for mirror in MIRRORS[name]:
         try:
-            with contextlib.redirect_stdout(None):
-                download_url(f"{mirror}{packed}", str(folder), packed, md5)
-            return
+            with contextlib.redirect_stdout(None):  # some versions print what they do
+                download_and_extract_archive(
+                    f"{mirror}{packed}", raw if is_here else folder, folder, packed, md5
+                )
+            break
         except (OSError, RuntimeError, HTTPException) as error:
             failure = error
-    raise failure
+    else:
+        raise failure
+    if sha256(folder / file) != SHA256[name][file]:
+        raise DownloadError(f"{packed} does not hold the published file")
+    return not is_here
 
 
 def reason(error: Exception) -> str:
@@ -469,7 +445,7 @@ def reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def connection_timeout() -> Iterator[None]:
+def _connection_timeout() -> Iterator[None]:
     """A timeout for torchvision's connections, by the process's default: they have none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)

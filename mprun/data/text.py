@@ -110,6 +110,7 @@ def encode(text: str, vocabulary: int) -> tuple[Tensor, int]:
     found = np.flatnonzero(counts)
     kept = found
     if len(found) > vocabulary:
+        # stable: of equally frequent characters the first code points are kept, on every machine
         by_count = np.argsort(-counts[found], kind="stable")
         kept = np.sort(found[by_count[: vocabulary - 1]])
     numbers = np.full(len(counts), vocabulary - 1, dtype=np.uint8)

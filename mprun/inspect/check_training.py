@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mprun.assemble.parts import build_parts
 from mprun.data import Batch, MicroBatch
-from mprun.data.loader_sets import seed_all, untouched
+from mprun.data.random_numbers import seed_all, untouched
 from mprun.inspect.checked_mode import CheckedMode
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import FpExceptionError, fp_exceptions

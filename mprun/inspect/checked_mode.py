@@ -18,7 +18,7 @@ from torch import nn
 from mprun.assemble import Plan, step_memory
 from mprun.assemble.parts import build_batches, build_parts
 from mprun.data import Batch
-from mprun.data.loader_sets import untouched
+from mprun.data.random_numbers import untouched
 from mprun.experiments.planned_run import PlannedRun, PolicyProbe
 from mprun.numerics.process_memory import StepMemory
 from mprun.precision import Arithmetic

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import is_fake, own_parameters
+from mprun._torch import is_fake, parameters_replaced
 from mprun.optim.base import GradScaledOptimizer
 from mprun.optim.state import check_operands
 from mprun.precision.products import LOW
@@ -55,21 +55,9 @@ def float32_masters(model: nn.Module) -> Iterator[Masters]:
     An optimizer that is made inside holds the masters. At the end the model has its parameters
     back.
     """
-    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for module in model.modules():
-        own = own_parameters(module)
-        for name, p in own.items():
-            if p is not None and p.requires_grad and p.dtype in LOW:
-                places.append((own, name, p))
-    masters = masters_of(p for _, _, p in places)
-    of = {p: master for master, p in masters.items()}
-    try:
-        for own, name, p in places:
-            own[name] = of[p]
+    masters = masters_of(p for p in model.parameters() if p.requires_grad)
+    with parameters_replaced(model, {p: master for master, p in masters.items()}):
         yield masters
-    finally:
-        for own, name, p in places:
-            own[name] = p
 
 
 class MasterWeights(GradScaledOptimizer, MasteredOptimizer):

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from mprun import devices
 from mprun.errors import MachineFailedError, first_line, text_of
+from mprun.parallel.launch import Launch
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 
@@ -83,29 +84,23 @@ class Coordinator:
 
 
 class GroupCoordinator(Coordinator):
-    """The processes that torchrun started; all of them construct it at the same time.
+    """The processes that torchrun started; all of them construct it at the same time."""
 
-    Args:
-        rank: the number of this process.
-        size: how many there are.
-        local_rank: this process's number on its machine.
-        restarts: how often torchrun has started all of them again.
-    """
-
-    def __init__(self, rank: int, size: int, local_rank: int, restarts: int) -> None:
-        self._rank, self._size, self._restarts = rank, size, restarts
+    def __init__(self, launch: Launch) -> None:
+        self._rank, self._size = rank, size = launch.rank, launch.world_size
+        self._restarts = launch.restarts
         self.is_first = rank == 0
         self._number = self._jobs = 0
         self._is_busy = False
         backend, here = "gloo", devices.accelerator()
-        if here is not None and local_rank < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(local_rank)
+        if here is not None and launch.local_rank < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(launch.local_rank)
             if (own_group := devices.backend(here).group) is not None:
                 backend = f"cpu:gloo,{here.type}:{own_group}"
         store = _store(rank)
         self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
         # torchrun's store outlives the processes: those of an earlier start left addresses in it
-        own = dist.PrefixStore(f"mprun/{restarts}", store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"mprun/{launch.restarts}", store)  # type: ignore[attr-defined]
         self._notes = own
         # PyTorch 2.14's FSDP2 calls functions that it has itself deprecated
         warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed\.")
@@ -124,6 +119,7 @@ class GroupCoordinator(Coordinator):
             self._disconnect()
         self._is_busy = job is not None
         self._jobs += 1
+        # the others look for this note before they enter an exchange, which ends after PATIENCE
         self._notes.set(f"job/{self._jobs}", "1")
         self._exchange(job)
 
@@ -189,18 +185,19 @@ class GroupCoordinator(Coordinator):
     def _explained(self, error: PeerLostError) -> PeerLostError:
         """The error with the process that is gone, and what it said."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        texts = {rank: text for rank in others if (text := self._note_of(rank)) is not None}
-        gone = [rank for rank in others if self._is_gone(rank)]
+        notes = {rank: self._note_of(rank) for rank in others}
+        said = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
+        gone = [
+            f"process {n} of {self._size} was killed, or crashed"
+            for n in others
+            if self._is_gone(n)
+        ]
+        # what a process said explains more than that it is gone, and both more than neither
+        what = [*said, *gone, f"one of the {self._size} processes ended"][0]
         self._notes.set(f"failed/{self._rank}", f"{error}")
-        again = ""
         if self._kept.check(["folder"]):
-            again = f"; continue the run with run.resume={self._kept.get('folder').decode()}"
-        for rank, text in texts.items():
-            return PeerLostError(f"process {rank} of {self._size}: {text}{again}")
-        if gone:
-            lost_one = f"process {gone[0]} of {self._size} was killed, or crashed"
-            return PeerLostError(f"{lost_one}{again}")
-        return PeerLostError(f"one of the {self._size} processes ended{again}")
+            what += f"; continue the run with run.resume={self._kept.get('folder').decode()}"
+        return PeerLostError(what)
 
     def _note_of(self, rank: int) -> str | None:
         """Why another process failed, as it has noted."""
@@ -217,7 +214,7 @@ class GroupCoordinator(Coordinator):
             state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
         except OSError:
             return not Path(f"/proc/{number}").exists()
-        return state.split()[0] in "ZX"
+        return state.split()[0] in "ZX"  # a zombie: its parent has not asked for its status
 
     def layout(self, kind: str, device: torch.device) -> Layout:
         if kind == "fsdp2":
@@ -257,6 +254,7 @@ def _store(rank: int) -> Any:
     """The store that all processes share: torchrun's, else the first process has it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # multi_tenant: a process that makes the store twice gets the one that it has
     return dist.TCPStore(host, port, is_master=hosts, multi_tenant=True)  # type: ignore[attr-defined]
 
 
@@ -269,11 +267,9 @@ def coordinator_here() -> Coordinator:
 
 
 @contextmanager
-def coordinator_of(
-    rank: int, size: int, local_rank: int, restarts: int
-) -> Iterator[GroupCoordinator]:
+def coordinator_of(launch: Launch) -> Iterator[GroupCoordinator]:
     """Inside, `coordinator_here()` is that of the processes that torchrun started."""
-    coordinator = GroupCoordinator(rank, size, local_rank, restarts)
+    coordinator = GroupCoordinator(launch)
     _here.append(coordinator)
     try:
         yield coordinator

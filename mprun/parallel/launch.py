@@ -24,11 +24,8 @@ class Launch:
     """How many processes there are, on all machines."""
     local_rank: int = 0
     """Its number on its machine: the GPU that it uses."""
-    local_size: int = 1
-    """How many processes there are on its machine."""
     restarts: int = 0
     """How often torchrun has started all processes again after a failure."""
-    by_torchrun: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -50,9 +47,7 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment["LOCAL_RANK"]),
-            local_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            by_torchrun=True,
         )
     except ValueError:  # another program's variables
         return Launch()

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun import devices
 from mprun.data import Batch
 from mprun.data.batches import NOTHING_COUNTS, Whole
 from mprun.errors import RunFailedError
@@ -112,13 +114,68 @@ class Layout:
             OSError: a file cannot be read.
             DamagedShardsError: a shard is missing, or has another shape or dtype.
         """
-        from mprun.parallel.shards import read_whole
+        from mprun.parallel import shard_files  # imports a second of PyTorch
 
-        return read_whole(outline, folder)
+        def whole(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype)  # on the CPU
+
+        return shard_files.read(outline.state, outline.tied or {}, folder, whole)
+
+
+class BufferMean:
+    """Gives all processes the mean of their floating buffers, such as BatchNorm's statistics.
+
+    Each process saw other samples. Processes that trained on none do not count.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+
+    def begin(self, took_part: bool) -> None:
+        """Begin to average the buffers, which a step's forward passes have updated.
+
+        In float64: what is equal in all processes stays as it is.
+
+        Args:
+            took_part: whether this process's passes were on samples of its own.
+        """
+        if not self._buffers:
+            return
+        flat = torch.cat([devices.wide(b.detach().reshape(-1)) for b in self._buffers])
+        flat = torch.cat([flat, flat.new_ones(1)])
+        self._sums = flat if took_part else torch.zeros_like(flat)
+        self._wait = self._ranks.begin_sums([self._sums])
+
+    def finish(self) -> None:
+        """Give the buffers their means."""
+        if not self._buffers:
+            return
+        self._wait()
+        means = self._sums[:-1] / self._sums[-1]
+        parts = means.split([b.numel() for b in self._buffers])
+        for buffer, part in zip(self._buffers, parts, strict=True):
+            buffer.data.copy_(part.view(buffer.shape))
 
 
 class GroupLayout(Layout):
     """One of several processes, each of which trains on its part of every batch."""
+
+    def arrange(self, model: nn.Module, policy: Policy) -> None:
+        self._buffers = BufferMean(model, self.ranks)
+        self._took_part = False
+        """Whether a pass of this step was on samples of this process, not on spare ones."""
+
+    def compute(self, compute: Compute, size: int, is_last: bool) -> tuple[Tensor, Any]:
+        self._took_part |= size > 0
+        result = compute()
+        if is_last:
+            self._buffers.begin(self._took_part)  # beside the backward pass
+        return result
+
+    def end_backward(self) -> None:
+        self._buffers.finish()
+        self._took_part = False
 
     def weighted(self, batch: Batch) -> Batch:
         if batch.whole is None or batch.whole.weight is not None:

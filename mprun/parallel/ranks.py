@@ -21,6 +21,7 @@ from mprun.errors import MachineFailedError, text_of
 
 T = TypeVar("T")
 
+# PyTorch has no type for it: there is only the text of a `RuntimeError`.
 LOST = ("closed by peer", "reset by peer", "closed by remote", "broken pipe", "socket", "timed out")
 """What errors of gloo and NCCL say if another process is gone."""
 
@@ -38,6 +39,8 @@ class Ranks:
     """How many there are."""
     waited_s = 0.0
     """Seconds that this process has spent on communication, waits for others included."""
+    sees_waits = True
+    """Whether `waited_s` is all of it: a GPU communicates beside the host, which does not wait."""
 
     @property
     def is_first(self) -> bool:
@@ -48,9 +51,12 @@ class Ranks:
         """The sums of numbers over processes, in float64."""
         return values
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag whether any process has set it."""
-        return flags
+    def any(self, flag: bool) -> bool:
+        """Whether any process has set its flag; all processes get the same answer."""
+        return flag
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
 
     def gather(self, value: T) -> list[T]:
         """The objects of all processes, by their numbers."""
@@ -77,8 +83,7 @@ class GroupRanks(Ranks):
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._device = device
-        self.waited_s = 0.0
+        self.sees_waits = device.type == "cpu"
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -101,8 +106,11 @@ class GroupRanks(Ranks):
             dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
-        return tuple(bool(x) for x in self.totals([float(flag) for flag in flags]))
+    def any(self, flag: bool) -> bool:
+        return self.totals([float(flag)]) != [0.0]
+
+    def barrier(self) -> None:
+        self.totals([0.0])  # `dist.barrier` would use NCCL on a GPU, and name no lost process
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size

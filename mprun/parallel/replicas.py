@@ -15,82 +15,34 @@ not the model: a recipe's `forward` may call any method of its model, and the lo
 parameters. The model itself, its names and its state stay as they are.
 
 A pass may leave out a part of the model. As in one process, a parameter that no process used has no
-gradient. DistributedDataParallel can find such parameters (`find_unused_parameters`), but sends one
-more message each step for it, and keeps buckets that suit the backward pass less: 1.13 times the
-step of `fashion_mnist` on a link of 1 Gbit/s. So here every pass depends on every parameter
-(`_Depends`), if only with no gradient, and which of them have one is sent behind the last bucket.
-
-The mean of floating buffers over processes, such as BatchNorm's statistics.
-
-FSDP2's collectives on CPUs, timed as communication.
-
-FSDP2 gathers a block's parameters and scatters its gradients by itself, so their time would count
-as computation. It takes objects that do both in its place (`set_custom_all_gather`). On a CPU they
-return when the data are there, so the time of the call is that of the communication. On a GPU they
-only enqueue kernels, and FSDP2 keeps its own.
+gradient (`_Depends`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from mprun import devices
 from mprun.errors import RunFailedError
 from mprun.parallel.layouts import Compute, GroupLayout
-from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.precision.policy import Policy, torch_dtype
 
 
-class BufferMean:
-    """Gives all processes the mean of their floating buffers, such as BatchNorm's statistics.
-
-    Each process saw other samples. Processes that trained on none do not count.
-
-    Args:
-        model: the prepared model.
-        ranks: the processes.
-    """
-
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
-
-    def begin(self, took_part: bool) -> None:
-        """Begin to average the buffers, which a step's forward passes have updated.
-
-        In float64: what is equal in all processes stays as it is.
-
-        Args:
-            took_part: whether this process's passes were on samples of its own.
-        """
-        if not self._buffers:
-            return
-        flat = torch.cat([devices.wide(b.detach().reshape(-1)) for b in self._buffers])
-        flat = torch.cat([flat, flat.new_ones(1)])
-        self._sums = flat if took_part else torch.zeros_like(flat)
-        self._wait = self._ranks.begin_sums([self._sums])
-
-    def finish(self) -> None:
-        """Give the buffers their means."""
-        if not self._buffers:
-            return
-        self._wait()
-        means = self._sums[:-1] / self._sums[-1]
-        parts = means.split([b.numel() for b in self._buffers])
-        for buffer, part in zip(self._buffers, parts, strict=True):
-            buffer.data.copy_(part.view(buffer.shape))
-
-
 class _Depends(torch.autograd.Function):
-    """A loss as it is, made from all parameters; its backward pass gives them no gradient."""
+    """A loss as it is, made from all parameters; its backward pass gives them no gradient.
+
+    DistributedDataParallel waits for every parameter of a pass. It can find those that a pass does
+    not use (`find_unused_parameters`), but sends one more message each step for it, and keeps
+    buckets that suit the backward pass less: 1.13 times the step of `fashion_mnist` on a link of
+    1 Gbit/s. So every pass depends on every parameter, and which of them have a gradient is sent
+    behind the last bucket.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -131,11 +83,10 @@ class ReplicaLayout(GroupLayout):
         for p in model.parameters():
             p.grad_dtype = p.dtype  # DistributedDataParallel's buckets have no other
         self._dtype = torch_dtype(policy.reduce_dtype)
-        self._took_part = False
         self._sums: list[tuple[Tensor, Tensor, Callable[[], None]]] = []
         """Buckets, what is sent of each, and what waits for its sum."""
         self._devices: Any = [p.device for p in model.parameters() if p.device.type != "cpu"][:1]
-        self._buffers = BufferMean(model, self.ranks)
+        super().arrange(model, policy)
         both = _LossModule(model)
         self._trained = [*both.trained]
         self._replicas = DistributedDataParallel(both, gradient_as_bucket_view=True)
@@ -143,12 +94,8 @@ class ReplicaLayout(GroupLayout):
         self._replicas.register_comm_hook(None, lambda state, bucket: self._sum(bucket))
 
     def compute(self, compute: Compute, size: int, is_last: bool) -> tuple[Tensor, Any]:
-        self._took_part |= size > 0
         with nullcontext() if is_last else self._replicas.no_sync():
-            result: tuple[Tensor, Any] = self._replicas(compute)
-        if is_last:
-            self._buffers.begin(self._took_part)
-        return result
+            return super().compute(partial(self._replicas, compute), size, is_last)
 
     def _sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin to add up a bucket of gradients over processes."""
@@ -180,8 +127,7 @@ class ReplicaLayout(GroupLayout):
             for p, count in zip(self._trained, present, strict=True):
                 p.grad = p.grad if count else None
         self._sums.clear()
-        self._buffers.finish()
-        self._took_part = False
+        super().end_backward()
 
 
 def _check(model: nn.Module) -> None:
@@ -191,26 +137,3 @@ def _check(model: nn.Module) -> None:
                 f"parallel=ddp adds up dense gradients, and those of {name or 'the model'} are "
                 "sparse; legal: sparse=False"
             )
-
-
-class TimedCollective:
-    """What FSDP2 asks of a collective, by PyTorch's own, whose name is given."""
-
-    def __init__(self, ranks: GroupRanks, name: str) -> None:
-        self._ranks, self._name = ranks, name
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor that receives the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        with self._ranks.communicating():
-            return getattr(dist, self._name)(output_tensor, input_tensor, **options)
-
-
-def time_collectives(module: FSDPModule, ranks: GroupRanks) -> None:
-    """Count the collectives of `module`, which is on a CPU, as communication."""
-    gather: Any = TimedCollective(ranks, "all_gather_into_tensor")
-    scatter: Any = TimedCollective(ranks, "reduce_scatter_tensor")
-    module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(scatter)

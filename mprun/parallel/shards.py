@@ -15,61 +15,33 @@ element by element works, mprun's rounding ones too: they draw random bits by th
 the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
 those of all parts (`ShardCombine`).
 
-Checkpoints hold each process's parts (see below): any number of processes resumes from them,
-and one process too.
-
-Shards in files: each process writes its parts, by `torch.distributed.checkpoint`.
-
-A checkpoint of a sharded run has two places. `last.pt`, which the first process writes, has all
-that is small, and the outline of the rest: in place of each cut tensor one on the device meta, of
-the same shape and dtype. The folder beside it has the parts, as safetensors, which hold no code:
-
-    checkpoints/last.pt
-    checkpoints/shards-120/shard-00001-model-00001-of-00004.safetensors    of the first process
-
-No process ever holds a whole tensor while it writes, and any number of processes reads: a file says
-where in the whole tensor its part lies.
-
-Writing has two phases. The tensors are copied, and training goes on; a thread writes the copy.
-A process holds its parts twice meanwhile, and one file's bytes: safetensors makes a file in memory
-before it writes it. So parts go into several files, `PIECES` for each process.
+Checkpoints hold each process's parts: `shard_files.py`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as empty_parts
 from torch.optim import Optimizer
 
-from mprun._torch import own_parameters
+from mprun._torch import own_parameters, parameters_replaced
 from mprun.errors import RunFailedError
 from mprun.numerics.model_blocks import blocks_of, cast_modules
-from mprun.parallel.layouts import Compute, GroupLayout, Outline
-from mprun.parallel.ranks import GroupRanks, Ranks, lost
-from mprun.parallel.replicas import BufferMean, time_collectives
+from mprun.parallel import shard_files
+from mprun.parallel.layouts import GroupLayout, Outline
+from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.precision import Combine
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
@@ -92,6 +64,26 @@ class ShardCombine(Combine):
 
     def overflow(self, flag: Tensor) -> Tensor:
         return self._ranks.largest(flag)
+
+
+class _TimedCollective:
+    """What FSDP2 asks of a collective, by PyTorch's own, timed as communication.
+
+    FSDP2 gathers parameters and scatters gradients by itself, so their time would count as
+    computation. On a CPU a collective returns when the data are there, so the time of the call is
+    that of the communication. On a GPU it only enqueues kernels, and FSDP2 keeps its own.
+    """
+
+    def __init__(self, ranks: GroupRanks, name: str) -> None:
+        self._ranks, self._name = ranks, name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor that receives the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        with self._ranks.communicating():
+            return getattr(dist, self._name)(output_tensor, input_tensor, **options)
 
 
 class ShardLayout(GroupLayout):
@@ -120,9 +112,9 @@ class ShardLayout(GroupLayout):
         """Each process's parts, and the parameters that they are parts of."""
 
     def arrange(self, model: nn.Module, policy: Policy) -> None:
+        # a parameter's random bits follow its name, which `fully_shard` does not carry over
         names = {name: getattr(p, NAME, name) for name, p in model.named_parameters()}
-        self._buffers = BufferMean(model, self.ranks)
-        self._took_part = False
+        super().arrange(model, policy)
         for module, dtype in units(model, policy):
             rule = MixedPrecisionPolicy(
                 param_dtype=dtype,
@@ -130,12 +122,15 @@ class ShardLayout(GroupLayout):
                 cast_forward_inputs=False,
             )
             fully_shard(module, mesh=self._mesh, mp_policy=rule)
+        gather: Any = _TimedCollective(self._group, "all_gather_into_tensor")
+        scatter: Any = _TimedCollective(self._group, "reduce_scatter_tensor")
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gradients are summed: the loss is a share
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if self._mesh.device_type == "cpu":
-                    time_collectives(module, self._group)
+                    module.set_custom_all_gather(gather)
+                    module.set_custom_reduce_scatter(scatter)
         parameters: Any = model.named_parameters()  # they are `DTensor`s now
         self._own = {self._part(p, names[name]): p for name, p in parameters}
 
@@ -151,49 +146,28 @@ class ShardLayout(GroupLayout):
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        part_of = {id(whole): own for own, whole in self._own.items()}
-        places = [
-            (own, name, p)
-            for own in map(own_parameters, model.modules())
-            for name, p in own.items()
-            if p is not None
-        ]
-        try:
-            for own, name, p in places:
-                own[name] = part_of[id(p)]
+        with parameters_replaced(model, {whole: own for own, whole in self._own.items()}):
             yield
-        finally:
-            for own, name, p in places:
-                own[name] = p
-
-    def compute(self, compute: Compute, size: int, is_last: bool) -> tuple[Tensor, Any]:
-        result = compute()
-        self._took_part |= size > 0
-        if is_last:
-            self._buffers.begin(self._took_part)
-        return result
 
     def end_backward(self) -> None:
         for own, whole in self._own.items():
             gradient: Any = whole.grad
             own.grad = None if gradient is None else gradient.to_local()
             whole.grad = None
-        self._buffers.finish()
-        self._took_part = False
+        super().end_backward()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
         return model.state_dict(keep_vars=True)  # a tied parameter is one object
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         own = model.state_dict()
-        if own.keys() != state.keys():
-            missing = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the model's state differs in {', '.join(missing)[:200]}")
-        with torch.no_grad():
-            for name, value in own.items():
-                target = value.to_local() if isinstance(value, DTensor) else value
-                whole = state[name]
-                target.copy_(self._cut(whole, value) if isinstance(value, DTensor) else whole)
+        model.load_state_dict({name: self._as_own(x, own.get(name)) for name, x in state.items()})
+
+    def _as_own(self, value: Any, own: Any) -> Any:
+        """A state's entry, cut as the model's own is."""
+        if not isinstance(own, DTensor) or isinstance(value, DTensor):
+            return value
+        return shard_files.as_part(self._cut(value, own), own)
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
         if isinstance(whole, DTensor):
@@ -209,16 +183,17 @@ class ShardLayout(GroupLayout):
         optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
 
     def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
-        rest, shards = outline(state)
-        return rest, write(shards, folder, self._file_group())
+        rest, tied, shards = shard_files.without_shards(state)
+        return Outline(rest, tied), shard_files.write(shards, folder, self._file_group())
 
     def fetch(self, outline: Outline, folder: Path) -> Any:
-        def empty(whole: Tensor) -> DTensor:
+        def own_part(whole: Tensor) -> DTensor:
+            cut = [Shard(0)]
             return empty_parts(
-                whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=[Shard(0)]
+                whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=cut
             )
 
-        return read_parts(outline, folder, empty)
+        return shard_files.read(outline.state, outline.tied or {}, folder, own_part)
 
     def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
         """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
@@ -248,7 +223,7 @@ class ShardLayout(GroupLayout):
                 f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
                 "computes element by element, such as AdamW, or parallel=ddp"
             )
-        return _as_part(entry, whole)
+        return shard_files.as_part(entry, whole)
 
     def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or entry.shape != whole.shape:
@@ -316,166 +291,3 @@ def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
         numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
         sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
     return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))
-
-
-PIECES = 16
-"""Files of each process, if its tensors are of one size. Each begins to be written when a sixteenth
-of the parts are in it, so it is larger only where one tensor is."""
-
-
-class DamagedShardsError(ValueError):
-    """Why the files of shards cannot be read."""
-
-
-def outline(state: Any) -> tuple[Outline, dict[str, DTensor]]:
-    """Take the shards out of a state: its outline, and the shards by their places in it."""
-    shards: dict[str, DTensor] = {}
-    names: dict[int, str] = {}
-    tied: dict[str, str] = {}
-
-    def take(name: str, value: Tensor) -> Tensor:
-        if not isinstance(value, DTensor):
-            return value
-        first = names.setdefault(id(value), name)
-        if first == name:
-            part: Any = value.detach()
-            shards[name] = part
-        else:
-            tied[name] = first
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    return Outline(_mapped(take, state), tied), shards
-
-
-def write(
-    shards: Mapping[str, DTensor], folder: Path, group: dist.ProcessGroup | None
-) -> Future[None]:
-    """Copy this process's parts, and begin to write them; all processes call it.
-
-    Args:
-        shards: by name, in the same order in all processes.
-        folder: a new folder, the same one for all.
-        group: processes that are connected for this alone; it works on the CPU.
-
-    Returns:
-        Done when all processes have written; its error is that of any of them (OSError), or that
-        another process is gone (PeerLostError).
-    """
-    # safetensors takes no tensor that is not contiguous
-    local = {name: _as_part(x.to_local().contiguous(), x) for name, x in shards.items()}
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_pieces(shards), save_distributed=True
-    )
-    written: Any = async_save(
-        dict(local),
-        storage_writer=writer,
-        process_group=group,
-        async_stager=DefaultStager(StagingOptions(False, False, False, False)),
-    )
-    ended: Future[None] = Future()
-
-    def end(written: Future[Any]) -> None:
-        error = written.exception()
-        if isinstance(error, CheckpointException):
-            error = next(iter(error.failures.values()))[0]
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(lost(error) or error)
-
-    written.add_done_callback(end)
-    return ended
-
-
-def read_whole(outline: Outline, folder: Path) -> Any:
-    """The state of an outline, with whole tensors on the CPU.
-
-    Raises:
-        OSError: a file cannot be read.
-        DamagedShardsError: a shard is missing, or has another shape or dtype.
-    """
-    return read_parts(outline, folder, lambda x: torch.empty(x.shape, dtype=x.dtype))
-
-
-def read_parts(outline: Outline, folder: Path, empty: Callable[[Tensor], Tensor]) -> Any:
-    """The state of an outline, with this process's part of each shard.
-
-    Args:
-        outline: the outline.
-        folder: its shards.
-        empty: makes what a shard is read into; its argument has the whole shape, and no values.
-
-    Raises:
-        OSError: a file cannot be read.
-        DamagedShardsError: a shard is missing, or has another shape or dtype.
-    """
-    state, tied = outline.state, outline.tied or {}
-    wanted: dict[str, Tensor] = {}
-    _mapped(lambda name, x: _note(wanted, tied.get(name, name), x), state)
-    for file in folder.iterdir():
-        if file.is_symlink():
-            raise DamagedShardsError(f"{file} is a link")
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-        for name, x in wanted.items():
-            _check(name, x, saved.get(name))
-        found: dict[str, Any] = {name: empty(x) for name, x in wanted.items()}
-        with warnings.catch_warnings():  # each process reads on its own, and DCP says so
-            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-            load(found, storage_reader=reader, no_dist=True)
-    except (SafetensorError, KeyError, TypeError, AttributeError, CheckpointException) as error:
-        raise DamagedShardsError(f"{folder} is damaged: {error}") from None
-    return _mapped(lambda name, x: found[tied.get(name, name)] if x.is_meta else x, state)
-
-
-def _note(wanted: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
-    if value.is_meta:
-        wanted[name] = value
-    return value
-
-
-def _check(name: str, wanted: Tensor, saved: Any) -> None:
-    """Refuse a shard that is not there as a whole: what it lacks would be left to chance."""
-    if saved is None:
-        raise DamagedShardsError(f"the shards lack {name}")
-    values = sum(prod(chunk.sizes) for chunk in saved.chunks)
-    if saved.size != wanted.shape or values != wanted.numel():
-        raise DamagedShardsError(
-            f"the shards of {name} have {values:,} values of {list(saved.size)}, not of "
-            f"{list(wanted.shape)}"
-        )
-    if saved.properties.dtype != wanted.dtype:
-        raise DamagedShardsError(
-            f"the shards of {name} are {saved.properties.dtype}, not {wanted.dtype}"
-        )
-
-
-def _as_part(local: Tensor, whole: DTensor) -> DTensor:
-    """This process's tensor as its part of one that is cut as `whole` is."""
-    mesh, cut, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
-    return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=stride)
-
-
-def _pieces(shards: Mapping[str, DTensor]) -> dict[str, int]:
-    """The number of the file of each tensor, from 1."""
-    most = sum(x.nbytes for x in shards.values()) / PIECES
-    pieces: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, value in shards.items():
-        if filled and filled + value.nbytes > most:
-            number, filled = number + 1, 0
-        pieces[name] = number
-        filled += value.nbytes
-    return pieces
-
-
-def _mapped(convert: Callable[[str, Tensor], Any], value: Any, name: str = "") -> Any:
-    """A state with `convert(its place's name, tensor)` in place of each tensor."""
-    if isinstance(value, Tensor):
-        return convert(name, value)
-    if isinstance(value, Mapping):
-        return {k: _mapped(convert, v, f"{name}.{k}" if name else str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_mapped(convert, v, f"{name}.{k}") for k, v in enumerate(value)]
-    return value

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from mprun import devices
-from mprun.data.loader_sets import restore_states, saved_states, seed_all
+from mprun.data.random_numbers import restore_states, saved_states, seed_all
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.nested import map_tensors
 from mprun.parallel.layouts import Layout, Outline
@@ -341,6 +341,7 @@ class ProcessTimes:
         if self._ranks.size == 1:
             return {}
         own, waits, steps = (x.quantiles(0.5)[0] for x in (self._own, self._waits, self._steps))
+        waits = waits if self._ranks.sees_waits else None
         every = [ms for ms in self._ranks.gather(own) if ms is not None]
         return {
             "process_times": {

@@ -122,7 +122,7 @@ class Evaluator:
         """Whether any process has reached a reading of `time.perf_counter`."""
         if math.isinf(until):
             return False
-        return any(self._ranks.agree(time.perf_counter() >= until))
+        return self._ranks.any(time.perf_counter() >= until)
 
     def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> Batch:
         """Score this process's part of a batch; it is returned, without a spare one."""

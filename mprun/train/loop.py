@@ -319,7 +319,7 @@ class Trainer:
         """Whether the time for training is up, in any process."""
         if not self._time.is_limited:
             return False
-        return any(self._ranks.agree(self._time.is_training_over()))
+        return self._ranks.any(self._time.is_training_over())
 
     def _train_epoch(self) -> None:
         parts, watch = self.parts, self._watch
@@ -537,7 +537,7 @@ class Trainer:
         )
 
     def _raise_if_stopped(self) -> None:
-        if any(self._ranks.agree(self._stop())):
+        if self._ranks.any(self._stop()):
             raise StopRequestedError
 
 

@@ -227,9 +227,8 @@ class Sums:
 
     def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all processes up; each has seen other samples."""
-        if ranks.size == 1:
-            return
-        names = sorted({name for names in ranks.gather([*self.parts]) for name in names})
+        every = ranks.gather([*self.parts])
+        names = list(dict.fromkeys(name for names in every for name in names))
         counts = self.correct is not None
         own = [self.loss, self.weight, self.samples, counts, self.correct or 0]
         totals = ranks.totals([*own, *(self.parts.get(name, 0.0) for name in names)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mprun import devices
 from mprun.data import Batches, BatchForm, TensorBatches, TensorOrder, TensorSet
-from mprun.data.batches import place
+from mprun.data.batches import WHOLE, BatchSplit, place
 
 CPU = torch.device("cpu")
 
@@ -34,14 +34,10 @@ def test_an_order_depends_on_the_seed_alone() -> None:
     first = [one.draw() for _ in range(3)]
     torch.manual_seed(6)
     torch.rand(7)
+    before = torch.get_rng_state()
     again, other = TensorOrder(100, seed=1, shuffle=True), TensorOrder(100, seed=2, shuffle=True)
     assert all(torch.equal(a, again.draw()) for a in first)
     assert not torch.equal(first[0], other.draw())
-
-
-def test_drawing_an_order_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    TensorOrder(100, seed=1, shuffle=True).draw()
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -51,13 +47,6 @@ def test_the_state_tells_the_next_order() -> None:
     generator = torch.Generator()
     generator.set_state(order.state())
     assert torch.equal(order.draw(), torch.randperm(100, generator=generator))
-
-
-def test_without_shuffling_the_order_is_the_stored_one() -> None:
-    order = TensorOrder(100, seed=1, shuffle=False)
-    assert order.draw() is None
-    seen = torch.cat([b.parts[0].content[1] for b in batches(10, 4).epoch(order.draw())])
-    assert torch.equal(seen, torch.arange(10))
 
 
 # Batches
@@ -104,6 +93,18 @@ def test_each_batch_is_prepared_once_and_targets_are_left() -> None:
     assert found[1].parts[0].content[1].tolist() == [4, 5, 6, 7]
 
 
+# Parts of processes
+
+
+@given(size=st.integers(0, 10_000), of=st.integers(1, 64))
+def test_parts_are_a_partition_of_like_sizes(size: int, of: int) -> None:
+    parts = [BatchSplit(rank, of).rows(size) for rank in range(of)]
+    assert [i for first, end in parts for i in range(first, end)] == list(range(size))
+    sizes = [end - first for first, end in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert WHOLE.rows(size) == (0, size)
+
+
 # Sets
 
 
@@ -121,10 +122,6 @@ def test_first_and_split_make_no_copy() -> None:
         assert shares_memory(part.targets, data.targets)
     assert data.first(None) is data
     assert len(data.first(99)) == 10
-
-
-def test_bytes_of_a_set() -> None:
-    assert numbered(10).nbytes == 10 * 3 * 8  # three int64 a sample
 
 
 def test_on_the_cpu_a_set_stays_where_it_is() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from mprun.cli.data_command import NAMES
 from mprun.cli.main import main
-from mprun.data import sources
 from mprun.data import sources as files
 from tests.data.conftest import Server
 from tests.waiting import PATIENCE_S
@@ -178,11 +177,11 @@ def test_a_fetch_that_is_stopped_leaves_nothing_half_done(
     (root / "MNIST" / "raw" / TRAIN_IMAGES).write_bytes(b"short")
     before = contents(root)
 
-    def stop(name: str, file: str, folder: Path) -> None:
-        (folder / f"{file}.gz").write_bytes(b"half")
+    def stop(url: str, packed_root: Path, root: Path, packed: str, md5: str) -> None:
+        (packed_root / packed).write_bytes(b"half")
         signal.raise_signal(number)
 
-    monkeypatch.setattr(sources, "_download_packed", stop)
+    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", stop)
     assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == status
     assert capsys.readouterr().err == f"mprun: stopped by {name}; no file is half written\n"
     assert contents(root) == before

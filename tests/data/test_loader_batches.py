@@ -23,8 +23,9 @@ from torch.utils.data import (
 )
 
 from mprun.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
-from mprun.data.loader_batches import EpochSeed, batch_size, structure
-from mprun.data.loader_sets import Reading, restore_states, saved_states, seeded
+from mprun.data.loader_batches import EpochSeed
+from mprun.data.loader_sets import Reading, batch_size
+from mprun.data.random_numbers import restore_states, saved_states, seeded
 from mprun.errors import RunFailedError, UsageError
 from mprun.train.user_code import described
 
@@ -226,13 +227,6 @@ X, Y = torch.zeros(5, 3), torch.zeros(5)
 )
 def test_the_samples_of_a_batch(content: Any, size: int) -> None:
     assert batch_size(content) == size
-
-
-def test_the_structure_of_a_batch_is_its_kind_and_keys() -> None:
-    assert structure({"x": X, "y": Y}) == structure({"x": X[:2], "y": Y[:2]})
-    assert structure({"x": X}) != structure({"x": X, "y": Y})
-    assert structure((X, Y)) != structure((X, Y, Y))
-    assert structure((X, Y)) != structure([X, Y])
 
 
 def test_strings_and_none_pass_and_the_last_batch_is_partial() -> None:

@@ -47,25 +47,11 @@ def test_a_home_folder_that_does_not_exist_is_named() -> None:
         files.find_root("~nobody-here/x")
 
 
-@pytest.mark.parametrize("file", list(files.SHA256["MNIST"]))
-def test_a_set_is_complete_with_all_four_files(root: Path, file: str) -> None:
-    assert files.is_complete("MNIST", root)
-    assert not files.is_complete("FashionMNIST", root)
-    (root / "MNIST" / "raw" / file).unlink()
-    assert not files.is_complete("MNIST", root)
-
-
 def test_checksums_are_of_different_files_and_each_has_a_size() -> None:
     sums = [s for by_file in files.SHA256.values() for s in by_file.values()]
     assert len(set(sums)) == 8
     assert all(re.fullmatch("[0-9a-f]{64}", s) for s in sums)
     assert all(list(by_file) == list(files.SIZE_BYTES) for by_file in files.SHA256.values())
-
-
-def test_good_files_are_ok(root: Path) -> None:
-    found = files.check("MNIST", root)
-    assert [f.path.name for f in found] == list(files.SHA256["MNIST"])
-    assert {(f.state, f.detail) for f in found} == {("ok", "")}
 
 
 @pytest.mark.parametrize(

@@ -251,18 +251,6 @@ def test_a_loaders_batches_are_not_cut_on_resume(groups: Groups) -> None:
     assert "batch of 4 samples cannot be split evenly over 2 processes" in line
 
 
-def test_a_run_of_one_process_goes_on_in_two_and_back(groups: Groups) -> None:
-    words = [*LINEAR, "train.batch_size=8"]
-    assert main([*words, "train.max_steps=9", "run.dir=whole"]) == 0
-    assert main([*words, "train.max_steps=3", "run.dir=run"]) == 0
-    ended = groups.run(["run.resume=run", "parallel=fsdp2", "train.max_steps=6"])
-    assert ended.statuses == [0, 0], ended.errors
-    assert read_summary(Path("run")).parallel.kind == "fsdp2"
-    assert main(["run.resume=run", "parallel=none", "train.max_steps=9"]) == 0
-    # two micro-batches of 4 samples instead of one of 8
-    assert figures("run")["losses"] == pytest.approx(figures("whole")["losses"], rel=1e-5)
-
-
 def test_a_study_trains_in_all_processes(groups: Groups) -> None:
     words = ["sweep", *LINEAR, "parallel=ddp", "train.max_steps=4"]
     more = ["precision=bf16_mixed", "precision.reduce_dtype=float32,bfloat16", "seeds=2"]

@@ -10,7 +10,6 @@ SET = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "1",
@@ -19,7 +18,7 @@ SET = {
 
 def test_torchruns_variables_are_read() -> None:
     launch = launch_of(SET)
-    assert launch == Launch(3, 4, 1, 2, 1, True)
+    assert launch == Launch(3, 4, 1, 1)
     assert not launch.is_alone
     assert not launch.is_first
 
@@ -37,8 +36,5 @@ def test_variables_of_another_program_are_no_launch(name: str) -> None:
     assert launch_of({**SET, name: "node-a"}) == Launch()
 
 
-def test_optional_variables_have_defaults() -> None:
-    needed = {k: v for k, v in SET.items() if "LOCAL_WORLD" not in k and "ELASTIC" not in k}
-    launch = launch_of(needed)
-    assert launch.local_size == 1
-    assert launch.restarts == 0
+def test_it_is_the_first_start_without_a_count_of_restarts() -> None:
+    assert launch_of({k: v for k, v in SET.items() if "ELASTIC" not in k}).restarts == 0

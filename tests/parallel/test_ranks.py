@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mprun.parallel.ranks import GroupRanks, PeerLostError, Ranks, lost
+from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 from tests.parallel.processes import Groups
 
 
@@ -17,9 +17,10 @@ def everything() -> dict[str, Any]:
     rank = dist.get_rank()
     tensors = [torch.full((2,), rank + 1.0), torch.tensor(2**40 + rank)]
     ranks.sum_tensors(tensors)
+    ranks.barrier()
     return {
         "totals": ranks.totals([0.1 + rank]),
-        "agree": ranks.agree(rank == 1, False, True),
+        "any": [ranks.any(flag) for flag in (rank == 1, False, True)],
         "gather": ranks.gather({"rank": rank}),
         "share": ranks.share(f"of {rank}"),
         "tensors": tensors,
@@ -33,25 +34,13 @@ def test_processes_agree(groups: Groups) -> None:
     for found in results:
         assert found["totals"] == pytest.approx([3.3], rel=1e-15)
         assert found["totals"] == results[0]["totals"]
-        assert found["agree"] == (True, False, True)
+        assert found["any"] == [True, False, True]
         assert found["gather"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert found["share"] == "of 0"
         assert found["tensors"][0].tolist() == [6.0, 6.0]
         assert found["tensors"][1].item() == 3 * 2**40 + 3
         assert found["largest"].tolist() == [2, 0, 3]
         assert found["waited"] > 0
-
-
-def test_one_process_agrees_with_itself() -> None:
-    one = Ranks()
-    assert one.is_first
-    assert one.totals([2.5]) == [2.5]
-    assert one.agree(True, False) == (True, False)
-    assert one.gather(3) == [3]
-    assert one.share("x") == "x"
-    tensor = torch.ones(2)
-    one.sum_tensors([tensor])
-    assert tensor.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mprun.errors import RunFailedError
+from mprun.parallel.layouts import BufferMean
 from mprun.parallel.ranks import GroupRanks
-from mprun.parallel.replicas import BufferMean, ReplicaLayout
+from mprun.parallel.replicas import ReplicaLayout
 from mprun.precision.policy import policy
 from tests.parallel.processes import Groups
 

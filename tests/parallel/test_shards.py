@@ -305,7 +305,7 @@ def wrong_state() -> str:
     state["other"] = state.pop("head.weight")
     try:
         layout.load_model(model, state)
-    except ValueError as error:
+    except RuntimeError as error:
         return str(error)
     return f"rank {dist.get_rank()} loaded it"
 

@@ -131,16 +131,16 @@ def test_tensors_and_plain_values_are_read(is_archive: bool) -> None:
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def test_a_data_file_is_unpacked_no_further_than_the_published_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "train-labels-idx1-ubyte"
-    monkeypatch.setitem(sources.SIZE_BYTES, name, 1_000)
-    Path(f"{name}.gz").write_bytes(gzip.compress(bytes(2**22)))
-    Path("to").mkdir()
-    with pytest.raises(sources.DownloadError, match="does not hold the published file"):
-        sources._unpack("MNIST", name, Path(), Path("to"))
-    assert Path("to", name).stat().st_size == 1_001
+def test_only_a_published_archive_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another one would unpack to; where nothing can be downloaded, none is."""
+    raw = Path("MNIST/raw")
+    raw.mkdir(parents=True)
+    for name in sources.SIZE_BYTES:
+        (raw / f"{name}.gz").write_bytes(gzip.compress(bytes(2**22)))
+    monkeypatch.setitem(sources.MIRRORS, "MNIST", ())
+    with pytest.raises(sources.DownloadError, match="no server is known"):
+        sources.download("MNIST", Path())
+    assert not [path for path in raw.iterdir() if path.suffix != ".gz"]
 
 
 def test_every_server_is_asked_over_tls() -> None:
