@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular
+from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular, read_bytes
 
 MAX_PICKLE_BYTES = 2**23
 """A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million."""
@@ -139,10 +139,9 @@ def _parts(file: Path) -> list[Path]:
     """The file, or those that an index names, which lie beside it."""
     if not file.name.endswith(INDEX_SUFFIX):
         return [file]
-    if file.stat().st_size > MAX_INDEX_BYTES:
-        raise DamagedArchiveError(f"an index is at most {MAX_INDEX_BYTES:,} bytes")
+    data = read_bytes(file, MAX_INDEX_BYTES)
     try:
-        names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(data)["weight_map"].values()))
         plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DamagedArchiveError("it has no weight_map from names to files") from None
