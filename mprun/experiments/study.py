@@ -84,11 +84,11 @@ class StudyLoop:
         """
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
         while True:
-            for seed in filter(self._open, seeds):
+            for seed in filter(self._open, seeds):  # whole seeds first: their runs are one pair
                 with self._claims.held(f"seed{seed}") as mine:
                     if mine:
                         self._run_seed(seed)
-            for seed in seeds:
+            for seed in seeds:  # then single trials of other processes' seeds
                 self._run_seed(seed)
             waiting = [trial for seed in seeds for trial in self._open(seed)]
             if not waiting or self._stop.budget.is_over():
@@ -222,7 +222,7 @@ class Study:
         """
         first, config_dir = self.trials[0].overrides, self.config_dir
         _check_recipe_file(self, compose(first, config_dir).config)
-        loop = StudyLoop(self, stop, progress, drop)
+        loop = StudyLoop(self, stop, progress, drop)  # it refuses a folder that cannot be written
         remove_leftovers(self.folder, LEFTOVER_S)
         load_samples(first, config_dir, self.load, self.untrusted)
         return loop.run()

@@ -1,25 +1,19 @@
-"""Initial weights from a file, instead of drawn ones: `train.init_from`.
+"""Weights from files, and into files: `train.init_from` and `mprun export`.
 
-The file is a run's folder, a checkpoint of mprun, the result of
-`torch.save(model.state_dict(), path)`, or a safetensors file or the index of several
-(`torch_file.py`). Only weights are loaded: optimizer, step and order of the data start from zero.
-So this is a new run, not a resumed one.
+`train.init_from` takes a run's folder, a checkpoint of mprun, the result of
+`torch.save(model.state_dict(), path)`, a safetensors file or the index of several. Only weights are
+loaded: optimizer, step and order of the data start from zero. So this is a new run, not a resumed
+one. Reading someone else's file runs no code (`torch_file.py`).
 
 The new run may have another precision. Floating weights are converted to float32, which represents
 every float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So the
 weights are rounded at most once. `range_warning` warns if that rounding can cost much.
 
-Reading someone else's file runs no code: see torch_file.py.
-
-The weights of a run's last checkpoint, written for other programs.
+`mprun export` writes the weights of a run's last checkpoint, in the dtypes that the run stored:
 
     model.safetensors    tensors by name, without code (`safetensors`)
     model.pt             `torch.save(model.state_dict())`
     a folder             what the model's own `save_pretrained` writes (Hugging Face)
-
-Weights keep the dtype that the run stored them in. Names of one tied parameter share memory, which
-safetensors refuses: it gets the first name; `train.init_from` and Hugging Face's libraries know the
-others from the model.
 """
 
 from __future__ import annotations
@@ -327,7 +321,9 @@ def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _safetensors(state: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
     places: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():  # the first name of a tied parameter
+    # Names of one tied parameter share memory, which safetensors refuses: it gets the first name.
+    # `with_tied` and Hugging Face's libraries know the others from the model.
+    for name, tensor in state.items():
         storage = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
         places.setdefault((storage, tensor.storage_offset(), tuple(tensor.shape)), name)
     whole = {name: state[name].contiguous().clone() for name in places.values()}
