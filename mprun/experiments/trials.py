@@ -232,8 +232,17 @@ class _TrialView(ProgressView):
     epochs: int | None
     steps: int | None
 
+    def start(self) -> None:
+        pass
+
     def update(self, moment: Moment) -> None:
         self.view.update(moment.text(self.epochs, self.steps), moment.fraction)
+
+    def line(self, text: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 FOLDER = ".claims"
