@@ -55,7 +55,6 @@ from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
-from mprun.train.torch_file import check_form, check_moments
 from mprun.train.user_code import explain_faults
 
 QUICK_STEP_S = 0.2
@@ -178,12 +177,9 @@ def _train(
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
     if saved is not None:
         with restoring(folder.path), coordinator.together():
-            check_form(trainer.state_dict(), saved["trainer"], "trainer")
             trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
-            check_moments(parts.optimizer)
-            _restore(recorder, saved["journal"], "journal")
-            _restore(exceptions, saved["exceptions"], "exceptions")
-            _restore(guard_log, saved["guard"], "guard")
+            for name, part in states.items():
+                part.load_state_dict(saved[name])
         done = trainer.step == plan.planned_steps
         more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
         messages.report(f"resumed at step {trainer.step}{more}")
@@ -267,7 +263,6 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
         trainer = Trainer(parts, plan.limits, [checkpointer], stop.requested, every, watch)
         if job.saved is not None:
             with coordinator.together():
-                trainer.state_dict()  # the first process compares its own with the checkpoint
                 trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
                 exceptions.load_state_dict(job.saved["exceptions"])
         with _ending([checkpointer], watch), coordinator.together():
@@ -289,11 +284,6 @@ def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> I
         if len(summary.warnings) > before:
             with contextlib.suppress(OSError):  # a full disk has been reported before
                 folder.summary(summary)
-
-
-def _restore(part: Stateful, state: Any, name: str) -> None:
-    check_form(part.state_dict(), state, name)
-    part.load_state_dict(state)
 
 
 @contextlib.contextmanager

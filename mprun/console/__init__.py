@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from mprun.console.fitted_table import FittedTable, broken
-from mprun.errors import printable
+from mprun.console.fitted_table import FittedTable, broken, without_controls
 
 QUIET_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -38,8 +37,7 @@ def stderr_console() -> Console:
 
 def print_line(console: Console, text: str) -> None:
     """Print a line as it is: no wrapping, no colour, no markup, no control characters."""
-    text = "\n".join(printable(line) for line in text.split("\n"))
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(without_controls(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:

@@ -1,43 +1,38 @@
-"""Tables that fit the width of a terminal.
+"""Tables that fit the width of a terminal, which rich draws; and as Markdown, CSV and HTML.
 
 A table that is wrapped like prose has broken figures, and columns that the eye cannot follow. So a
 narrow terminal gets, one after the other:
 
-1. headings and sentences broken at blanks
-2. names shortened in their middle: names of layers differ at both ends
-3. fewer columns: the least important are left out, and a line below names them
+1. headings and sentences broken at blanks; a longer name goes on in the next line
+2. fewer columns: the least important are left out, and a line below names them
 
 A file and a pipe have no width: they get everything, and nothing is broken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.box import Box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 from rich.text import Text
 
-from mprun.console.table_text import (
-    csv_text,
-    html_table,
-    markdown_table,
-    one_line,
-)
 from mprun.errors import printable
 
 ALWAYS = 100
 """The importance of a column that is never left out."""
-BETWEEN = "  "
-"""Between two columns."""
-CUT = "~"
-"""In place of the middle of a name."""
-NARROW, NARROWEST = 24, 12
+BETWEEN = 2
+"""Blanks between two columns."""
+NARROW, NARROWEST = 12, 8
 """The width that text keeps while columns can still be left out, and the one it keeps then."""
-HARD_BLANK = "\u00a0"
-"""Shown as a blank; no line is broken at it."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +43,17 @@ class TableColumn:
     importance: int = ALWAYS
     """The column with the least is left out first."""
     is_text: bool = True
-    """Text is broken at blanks, and its long words are shortened; figures stay as they are."""
+    """Text is broken where the table is too wide; figures stay as they are."""
     is_right: bool = False
-    narrow: int = NARROW
-    """The width that text keeps while columns can still be left out."""
     cell: Callable[[Any], str] = str
     """Makes the cell of one of the table's `rows`."""
 
 
 def text_column(
-    heading: str,
-    importance: int = ALWAYS,
-    narrow: int = NARROW,
-    cell: Callable[[Any], str] = str,
+    heading: str, importance: int = ALWAYS, cell: Callable[[Any], str] = str
 ) -> TableColumn:
     """A column of names or sentences."""
-    return TableColumn(heading, importance, narrow=narrow, cell=cell)
+    return TableColumn(heading, importance, cell=cell)
 
 
 def figure_column(
@@ -79,27 +69,22 @@ class TableCell(NamedTuple):
     text: str
     style: str = ""
 
+    @property
+    def styled(self) -> Text:
+        """The cell as rich draws it."""
+        first, *others = self.text.split("\n")
+        below = [(f"\n{line}", "dim") for line in others]
+        return Text.assemble((first, self.style), *below)
+
 
 def without_controls(text: str) -> str:
-    """`text`, its lines and hard blanks kept, without anything else that steers a terminal."""
-    lines = (line.split(HARD_BLANK) for line in text.split("\n"))
-    return "\n".join(HARD_BLANK.join(map(printable, parts)) for parts in lines)
+    """`text`, its lines kept, without anything else that steers a terminal."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class _TableRow(NamedTuple):
     cells: tuple[TableCell, ...]
     style: str
-
-
-class _ColumnSizes(NamedTuple):
-    """The widths that a column can have, from large to small."""
-
-    whole: int
-    """Nothing is broken."""
-    folded: int
-    """The heading is broken."""
-    narrow: int
-    narrowest: int
 
 
 class FittedTable:
@@ -153,155 +138,108 @@ class FittedTable:
         return html_table(self._texts(), [x.is_right for x in self.columns], self.title)
 
     def __str__(self) -> str:
-        return "\n".join(line.plain for line in self.lines(None))
+        file = io.StringIO()
+        Console(file=file, force_terminal=False).print(self, soft_wrap=True)
+        return file.getvalue().removesuffix("\n")
 
     def _texts(self) -> list[list[str]]:
         """The cells of the headings and of each row that is not empty."""
         rows = [[cell.text for cell in row.cells] for row in self._rows]
-        shown = [[x.heading for x in self.columns], *(row for row in rows if any(row))]
-        return [[cell.replace(HARD_BLANK, " ") for cell in row] for row in shown]
+        return [[x.heading for x in self.columns], *(row for row in rows if any(row))]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width if console.is_terminal else None
-        yield from self.lines(width, "-" if options.ascii_only else "\u2500")
-
-    def lines(self, width: int | None, rule: str = "-") -> Iterator[Text]:
-        """The lines for a terminal of this width; None for no terminal."""
-        places, widths = self._fit(width)
+        places = self._places(width)
         if self.title:
             yield Text()
             yield from (Text(line, "bold") for line in broken(self.title, width))
-        headings = [TableCell(self.columns[place].heading) for place in places]
-        yield from self._row_lines(places, widths, headings, "bold", at_bottom=True)
-        yield Text(rule * (sum(widths) + len(BETWEEN) * (len(widths) - 1)))
-        heads = [self._head(place, room) for place, room in zip(places, widths, strict=True)]
-        for row in self._rows:
-            cells = [
-                self._shortened(row.cells[place], room, head)
-                for place, room, head in zip(places, widths, heads, strict=True)
-            ]
-            yield from self._row_lines(places, widths, cells, row.style)
-        note = self._note(places, any(head is not None for head in heads))
-        for text in filter(None, (self.caption, note)):
+        # Rich would cut figures where the width is too small for them.
+        least, whole = self._total(places, NARROWEST), self._total(places, None)
+        room = whole if width is None else max(width, least)
+        table = self._table(places, room, "-" if options.ascii_only else "\u2500")
+        for line in console.render_lines(table, options.update_width(room), pad=False):
+            shown = Text.assemble(*((part.text, part.style or "") for part in line))
+            shown.rstrip()  # rich fills cells with blanks, which a file would keep
+            yield shown
+        for text in filter(None, (self.caption, self._note(places))):
             yield from (Text(line, "dim") for line in broken(text, width))
 
-    def _row_lines(
-        self,
-        places: Sequence[int],
-        widths: Sequence[int],
-        cells: Sequence[TableCell],
-        style: str,
-        at_bottom: bool = False,
-    ) -> Iterator[Text]:
-        """The lines of a row: as many as its highest cell has."""
-        columns = []
-        for cell, width in zip(cells, widths, strict=True):
-            first, *others = cell.text.split("\n")
-            lines = [(line, cell.style) for line in broken(first, width)]
-            columns.append(lines + [(x, "dim") for other in others for x in broken(other, width)])
-        height = max(map(len, columns))
-        for n in range(height):
-            text = Text(style=style)
-            for place, width, lines in zip(places, widths, columns, strict=True):
-                at = n - (height - len(lines) if at_bottom else 0)
-                line, line_style = lines[at] if 0 <= at < len(lines) else ("", "")
-                gap = " " * (width - cell_len(line))
-                if place != places[0]:
-                    text.append(BETWEEN)
-                if self.columns[place].is_right:
-                    text.append(gap)
-                text.append(line.replace(HARD_BLANK, " "), line_style)
-                if not self.columns[place].is_right:
-                    text.append(gap)
-            text.rstrip()
-            yield text
+    def _table(self, places: Sequence[int], room: int, rule: str) -> Table:
+        """Rich's table of these columns.
 
-    def _fit(self, width: int | None) -> tuple[list[int], list[int]]:
-        """The columns that are shown, and their widths."""
-        sizes = [self._sizes(place) for place in range(len(self.columns))]
-        places = list(range(len(sizes)))
-        if width is None:
-            return places, [size.whole for size in sizes]
-        while True:
-            room = width - len(BETWEEN) * (len(places) - 1)
-            optional = [p for p in places if self.columns[p].importance < ALWAYS]
-            fits = sum(sizes[place].narrow for place in places) <= room
-            if fits or not optional:
-                break
-            places.remove(min(optional, key=lambda place: self.columns[place].importance))
-        widths = [sizes[place].whole for place in places]
-        widths = _reduced(widths, [sizes[place].folded for place in places], room)
-        least = [sizes[p].narrow if fits else sizes[p].narrowest for p in places]
-        return places, _reduced(widths, least, room)
+        Args:
+            places: of the columns.
+            room: the width that it has; rich breaks text, from the widest column on, to fit it.
+            rule: the character of the line below the headings.
+        """
+        lines = ["    "] * 8
+        lines[2] = f" {rule}{rule} "
+        box = Box("".join(f"{line}\n" for line in lines), ascii=True)  # ascii: never replaced
+        # The box is one blank between two columns, the padding is the others.
+        table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, BETWEEN - 1, 0, 0))
+        widths = self._widths(places, room)
+        for place in places:
+            column = self.columns[place]
+            table.add_column(
+                Text(column.heading),  # a text, whose brackets are no markup
+                justify="right" if column.is_right else "left",
+                overflow="fold",
+                width=None if column.is_text else widths[place],
+            )
+        for row in self._rows:
+            table.add_row(*(row.cells[place].styled for place in places), style=row.style)
+        return table
 
-    def _sizes(self, place: int) -> _ColumnSizes:
+    def _places(self, width: int | None) -> list[int]:
+        """Which columns are shown."""
+        places = list(range(len(self.columns)))
+        by_importance = sorted(places, key=lambda place: self.columns[place].importance)
+        for place in by_importance if width is not None else ():
+            is_optional = self.columns[place].importance < ALWAYS
+            if is_optional and self._total(places, NARROW) > (width or 0):
+                places.remove(place)
+        return places
+
+    def _widths(self, places: Sequence[int], room: int) -> dict[int, int]:
+        """The widths, before text is broken: the longest headings of figures are, as needed."""
+        widths = {place: self._width(place, None) for place in places}
+        for place in sorted(places, key=lambda place: -widths[place]):
+            is_wide = sum(widths.values()) + BETWEEN * (len(places) - 1) > room
+            if is_wide and not self.columns[place].is_text:
+                widths[place] = self._width(place, 0)
+        return widths
+
+    def _total(self, places: Sequence[int], most: int | None) -> int:
+        """The width of a table of these columns; arguments as `_width`."""
+        return sum(self._width(place, most) for place in places) + BETWEEN * (len(places) - 1)
+
+    def _width(self, place: int, most: int | None) -> int:
+        """How wide a column is.
+
+        Args:
+            place: the column's.
+            most: the width that text has at most, beside headings broken at blanks; None: nothing
+                is broken.
+        """
         column, texts = self.columns[place], [row.cells[place].text for row in self._rows]
         body = max((cell_len(line) for text in texts for line in text.split("\n")), default=0)
-        heading = max(map(cell_len, column.heading.split("\n")))
-        word = max(map(cell_len, _words(column.heading)))
-        whole, folded = max(heading, body), max(word, body)
-        if not column.is_text:
-            return _ColumnSizes(whole, folded, folded, folded)
-        words = [x for text in texts for x in _words(text)]
-        least = max([word, *(cell_len(x) for x in words if HARD_BLANK in x)])
-        longest = max(map(cell_len, words), default=0)
-        narrow = max(least, min(body, column.narrow))
-        return _ColumnSizes(whole, folded, narrow, max(least, min(longest, narrow, NARROWEST)))
+        if most is None:
+            return max(body, *map(cell_len, column.heading.split("\n")))
+        word = max(map(cell_len, column.heading.replace("\n", " ").split(" ")))
+        return max(word, min(body, most) if column.is_text else body)
 
-    def _head(self, place: int, width: int) -> int | None:
-        """How much of a name's beginning stays in a column: what keeps most names apart.
-
-        None if no name is too long.
-        """
-        words = {x for row in self._rows for x in _words(row.cells[place].text)}
-        long = [x for x in words if _is_long(x, width)] if self.columns[place].is_text else []
-        room = width - len(CUT)
-        heads = sorted(range(1, room), key=lambda head: abs(2 * head - room))
-        if not long or not heads:
-            return None
-        return max(heads, key=lambda head: len({shortened(x, width, head) for x in long}))
-
-    def _shortened(self, cell: TableCell, width: int, head: int | None) -> TableCell:
-        if head is None:
-            return cell
-        lines = [
-            " ".join(
-                shortened(x, width, head) if _is_long(x, width) else x for x in line.split(" ")
-            )
-            for line in cell.text.split("\n")
-        ]
-        return cell._replace(text="\n".join(lines))
-
-    def _note(self, places: Sequence[int], has_short_names: bool) -> str:
+    def _note(self, places: Sequence[int]) -> str:
         """What a narrow terminal does not show."""
-        headings = [c.heading.split("\n")[0] for c in self.columns]
+        headings = [column.heading.split("\n")[0] for column in self.columns]
         hidden = ", ".join(name for n, name in enumerate(headings) if n not in places)
-        missing = [f"hidden to fit the width: {hidden}"] if hidden else []
-        if has_short_names:
-            missing.append(f"names with {CUT} are shortened")
-        return f"{'; '.join(missing)}; all is in {self._elsewhere}" if missing else ""
-
-
-def _words(text: str) -> list[str]:
-    return text.replace("\n", " ").split(" ")
-
-
-def _is_long(word: str, width: int) -> bool:
-    return HARD_BLANK not in word and cell_len(word) > width
-
-
-def _reduced(widths: list[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths that sum to `room` if they can: the widest are reduced, none below its least."""
-    for _ in range(sum(widths) - room):
-        wide = [n for n, width in enumerate(widths) if width > least[n]]
-        if not wide:
-            break
-        widths[max(wide, key=lambda n: widths[n])] -= 1
-    return widths
+        return f"hidden to fit the width: {hidden}; all is in {self._elsewhere}" if hidden else ""
 
 
 def broken(text: str, width: int | None) -> list[str]:
-    """The lines of a text, broken at blanks; a word longer than `width` has a line of its own."""
+    """The lines of a text, broken at blanks; a word longer than `width` has a line of its own.
+
+    Rich would break such a word too: a path could not be copied.
+    """
     if width is None or cell_len(text) <= width:
         return [text]
     lines: list[str] = []
@@ -313,14 +251,54 @@ def broken(text: str, width: int | None) -> list[str]:
     return lines
 
 
-def shortened(name: str, width: int, head: int | None = None) -> str:
-    """A name in at most `width` columns: its middle is cut out, `head` columns of it stay before.
+# ---- rows as Markdown, CSV and HTML --------------------------------------------------------------
 
-    By default half of the columns stay before the cut and half behind it.
-    """
-    room = width - len(CUT)
-    if cell_len(name) <= width or room < 2:
-        return name
-    before = room // 2 if head is None else head
-    tail = set_cell_size(name[::-1], room - before)[::-1]
-    return f"{set_cell_size(name, before)}{CUT}{tail}"
+FORMULA = ("=", "+", "-", "@")
+"""A cell that begins with one is a formula in a spreadsheet, which can start programs."""
+NUMBER = re.compile(r"[-+](\d+\.?\d*(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
+
+Rows = Sequence[Sequence[str]]
+"""Rows of cells, the headings first; lines of a cell after the first are secondary."""
+
+
+def markdown_text(text: str) -> str:
+    """Text escaped for Markdown, and for the HTML in it."""
+    escaped = re.sub(r"([\\`*_\[\]<>|#~$])", r"\\\1", text)
+    return escaped.replace("&", "&amp;")
+
+
+def markdown_table(rows: Rows, is_right: Sequence[bool]) -> str:
+    """A table of Markdown, without a line end; the columns with `is_right` are aligned so."""
+    lines = [f"| {' | '.join(markdown_text(one_line(x)) for x in row)} |" for row in rows]
+    lines.insert(1, f"|{'|'.join('---:' if right else '---' for right in is_right)}|")
+    return "\n".join(lines)
+
+
+def one_line(cell: str) -> str:
+    """A cell in one line: `12.50 (11.25 to 14.75)`."""
+    first, *others = cell.split("\n")
+    return f"{first} ({' '.join(others)})" if others else first
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """CSV; texts that a spreadsheet would compute begin with a quotation mark."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([*map(_shown, row)] for row in rows)
+    return out.getvalue()
+
+
+def _shown(cell: object) -> object:
+    is_formula = isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell)
+    return f"'{cell}" if is_formula else cell
+
+
+def html_table(rows: Rows, is_right: Sequence[bool], title: str) -> str:
+    """A table of HTML without style sheet or script; everything in it is escaped."""
+    lines = []
+    for tag, row in zip(["th", *["td"] * len(rows)], rows, strict=False):
+        texts = [escape(cell).replace("\n", "<br>") for cell in row]
+        sides = ["right" if right else "left" for right in is_right]
+        cells = zip(sides, texts, strict=True)
+        lines.append("".join(f'<{tag} style="text-align:{x}">{y}</{tag}>' for x, y in cells))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>\n<caption>{escape(title)}</caption>\n{body}\n</table>"

@@ -111,6 +111,15 @@ def readable(text: str, length: int = 120) -> str:
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
 
+def shortened(name: str, length: int) -> str:
+    """A name in at most `length` characters; its middle is cut, as names of layers differ there
+    least."""
+    if len(name) <= length:
+        return name
+    before = (length - 1) // 2
+    return f"{name[:before]}~{name[before + 1 - length :]}"
+
+
 def substitution_label(summaries: Iterable[Summary]) -> str:
     """The ops that native runs did not compute in their own dtype: `matmuls in fp32`.
 

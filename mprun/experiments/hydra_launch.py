@@ -42,11 +42,10 @@ from mprun.doctor.machine import usable_cores
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
 from mprun.experiments.advise import screened
 from mprun.experiments.budget import Budget, BudgetSignals
-from mprun.experiments.study import Drop, Study, StudyResult
+from mprun.experiments.study import LOGS, Drop, Study, StudyResult
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, settled_summary
 from mprun.parallel.launch import launch_of
-from mprun.records.files import refuse_links
 from mprun.train.signals import SignalReceivedError
 
 SIGUSR2 = getattr(signal, "SIGUSR2", None)  # Windows has none
@@ -132,8 +131,6 @@ class StudyJob:
 FOLLOW_S = 1.0
 """Seconds between two looks at the records."""
 JOBS_ENDED = "jobs that ended early"
-LOGS = ".launcher"
-"""The folder of the launcher's files in a study's."""
 MAX_MIN = 7 * 24 * 60
 """`timeout_min` of submitit's jobs on this machine, where nothing else limits them."""
 ELSEWHERE = ("slurm", "aws")
@@ -296,7 +293,6 @@ def _launch(launcher: StudyLauncher, job: StudyJob) -> list[str]:
     Raises:
         SignalReceivedError: a signal ended it.
     """
-    refuse_links(job.study.folder, [LOGS])
     # A new folder: submitit unpickles the results in it.
     logs = job.study.folder / LOGS / secrets.token_hex(8)
     try:

@@ -33,6 +33,8 @@ from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, w
 from mprun.records.run_record import read_summary
 from mprun.train.loggers import LoggedRun, build_loggers
 
+LOGS = ".launcher"
+"""The folder of a launcher's files in a study's: see `hydra_launch.py`."""
 POLL_S = 0.5
 """Seconds between two looks at the trials of other processes."""
 
@@ -82,20 +84,26 @@ class StudyLoop:
         """
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
         while True:
-            for seed in filter(self._open, seeds):
+            for seed in filter(self._open, seeds):  # whole seeds first: their runs are one pair
                 with self._claims.held(f"seed{seed}") as mine:
                     if mine:
                         self._run_seed(seed)
-            for seed in seeds:
+            for seed in seeds:  # then single trials of other processes' seeds
                 self._run_seed(seed)
             waiting = [trial for seed in seeds for trial in self._open(seed)]
             if not waiting or self._stop.budget.is_over():
                 break
             self._progress.wait_for([f"{trial.variant} seed {trial.seed}" for trial in waiting])
             time.sleep(POLL_S)
-        for trial in [trial for trial, outcome in self._outcomes.items() if outcome.by_machine]:
-            self._ended_elsewhere(trial)
-        not_run = self._not_run(waiting)  # which may find further outcomes
+        by_machine = {trial for trial, outcome in self._outcomes.items() if outcome.by_machine}
+        unfinished = [x for x in self._planned if x in {*self._left_out, *waiting, *by_machine}]
+        for trial in unfinished:
+            if self._trials.has_ended(trial):  # in another process, by now
+                self._outcomes[trial] = self._trials.run(trial)
+        not_run: dict[str, list[int]] = {}
+        for trial in unfinished:
+            if trial not in self._outcomes:
+                not_run.setdefault(trial.variant, []).append(trial.seed)
         return StudyResult(list(self._outcomes.values()), not_run)
 
     def _open(self, seed: int) -> list[Trial]:
@@ -157,23 +165,6 @@ class StudyLoop:
         self._budget.took(trial.variant, max(self._stop.budget.now_s - began_s, earlier_s))
         self._outcomes[trial] = outcome
 
-    def _not_run(self, waiting: Sequence[Trial]) -> dict[str, list[int]]:
-        """Variant to the seeds of trials that have not ended in any process."""
-        missing: dict[str, list[int]] = {}
-        for trial in self._planned:
-            if trial not in self._left_out and trial not in waiting:
-                continue
-            if not self._ended_elsewhere(trial):
-                missing.setdefault(trial.variant, []).append(trial.seed)
-        return missing
-
-    def _ended_elsewhere(self, trial: Trial) -> bool:
-        """Whether another process has ended a trial by now; its outcome is kept."""
-        if not self._trials.has_ended(trial):
-            return False
-        self._outcomes[trial] = self._trials.run(trial)
-        return True
-
 
 LEFTOVER_S = 3600.0
 """Temporary files of a study that are older than this belong to no process that still runs."""
@@ -231,7 +222,7 @@ class Study:
         """
         first, config_dir = self.trials[0].overrides, self.config_dir
         _check_recipe_file(self, compose(first, config_dir).config)
-        loop = StudyLoop(self, stop, progress, drop)
+        loop = StudyLoop(self, stop, progress, drop)  # it refuses a folder that cannot be written
         remove_leftovers(self.folder, LEFTOVER_S)
         load_samples(first, config_dir, self.load, self.untrusted)
         return loop.run()
@@ -373,7 +364,8 @@ def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
         UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
             it asks for more than a study that is not trusted may.
     """
-    refuse_links(folder, [FILE, CLAIMS])
+    refuse_links(folder, [FILE, CLAIMS, LOGS])
+    refuse_links(folder / CLAIMS, [path.name for path in (folder / CLAIMS).glob("*")])
     study_plan = read_study_plan(folder)
     if study_plan.command != command:  # another study has other samples and another question
         raise UsageError(

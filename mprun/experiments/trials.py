@@ -39,7 +39,6 @@ from mprun.doctor.machine import host
 from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError
 from mprun.experiments.study_progress import StudyProgress
 from mprun.parallel.ranks import PeerLostError
-from mprun.records.files import refuse_links
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
@@ -256,15 +255,13 @@ class TrialClaims:
         study: its folder.
 
     Raises:
-        UsageError: the folder cannot be written, or has a link in place of a lock.
+        UsageError: the folder cannot be written.
     """
 
     def __init__(self, study: Path) -> None:
         self._folder = study / FOLDER
-        refuse_links(study, [FOLDER])
         try:
             self._folder.mkdir(exist_ok=True)
-            refuse_links(self._folder, [path.name for path in self._folder.iterdir()])
         except OSError as error:
             raise UsageError(f"{study} cannot be written ({error.strerror})") from None
 

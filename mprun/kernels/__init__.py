@@ -24,6 +24,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -32,7 +33,6 @@ from typing import Any
 
 from mprun.kernels import prebuilt
 from mprun.kernels.prebuilt import Defines
-from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
 HEADERS = ("formats.h", "blocks.h", "steps.h")
@@ -63,6 +63,8 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
 NO_COMPILER = "there is no C compiler (CC, cc, gcc, clang, or pip install 'mprun[compiler]')"
 PATIENCE_S = 60
 """Time limit of the compiler, which needs a quarter of a second."""
+SCRATCH = "compiling-"
+"""How the names of the folders begin that compilers work in."""
 
 
 class NoCompilerError(Exception):
@@ -199,9 +201,9 @@ def _compiled(
         return kept
     # Someone may have emptied the cache meanwhile.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    with scratch_folder(folder) as scratch:
-        out = scratch / f"{stem}.so"
+    _remove_abandoned(folder)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        out = Path(scratch) / f"{stem}.so"
         command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
         subprocess.run(
             command,
@@ -210,7 +212,7 @@ def _compiled(
             text=True,
             errors="replace",
             timeout=PATIENCE_S,
-            env={**os.environ, "TMPDIR": str(scratch), "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
+            env={**os.environ, "TMPDIR": scratch, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
         )
         out.chmod(0o700)  # whatever the umask: see _is_ours
         with out.open("rb") as file:
@@ -218,6 +220,15 @@ def _compiled(
         library = folder / f"{stem}-{out.stat().st_size}.so"
         out.replace(library)  # atomic: two runs may compile at once
     return library
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the compilers' folders that processes left which were killed."""
+    oldest = time.time() - 10 * PATIENCE_S  # no compiler of a living process works as long
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if scratch.stat().st_mtime < oldest:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _kept(folder: Path, stem: str) -> Path | None:

@@ -1,7 +1,7 @@
 """The plain values of a checkpoint that a run needs before it is assembled again. No torch.
 
 A checkpoint is read with `weights_only=True`, so it runs no code; but any value in it can have any
-type. The rest of it is compared with the state of the assembled run, see `train/torch_file.py`.
+type. What the run's parts make of the rest is theirs: `train/checkpoint.py` names the misfit.
 """
 
 from __future__ import annotations

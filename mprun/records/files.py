@@ -1,13 +1,8 @@
 """Writing files and making folders. No torch.
 
 A file is replaced as a whole: written under a temporary name, synced, renamed. Readers see the old
-content or the new one, never a part of it, even after a crash.
-
-Only the process that began a command writes its records.
-
-User code may call `os.fork()`, and its child then goes on in the middle of the command: it would
-train the same run and write into the same files. Such a child leaves, without a word and without
-Python's ending, which would flush what the parent still has to print.
+content or the new one, never a part of it, even after a crash. Only the process that began a
+command writes: see `leave_if_forked`.
 """
 
 from __future__ import annotations
@@ -241,6 +236,10 @@ def own_records() -> None:
 
 
 def leave_if_forked() -> None:
-    """End this process if it was forked off the one that began the command."""
+    """End this process if it was forked off the one that began the command.
+
+    User code may call `os.fork()`. Its child goes on in the middle of the command: it would train
+    the same run and write into the same files.
+    """
     if _owners and os.getpid() != _owners[0]:
-        _exit(0)
+        _exit(0)  # not sys.exit, which flushes what the parent still has to print

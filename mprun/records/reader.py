@@ -4,20 +4,6 @@ Files come from anyone's disk: they may be cut off, edited by hand, written by a
 no file at all. A pipe waits for ever for a writer, and a device such as /dev/zero never ends. So
 only regular files are opened, and none is read beyond a size that no file of its kind has. What is
 behind this door is not checked again. No torch.
-
-JSON is checked against the types of this package. Unknown fields are ignored, since later versions
-add some. Fields with a default may be missing. Everything else must be there, with its type.
-
-YAML is more than it seems. Tags make objects, a plain word such as 2020-13-45 is a date that does
-not exist, a few nested aliases stand for billions of values, and brackets without end exhaust the
-stack. So the loader makes mappings, lists, texts, numbers, truth values and null alone, and it
-refuses what has too many values, aliases counted as often as they are used, or is nested too
-deeply. Numbers are those of OmegaConf, which writes the configurations: `1e-3` is one.
-
-The archive that `torch.save` writes is checked before PyTorch reads it, in C++ that trusts the
-file: a damaged one may end the process without a word, and changed bytes become changed weights.
-The archive is a zip file whose entries are stored as they are, each with its CRC-32. So Python can
-check all of it first. A file of an older form, which PyTorch reads in Python, has nothing to check.
 """
 
 from __future__ import annotations
@@ -62,6 +48,7 @@ def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
         OSError: it cannot be opened, is no regular file, or is too large; `strerror` has the
             reason.
     """
+    # O_NONBLOCK: opening a pipe would wait for a writer before it can be seen that it is one.
     descriptor = os.open(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -100,6 +87,9 @@ class _Version(msgspec.Struct):
 
 def read_json(path: Path, kind: type[T], newest: int) -> T:
     """The content of a JSON file as a dataclass.
+
+    Unknown fields are ignored, since later versions add some. Fields with a default may be missing.
+    Everything else must be there, with its type.
 
     Args:
         path: the file.
@@ -228,7 +218,12 @@ class NotYamlError(ValueError):
 
 
 class _PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A loader of plain values; a key that is written twice is refused."""
+    """A loader of mappings, lists, texts, numbers, truth values and null alone.
+
+    YAML is more than it seems: tags make objects, and a plain word such as 2020-13-45 is a date
+    that does not exist. Numbers are those of OmegaConf, which writes the configurations: `1e-3` is
+    one. A key that is written twice is refused.
+    """
 
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
         tag: make
@@ -364,6 +359,11 @@ class DamagedArchiveError(ValueError):
 def check_archive(path: Path) -> None:
     """Check that a file is a whole archive of `torch.save`, or has an older form.
 
+    PyTorch reads the archive in C++ that trusts the file: a damaged one may end the process without
+    a word, and changed bytes become changed weights. It is a zip file whose entries are stored as
+    they are, each with its CRC-32. A file of an older form, which PyTorch reads in Python, has
+    nothing to check.
+
     Raises:
         OSError: it cannot be read, or is no regular file.
         DamagedArchiveError: it is empty or damaged.
@@ -387,6 +387,7 @@ def _check_zip(file: BinaryIO) -> None:
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & ENCRYPTED:
                 raise zipfile.BadZipFile(f"{entry.filename!r} is not stored as it is")
+            # Readers may differ in which of the two sizes they believe.
             if entry.file_size != entry.compress_size:
                 raise zipfile.BadZipFile(f"{entry.filename!r} has two sizes")
         if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):

@@ -19,7 +19,7 @@ from typing import Any
 from mprun.errors import UsageError
 from mprun.records.files import write_json
 from mprun.records.policy_columns import LATER_COLUMNS
-from mprun.records.reader import NotYamlError, load_yaml, read_json, read_text
+from mprun.records.reader import NotYamlError, read_json, read_yaml
 
 MAX_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
@@ -44,13 +44,9 @@ def read_config(run: Path) -> tuple[str, Any]:
         UnreadableConfigError: it is missing, too large, or not YAML without tags.
     """
     try:
-        text = read_text(run / "config.yaml", MAX_BYTES)
+        return read_yaml(run / "config.yaml", MAX_BYTES)
     except OSError as error:
         raise UnreadableConfigError(f"it cannot be read ({error.strerror})") from None
-    except NotYamlError:
-        raise UnreadableConfigError("it is not text") from None
-    try:
-        return text, load_yaml(text)
     except NotYamlError as error:
         raise UnreadableConfigError(f"it is not valid YAML ({error})") from None
 

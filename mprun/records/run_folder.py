@@ -161,8 +161,7 @@ class RunFolder:
 def _cut(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """End metrics.jsonl before the first line that is cut short, or that `keep` rejects.
 
-    Line by line, because the log of a long run does not fit into memory; into a new file, because
-    the old one may be a link to someone else's.
+    Line by line, because the log of a long run does not fit into memory.
     """
     file = run / METRICS
     shorter = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
@@ -183,7 +182,7 @@ def has_begun(folder: Path) -> bool:
     try:
         names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
         locked = {path.name for path in checkpoints.iterdir()} <= {".lock"}
-        recorded = metrics.exists() and metrics.lstat().st_size > 0
+        recorded = metrics.exists() and metrics.stat().st_size > 0
     except OSError:
         return False
     return names <= {checkpoints.name, metrics.name} and locked and not recorded

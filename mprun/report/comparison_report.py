@@ -45,9 +45,6 @@ IMPORTANCE = {
 }
 """The column with the least is the first that a narrow table leaves out."""
 
-LABEL_WIDTH = 12
-"""Labels and verdicts keep this width as long as a column can be left out."""
-
 
 def comparison_table(comparison: Comparison) -> FittedTable:
     """A row for each variant; figures with their interval, or ratio, on a second line."""
@@ -56,9 +53,7 @@ def comparison_table(comparison: Comparison) -> FittedTable:
     for name, heading in cells.headings(comparison)._asdict().items():
         is_text = name in ("label", "verdict")
         importance = IMPORTANCE.get(name, ALWAYS)
-        columns.append(
-            TableColumn(_lines(heading), importance, is_text, not is_text, narrow=LABEL_WIDTH)
-        )
+        columns.append(TableColumn(_lines(heading), importance, is_text, not is_text))
     title = f"{plain(comparison.recipe)}: {count}"
     table = FittedTable(title, *columns, elsewhere="comparison.csv of the report")
     for row, variant in zip(cells.rows(comparison), comparison.variants, strict=True):
@@ -94,7 +89,7 @@ def short_table(comparison: Comparison) -> FittedTable:
         figure_column("peak ratio", 3),
         figure_column(cells.headings(comparison).metric[0], 4),
         TableColumn(_difference_heading(comparison), 7, is_text=False),
-        text_column("verdict", narrow=LABEL_WIDTH),
+        text_column("verdict"),
         elsewhere="comparison.csv of the report",
         caption="; ".join(
             f"* {plain(ops)}, as {SUBSTITUTED}: no gain in time is claimed" for ops in substituted

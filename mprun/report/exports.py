@@ -22,9 +22,9 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
-from mprun.console import table_text
+from mprun.console import fitted_table
+from mprun.console.fitted_table import markdown_text
 from mprun.console.formatting import counted
-from mprun.console.table_text import markdown_text
 from mprun.records.files import jsonable
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
@@ -248,7 +248,7 @@ def csv_text(comparison: Comparison) -> str:
     """A row for each variant; missing figures are empty."""
     rows = [_record(variant) for variant in comparison.variants]
     cells_of = ([plain(x) if isinstance(x, str) else x for x in row.values()] for row in rows)
-    return table_text.csv_text([list(rows[0]) if rows else ["label"], *cells_of])
+    return fitted_table.csv_text([list(rows[0]) if rows else ["label"], *cells_of])
 
 
 def _record(variant: Variant) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from mprun.console import (
     stderr_console,
     stdout_console,
 )
-from mprun.console.fitted_table import FittedTable, without_controls
-from mprun.console.table_text import markdown_text
+from mprun.console.fitted_table import FittedTable, markdown_text, without_controls
 from mprun.errors import EXIT_OK, RunFailedError, traceback_text
 from mprun.records.files import jsonable, write_atomic, write_files
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from mprun.console.fitted_table import (
     ALWAYS,
-    HARD_BLANK,
     FittedTable,
     TableColumn,
     figure_column,
@@ -223,9 +222,6 @@ IMPORTANCE = (
 )
 """Categories in the order in which a narrow table leaves them out."""
 
-MODE_WIDTH = 14
-"""The least width of a mode's column: an amount and its change."""
-
 ELSEWHERE = "memory.json"
 
 
@@ -336,10 +332,7 @@ def category_table(record: MemoryRecord) -> FittedTable:
     table = FittedTable(
         f"one training step at its peak, {unit}",
         text_column(""),
-        *(
-            TableColumn(mode.label, ALWAYS - n, is_right=True, narrow=MODE_WIDTH)
-            for n, mode in enumerate(modes)
-        ),
+        *(TableColumn(mode.label, ALWAYS - n, is_right=True) for n, mode in enumerate(modes)),
         elsewhere=ELSEWHERE,
     )
     for key, (name, _) in NAMES.items():
@@ -470,7 +463,7 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
             yield "-"
         else:
             change = f" ({change_text(size / first)})" if n and first and size != first else ""
-            yield f"{_number(size, unit)}{change}".replace(" ", HARD_BLANK)
+            yield f"{_number(size, unit)}{change}"
 
 
 def _is_visible(size: int, unit: str) -> bool:
@@ -488,5 +481,5 @@ def _largest_batch(fits: LargestBatch | None) -> str:
         return "-"
     if not fits.batch_size:
         return f"none: 1 needs {size_text(fits.tried['1'])}"
-    gain = f"{HARD_BLANK}(x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
+    gain = f" (x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
     return f"{fits.batch_size:,}{gain}"

@@ -300,7 +300,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         text_column("of", cell=lambda row: row.name),
         figure_column("fp16 pass dB", 10, of_pass("fp16")),
         figure_column("bf16 pass dB", 10, of_pass("bf16")),
-        text_column("verdict", narrow=12, cell=lambda row: row.verdict or ""),
+        text_column("verdict", cell=lambda row: row.verdict or ""),
         figure_column("fp16 dB", 8, lambda row: f"{fp16_db(row):.0f}"),
         *(
             figure_column(f"{heading} dB", importance, partial(_rounded_db, name))

@@ -136,7 +136,7 @@ def _outcomes_table(
         figure_column("loss", cell=of_measure(loss)),
         figure_column("gradients", 3, of_measure(lambda x: decibels(x.gradients_db))),
         figure_column("worst", 4, of_measure(lambda x: decibels(x.worst_db))),
-        text_column("of", 1, narrow=16, cell=of_measure(lambda x: x.worst_parameter)),
+        text_column("of", 1, cell=of_measure(lambda x: x.worst_parameter)),
         figure_column(figure, 5, lambda row: row.figure),
         *last,
         rows=rows,

@@ -1,8 +1,8 @@
 """Checkpoints: the state of a run between two steps, in one file; shards lie in a folder beside it.
 
 A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
-else's checkpoint runs no code: see `torch_file.py`. Its content is checked in two steps: what
-decides how the run is assembled, before it is; the rest against the state of the assembled run.
+else's checkpoint runs no code: see `torch_file.py`. What of it decides how the run is assembled is
+checked first (`SavedRun`); the assembled run's parts take the rest, or it does not fit.
 
 What a checkpoint holds of each process: its random numbers, and the times of its steps.
 """

@@ -20,10 +20,10 @@ the run stored them in:
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import torch
@@ -144,24 +144,11 @@ def _in_folder(path: Path) -> Path:
     return found[0] if found else file
 
 
-def _file_at(path: Path) -> Path:
-    """The file to read for `path`, which can be opened."""
-    file = path
-    try:  # `stat`, since Path.is_file() of newer Pythons tells no error
-        if S_ISDIR(path.stat().st_mode):
-            file = _in_folder(path)
-        if S_ISREG(file.stat().st_mode):
-            file.open("rb").close()
-            return file
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise UsageError(
-            f"train.init_from={path} cannot be read ({error.strerror}); {LEGAL}"
-        ) from None
+def _missing(path: Path, file: Path) -> UsageError:
+    """There is no `file` for `path`."""
     if file == path:
-        raise UsageError(f"train.init_from={path}: there is no such file or folder; {LEGAL}")
-    raise UsageError(
+        return UsageError(f"train.init_from={path}: there is no such file or folder; {LEGAL}")
+    return UsageError(
         f"train.init_from={path}: the folder has no checkpoint ({file} is missing); a run writes "
         "one at its end, or earlier with train.checkpoint_every_steps"
     )
@@ -169,10 +156,14 @@ def _file_at(path: Path) -> Path:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
-    file = _file_at(path)
+    # os.path.isdir is False for a name that is too long, or behind a locked folder.
+    file = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112
     try:
         content = load_safetensors(file) if is_safetensors(file) else load_torch_file(file)
     except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_missing and not file.exists():  # else it is a part that an index names
+            raise _missing(path, file) from None
         raise UsageError(
             f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
         ) from None

@@ -6,10 +6,6 @@ an object of 200 bytes, and a call of `bytearray` one of any size. So the archiv
 
 A safetensors file holds no code. Its weights may be divided over several files, with an index: a
 JSON file whose `weight_map` has the file of each tensor. Tied parameters are saved once.
-
-Loading a state into an object checks little: a text in place of a learning rate, or a moment of
-another shape, is noticed in a later step or never. The state of the assembled run says what each
-place must hold, so a saved state is compared with it before it is loaded (`check_form`).
 """
 
 from __future__ import annotations
@@ -27,9 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mprun.optim import LowPrecisionOptimizer
-from mprun.optim.state import entry_shape
-from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular
+from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular, read_bytes
 
 MAX_PICKLE_BYTES = 2**23
 """A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million."""
@@ -109,87 +103,6 @@ def _check_sizes(content: Any) -> None:
             waiting += value.values() if isinstance(value, dict) else value
 
 
-SCALAR = (int, float, type(None))
-KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, LowPrecisionOptimizer)
-"""Optimizers whose moments all have the shape of the parameter."""
-
-
-def check_form(fresh: Any, saved: Any, name: str) -> None:
-    """Check that a saved state has the form of the state of the assembled run.
-
-    Args:
-        fresh: the state of the assembled run.
-        saved: the state to load.
-        name: of the state, the beginning of each place's name.
-
-    Raises:
-        ValueError: it has another form; with the first such place, and both forms there.
-    """
-    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
-        for key in fresh:
-            if key in saved:
-                check_form(fresh[key], saved[key], f"{name}.{key}")
-    elif isinstance(fresh, list | tuple) and isinstance(saved, list | tuple):
-        for place, (one, other) in enumerate(zip(fresh, saved, strict=False)):
-            check_form(one, other, f"{name}[{place}]")
-    elif not _fits(fresh, saved):
-        raise ValueError(f"{name} is {form(saved)}, not {form(fresh)}")
-
-
-def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check that each entry that was loaded has the shape of its parameter, or is one number.
-
-    Those of optimizers that are not `KNOWN` may also have one value for each row or column.
-
-    Raises:
-        ValueError: it has another one.
-    """
-    free = not isinstance(optimizer, KNOWN)
-    for p, entries in optimizer.state.items():
-        for name, entry in entries.items():
-            if isinstance(entry, Tensor):
-                own = () if free else entry_shape(name, p)
-                fits = entry.shape in ((), p.shape, own) or (free and _spreads_over(entry, p))
-            else:  # PyTorch's without momentum, and counts of steps
-                count = (name == "step" or free) and isinstance(entry, int | float)
-                fits = entry is None or count
-            if not fits:
-                raise ValueError(
-                    f"optimizer.{name} is {form(entry)}, of a parameter that is {form(p)}"
-                )
-
-
-def _spreads_over(entry: Tensor, p: Tensor) -> bool:
-    """Whether it has one value, or as many as the parameter, along each dimension (Adafactor)."""
-    sizes = zip(entry.shape, p.shape, strict=False)
-    return entry.dim() == p.dim() and all(own in (1, whole) for own, whole in sizes)
-
-
-def _fits(fresh: Any, saved: Any) -> bool:
-    if isinstance(fresh, Tensor):
-        if not isinstance(saved, Tensor) or saved.dtype != fresh.dtype:
-            return False
-        grows = fresh.shape == (0,)  # a series of figures, which has none yet
-        return saved.dim() == 1 if grows else saved.shape == fresh.shape
-    if fresh is None:  # not known yet
-        return isinstance(saved, SCALAR)
-    if isinstance(fresh, bool) or isinstance(saved, bool):
-        return type(fresh) is type(saved)
-    if isinstance(fresh, float):
-        return isinstance(saved, int | float)
-    return isinstance(saved, type(fresh))
-
-
-def form(value: Any) -> str:
-    """The form of a value as text: a tensor's dtype and shape, a number or short text itself."""
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {' x '.join(map(str, value.shape))}".rstrip()
-    if isinstance(value, (*SCALAR, str)):
-        return repr(value)[:40]
-    return f"a {type(value).__name__}"
-
-
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
 """Names of the weights in a folder that Hugging Face's libraries wrote."""
@@ -226,10 +139,9 @@ def _parts(file: Path) -> list[Path]:
     """The file, or those that an index names, which lie beside it."""
     if not file.name.endswith(INDEX_SUFFIX):
         return [file]
-    if file.stat().st_size > MAX_INDEX_BYTES:
-        raise DamagedArchiveError(f"an index is at most {MAX_INDEX_BYTES:,} bytes")
+    data = read_bytes(file, MAX_INDEX_BYTES)
     try:
-        names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(data)["weight_map"].values()))
         plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DamagedArchiveError("it has no weight_map from names to files") from None

@@ -90,7 +90,8 @@ def test_products_of_8_bits_do_not_have_the_rates_of_bfloat16() -> None:
     assert sixteen.modes == ["bf16_mixed", "bf16_true"]
     assert (eight.modes, eight.verdict) == (["fp8_rowwise"], "not known")
     assert "mprun doctor recipe=" in eight.text
-    lines = [" ".join(str(x).split()) for x in modes_table(found.modes, found.rates).lines(None)]
+    table = modes_table(found.modes, found.rates)
+    lines = [" ".join(x.split()) for x in str(table).splitlines()]
     assert "bf16_mixed native 14.0 10.0 4.00 none" in lines
     assert "fp8_rowwise native - 10.0 4.00 none" in lines
 

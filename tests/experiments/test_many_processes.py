@@ -204,15 +204,16 @@ def test_the_order_of_one_process_alone_is_that_of_the_plan(
 # ---- the folder ----------------------------------------------------------------------------------
 
 
-def test_locks_that_are_links_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "s" / ".claims").mkdir(parents=True)
-    (tmp_path / "s" / ".claims" / "fp32-seed0.jsonl").symlink_to(tmp_path / "mine.txt")
+def test_locks_that_are_links_are_refused() -> None:
+    claims = Path("s/.claims")
+    claims.mkdir(parents=True)
+    (claims / "fp32-seed0.jsonl").symlink_to(Path("mine.txt").absolute())
     with pytest.raises(UsageError, match=r"fp32-seed0\.jsonl is a link"):
-        TrialClaims(tmp_path / "s")
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / ".claims").symlink_to(tmp_path / "s" / ".claims")
+        resumed_study("sweep", Path("s"), trust=True)
+    claims.rename("claims")
+    claims.symlink_to(Path("claims").absolute())
     with pytest.raises(UsageError, match=r"\.claims is a link"):
-        TrialClaims(tmp_path / "t")
+        resumed_study("sweep", Path("s"), trust=True)
 
 
 def test_a_file_system_without_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

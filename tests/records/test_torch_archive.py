@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,21 +46,3 @@ def test_a_file_cut_anywhere_is_refused() -> None:
         FILE.write_bytes(whole[:size])
         with pytest.raises(DamagedArchiveError):
             check_archive(FILE)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize(
-    ("compression", "names", "reason"),
-    [
-        (zipfile.ZIP_DEFLATED, ["a/data.pkl"], "'a/data.pkl' is not stored as it is"),
-        (zipfile.ZIP_STORED, ["a/data.pkl", "a/data.pkl"], "two entries have one name"),
-    ],
-)
-def test_what_torch_save_never_writes_is_refused(
-    compression: int, names: list[str], reason: str
-) -> None:
-    with zipfile.ZipFile(FILE, "w", compression) as archive:
-        for name in names:
-            archive.writestr(name, b"\0" * 10_000)
-    with pytest.raises(DamagedArchiveError, match=reason):
-        check_archive(FILE)

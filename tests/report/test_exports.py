@@ -249,7 +249,7 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
          "d: [*c, *c, *c, *c, *c, *c, *c, *c, *c]\n",
          "it has more than 10,000 values"),
         ("a: " + "x" * 300_000, "it is larger than 256 KiB"),
-        ("\udcff", "it is not text"),
+        ("\udcff", "it is not valid YAML (line 1: not text (UTF-8))"),
         (None, "it cannot be read (No such file or directory)"),
     ],
 )  # fmt: skip

@@ -293,11 +293,7 @@ class Difference:
         return next((row for row in self.rows if not row.is_explained and _part(row)), None)
 
     def __str__(self) -> str:
-        texts = [
-            part if isinstance(part, str) else "\n".join(line.plain for line in part.lines(None))
-            for part in self.parts()
-        ]
-        return "\n".join(texts)
+        return "\n".join(map(str, self.parts()))
 
     def parts(self) -> list[FittedTable | str]:
         """The losses, the rows with the largest errors, where the sides part first, and notes."""

@@ -18,8 +18,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from mprun.console.fitted_table import shortened
-from mprun.console.formatting import UNITS, change_text, size_text, unit_for
+from mprun.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.plots.canvas import NARROW_IN, PictureFrame, figure, legend_above, picture_files
 from mprun.report.theme import FORMATS, LIGHT
