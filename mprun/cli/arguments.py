@@ -54,11 +54,6 @@ class Arguments(argparse.Namespace):
     """A further folder of configs."""
     multirun: bool = False
     show_config: bool = False
-    cfg: str | None = None
-    """Hydra's `--cfg`: what to print instead of running."""
-    info: str | None = None
-    package: str | None = None
-    resolve: bool = False
     save: Path | None = None
     """Of diff: where one side is written."""
     verbose: bool = False
@@ -74,14 +69,17 @@ class Arguments(argparse.Namespace):
 
 VERBOSE = ("--verbose", "-v")
 """Of the commands that compare: everything on the terminal, not the short answer."""
-INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 HYDRAS = {
     ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
     "folder are added",
     ("--config-name", "-cn"): "mprun has one primary configuration; put NAME.yaml, with the first "
     "line '# @package _global_', into FOLDER/preset/, and write --config-dir FOLDER preset=NAME",
     ("--experimental-rerun",): "write run.resume=FOLDER",
-    ("--hydra-help",): "write mprun --help; --info shows Hydra's plugins and search path",
+    ("--hydra-help",): "write mprun --help",
+    **dict.fromkeys(
+        (("--info", "-i"), ("--package", "-p"), ("--resolve",)),
+        "write --show-config, which prints the whole configuration, resolved and checked",
+    ),
     ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
 }
 """Options of Hydra's programs that mprun has in another form."""
@@ -131,12 +129,9 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     if command.name == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")
-        parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
-        parser.add_argument("-i", "--info", choices=INFOS, nargs="?", const="all")
-        parser.add_argument("-p", "--package")
-        parser.add_argument("--resolve", action="store_true")
-        legal += ["--multirun", "--show-config", "--cfg", "--info", "--package", "--resolve"]
-        legal += ["--version", "--completion"]
+        # what Hydra's users type for the same
+        parser.add_argument("--cfg", "-c", dest="show_config", choices=("job",))
+        legal += ["--multirun", "--show-config", "--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
         _refuse_dashes(parser.prog, unknown[0], "--config-dir" in legal)

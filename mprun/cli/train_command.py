@@ -44,8 +44,6 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     known = parse_arguments(COMMAND, args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
-    if _showed(known):
-        return EXIT_OK
     if known.multirun:
         return _sweep(known)
     overrides = with_run_dir(_restarted(known.overrides), known.config_dir)
@@ -56,19 +54,6 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         print(OmegaConf.to_yaml(composed.resolved), end="")
         return EXIT_OK
     return _run(composed, watch)
-
-
-def _showed(known: Arguments) -> bool:
-    """Whether the command only shows what Hydra's `--cfg` or `--info` does."""
-    from mprun.config.compose import show_config, show_info
-
-    if known.package is not None and known.cfg is None:
-        raise UsageError("--package is a part of what --cfg shows; write --cfg job --package NAME")
-    if known.cfg is not None:
-        show_config(known.cfg, known.overrides, known.config_dir, known.package, known.resolve)
-    elif known.info is not None:
-        show_info(known.info, known.overrides, known.config_dir, known.multirun)
-    return known.cfg is not None or known.info is not None
 
 
 def _restarted(overrides: Sequence[str]) -> Sequence[str]:
