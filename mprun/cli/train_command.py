@@ -18,7 +18,7 @@ from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
-from mprun.parallel.launch import launch_of
+from mprun.records.launch import launch_of
 from mprun.results import Result, show
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
