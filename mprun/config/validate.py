@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from mprun.config.reference import leaves
 from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
-from mprun.records.mode_names import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
+from mprun.records.layer_values import computes_float16, layer_dtypes, product_formats
 from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
@@ -241,7 +241,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
     kind = config.loss_scale.name
     if kind == "auto":
         named = {*config.precision.layers.values(), *layers}
-        needs = config.precision.compute_dtype == "float16" or named & FLOAT16_LAYERS
+        needs = config.precision.compute_dtype == "float16" or any(map(computes_float16, named))
         kind = "dynamic" if needs else "none"
     return kind
 
@@ -413,8 +413,8 @@ def stored_low(config: Config) -> set[str]:
     """
     row = config.precision
     low = {m for m in config.train.optimizer.stored_moments if _is_low(getattr(row, f"{m}_dtype"))}
-    layers = {*row.layers.values()}
-    low_layers = layers & LAYERS_STORED_LOW or (row.casting == "none" and layers & {"fp16", "bf16"})
+    layers = filter(None, (layer_dtypes(value, row.casting) for value in row.layers.values()))
+    low_layers = any(_is_low(stored) for stored, _ in layers)
     if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:
         low.add("parameters")
     return low

@@ -22,9 +22,10 @@ from mprun.errors import UsageError
 from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
-from mprun.precision.policy import SHIPPED_MODES, policy
+from mprun.precision.policy import policy
 from mprun.recipe import Recipe
 from mprun.records.listing import RUNS, resolved_last
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import read_summary
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.results import Result
