@@ -69,6 +69,30 @@ class Arguments(argparse.Namespace):
 
 VERBOSE = ("--verbose", "-v")
 """Of the commands that compare: everything on the terminal, not the short answer."""
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder")
+    return Path(text)
+
+
+FLAG = {"action": "store_true"}
+OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
+    ("--save",): ({"type": Path}, ("diff",)),
+    ("--update",): (FLAG, ("check",)),
+    ("--observed",): ({"type": Path}, ("check",)),
+    ("--python",): ({"type": Path}, ("check",)),
+    ("--with",): ({"dest": "requirement"}, ("check",)),
+    VERBOSE: (FLAG, ("sweep", "advise", "double", "show")),
+    ("--multirun", "-m"): (FLAG, ("train",)),
+    ("--show-config",): (FLAG, ("train",)),
+    # what Hydra's users type for the same
+    ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
+}
+"""Each option: what argparse is told of it, and the commands that take it."""
+CONFIG_DIR = ("--config-dir", "-cd")
+"""Of every command that takes the overrides of a run."""
 HYDRAS = {
     ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
     "folder are added",
@@ -78,7 +102,7 @@ HYDRAS = {
     ("--hydra-help",): "write mprun --help",
     **dict.fromkeys(
         (("--info", "-i"), ("--package", "-p"), ("--resolve",)),
-        "write --show-config, which prints the whole configuration, resolved and checked",
+        "write mprun --show-config, which prints the configuration, resolved and checked",
     ),
     ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
 }
@@ -108,33 +132,19 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     """
     parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    legal = ["--help"]
+    taken = {names: told for names, (told, by) in OPTIONS.items() if command.name in by}
     if command.instead is None:
-        parser.add_argument("--config-dir", "-cd", type=_folder)
+        taken = {CONFIG_DIR: {"type": _folder}, **taken}
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)
-        legal = ["--config-dir", *legal]
-    if command.name == "diff":
-        parser.add_argument("--save", type=Path)
-        legal = ["--save", *legal]
-    if command.name == "check":
-        parser.add_argument("--update", action="store_true")
-        parser.add_argument("--observed", type=Path)
-        parser.add_argument("--python", type=Path)
-        parser.add_argument("--with", dest="requirement")
-        legal = ["--update", "--observed", "--python", "--with", *legal]
-    if command.name in ("sweep", "advise", "double", "show"):
-        parser.add_argument(*VERBOSE, action="store_true")
-        legal = ["--verbose", *legal]
+    for names, told in taken.items():
+        parser.add_argument(*names, **told)
+    legal = [*(names[0] for names in taken), "--help"]
     if command.name == "train":
-        parser.add_argument("-m", "--multirun", action="store_true")
-        parser.add_argument("--show-config", action="store_true")
-        # what Hydra's users type for the same
-        parser.add_argument("--cfg", "-c", dest="show_config", choices=("job",))
-        legal += ["--multirun", "--show-config", "--version", "--completion"]
+        legal += ["--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
-        _refuse_dashes(parser.prog, unknown[0], "--config-dir" in legal)
+        _refuse_dashes(parser.prog, unknown[0], CONFIG_DIR in taken)
         raise UsageError(
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
             f"{hint(unknown[0], legal)}"
@@ -185,16 +195,10 @@ def with_last(command: Command, args: Sequence[str]) -> list[str]:
         if path != value:
             note(f"{text} is {path}")
             if is_field:
-                from mprun.config.recipe_file import as_text, quoted
+                from mprun.config.quoting import as_text, quoted
 
                 text = f"{key}={quoted(as_text(path))}"
             else:
                 text = path
         found.append(text)
     return found
-
-
-def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder")
-    return Path(text)

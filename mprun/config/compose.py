@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.recipe_file import named_file, option_of, quoted
+from mprun.config.quoting import quoted
+from mprun.config.recipe_file import named_file, option_of
 from mprun.config.reference import GROUPS, keys_called, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config

@@ -51,7 +51,7 @@ from mprun.config.compose import (
     search_path,
     to_composed,
 )
-from mprun.config.recipe_file import quoted
+from mprun.config.quoting import override_text, quoted
 from mprun.config.reference import GROUPS
 from mprun.errors import UsageError, first_line
 from mprun.records.run_record import number, read_summary
@@ -273,17 +273,6 @@ def launcher_fields(name: str) -> Collection[Any]:
 def launcher_override(field: str, value: Any) -> str:
     """The override that sets a field of the launcher to a plain value."""
     return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
-
-
-def override_text(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(override_text, value)) + "]"
-    if value is None or isinstance(value, bool | int | float):
-        return "null" if value is None else str(value).lower()
-    return quoted(value)
 
 
 @contextmanager

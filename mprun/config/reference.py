@@ -20,7 +20,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.schema import Config
 from mprun.errors import UsageError, hint
@@ -105,6 +106,24 @@ class Field:
         if isinstance(self.default, str) and self.default.startswith("${"):
             return self.default[2:-1]  # another field's value
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+    def set_in(self, config: Any, value: Any, place: str, path: str = "") -> None:
+        """Set the field in an OmegaConf configuration, which converts the value to its type.
+
+        Args:
+            config: the configuration.
+            value: as it was given.
+            place: where it was given, as the beginning of a message.
+            path: the place in `config`, if it is not the field's key.
+
+        Raises:
+            UsageError: it is no value of this type.
+        """
+        try:
+            OmegaConf.update(config, path or self.key, value)
+        except (OmegaConfBaseException, ValueError, TypeError):
+            near = "" if isinstance(value, list) else hint(str(value), self.choices)
+            raise UsageError(f"{place}: {self.key} is {self.legal}{near}") from None
 
     def check(self, value: Any) -> None:
         """Check a value of the field's type.

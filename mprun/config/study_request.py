@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import Override
 
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
-from mprun.config.recipe_file import named_file, quoted, with_absolute_paths
+from mprun.config.quoting import quoted
+from mprun.config.recipe_file import named_file, with_absolute_paths
 from mprun.config.reference import GROUPS, leaves, options
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS, without_inert

@@ -15,7 +15,7 @@ from mprun.assemble.file_recipe import record_of
 from mprun.assemble.optimizer import class_of, import_path, options_of
 from mprun.assemble.recipe_loading import source_of
 from mprun.config import compose
-from mprun.config.recipe_file import as_text, quoted
+from mprun.config.quoting import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError

@@ -211,7 +211,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Options
     (
         "--foo",
-        ["no option '--foo'", "legal: --config-dir, --help, --multirun, --show-config, --version"],
+        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --cfg, --help"],
     ),
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("-x", ["no option '-x'"]),
