@@ -115,11 +115,6 @@ def test_resolved_holds_plain_values_and_given_the_users_keys() -> None:
     assert result.given == ("recipe", "device", "train.clip_norm", "device")
 
 
-def test_of_two_values_the_later_wins() -> None:
-    config = composed("seed=1", "recipe=linear", "seed=2", "recipe=fashion_mnist")
-    assert (config.seed, config.recipe.name) == (2, "fashion_mnist")
-
-
 @pytest.mark.parametrize(
     ("recipe", "lr"),
     [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3), ("char_gpt", 1e-3)],
