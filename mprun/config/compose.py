@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, cast
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -41,7 +42,6 @@ from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
 from mprun.records.reader import NotYamlError, read_yaml
 
-CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
@@ -93,9 +93,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
     """
-    register_schema()
     extra = search_path(config_dir)
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
+    with hydra_here():
         parsed = [checked(text, config_dir) for text in overrides]
         resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
         if resume is None:
@@ -110,8 +109,16 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         raise UsageError(f"run.resume={resume}: {error}") from None
 
 
+@contextmanager
+def hydra_here() -> Iterator[Any]:
+    """Inside, Hydra composes from mprun's files; a process has one Hydra, which this is."""
+    _register_schema()
+    with initialize_config_module("mprun.conf", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
 @cache
-def register_schema() -> None:
+def _register_schema() -> None:
     """Tell Hydra the types of the configuration, and further names of modes."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA_NAME, node=Config)
@@ -441,8 +448,7 @@ def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]
     if not named:
         return list(overrides)
     others = [text for text in overrides if text not in named]
-    register_schema()
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
+    with hydra_here():
         parsed = [checked(text, config_dir) for text in others]
         # ${hydra.job.override_dirname} has all overrides, so they go to Hydra too
         texts = [*map(for_hydra, parsed), *named, *search_path(config_dir)]

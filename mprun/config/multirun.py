@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -38,16 +37,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import (
-    CONF,
     CONFIG_NAME,
-    HYDRA_VERSION,
     Composed,
     compose,
     for_hydra,
+    hydra_here,
     is_of_hydra,
     one_line,
     parse,
-    register_schema,
     search_path,
     to_composed,
 )
@@ -96,9 +93,7 @@ def sweep(
     extra = search_path(config_dir)
     named = next((o for o in hydras if o.key_or_group == "hydra.sweep.dir"), None)
     with ExitStack() as stack:
-        stack.enter_context(initialize_config_module(CONF, version_base=HYDRA_VERSION))
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
+        hydra = stack.enter_context(hydra_here())
         texts = [str(o.input_line) for o in ours] if searches else [*map(_expanded, ours)]
         try:
             if named is None:
@@ -137,7 +132,7 @@ def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """Every combination of the values that overrides list, as overrides with one value each."""
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
+    with hydra_here():
         return list(product(*(_values(o) for o in parsed)))
 
 
@@ -282,10 +277,8 @@ def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple
     Raises:
         UsageError: Hydra has no such launcher, or refuses a field of it.
     """
-    register_schema()
     texts = [*QUIET, f"hydra.sweep.dir={quoted(logs)}", *overrides]
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
-        hydra: Any = GlobalHydra.instance().hydra
+    with hydra_here() as hydra:
         try:
             config = hydra.compose_config(
                 CONFIG_NAME, texts, RunMode.MULTIRUN, with_log_configuration=False

@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -99,15 +100,10 @@ SATURATES = (
 )
 
 
-def get(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
-
-
 def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
     for key, field in leaves().items():
-        field.check(get(config, key))
+        field.check(attrgetter(key)(config))
     _check_length(config)
     _check_optimizer(config)
     if config.recipe.file is None and not _is_import_path(config.recipe.target):
@@ -128,13 +124,13 @@ def check(config: Config) -> None:
         raise UsageError(f"speed.compile={config.speed.compile}: legal is true, false or auto")
     check_logger_fields(config.logger)
     for key in NAMES:
-        if not get(config, key).isprintable():
+        if not attrgetter(key)(config).isprintable():
             raise UsageError(
-                f"{key}={get(config, key)!r}: legal is a name without control characters"
+                f"{key}={attrgetter(key)(config)!r}: legal is a name without control characters"
             )
     _check_device(config.device)
     for key, kind in PATHS.items():
-        value = get(config, key)
+        value = attrgetter(key)(config)
         if value is not None and (not value.strip() or "\0" in value):
             raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
 
@@ -288,7 +284,7 @@ def without_inert(
     normalized: dict[str, Any] = copy.deepcopy(dict(resolved))
     default = Config()
     for key in {**dict(_reasons(config)), **dict.fromkeys(unused)}:
-        value = NEUTRAL.get(key, get(default, key))
+        value = NEUTRAL.get(key, attrgetter(key)(default))
         if key == "train.eval_batch_size":  # nothing is evaluated; each recipe states its own
             value = config.train.batch_size
         section, _, name = key.rpartition(".")

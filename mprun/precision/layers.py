@@ -87,12 +87,6 @@ def layer_precision(value: str, casting: str) -> LayerPrecision | None:
     return None if dtypes is None else LayerPrecision(*map(torch_dtype, dtypes))
 
 
-def own_precisions(values: Iterable[str], casting: str) -> list[LayerPrecision]:
-    """`layer_precision` of those values that have one."""
-    found = [layer_precision(value, casting) for value in values]
-    return [layer for layer in found if layer is not None]
-
-
 def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
     """`layer_precision` of each module of `named` under `policy` that has one of its own.
 

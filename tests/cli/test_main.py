@@ -236,9 +236,11 @@ def bad_values(field: Field) -> list[str]:
     found += ["xyz", "1.5.2", "''", ""]
     if "number" in field.legal:
         allowed = field.limits
-        found += ["true", "nan", "inf", "-inf", f"{allowed.low - 1:.0f}"]
-        if allowed.high < float("inf"):
-            found.append(f"{allowed.high + 1:.0f}")
+        low = allowed.gt if allowed.ge is None else allowed.ge
+        high = allowed.lt if allowed.le is None else allowed.le
+        found += ["true", "nan", "inf", "-inf", f"{low - 1:.0f}"]
+        if high is not None:
+            found.append(f"{high + 1:.0f}")
     if "whole number" in field.legal:
         found += ["1.5", "1e3", "2.0"]
     return found
