@@ -84,34 +84,37 @@ def sweep(
             )
     ours = [o for o in parsed if not is_of_hydra(o)]
     hydras = [o for o in parsed if is_of_hydra(o)]
-    for_launcher = [str(o.input_line) for o in hydras]
     searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
     if searches:  # what it chooses is known later
         compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
     for combination in () if searches else combinations(ours):
         compose(combination, config_dir)
-    extra = search_path(config_dir)
-    named = next((o for o in hydras if o.key_or_group == "hydra.sweep.dir"), None)
+    for_hydras = [*QUIET, *(str(o.input_line) for o in hydras), *search_path(config_dir)]
     with ExitStack() as stack:
         hydra = stack.enter_context(hydra_here())
-        texts = [str(o.input_line) for o in ours] if searches else [*map(_expanded, ours)]
-        try:
-            if named is None:
-                # Hydra's own name, the time to the second, is not unique: sweeps start together
-                folder = stack.enter_context(new_folder())
-                own = [*QUIET, f"hydra.sweep.dir={quoted(folder)}"]
-            else:
-                own = [*QUIET]
-                folder = _sweep_folder(hydra, [*own, *for_launcher, *extra])
-            for_sweep = [*texts, *own, *for_launcher, *extra]
-            task = _HydraTask(partial(_run_of_sweep, job, searches))
-            hydra.multirun(CONFIG_NAME, task, for_sweep, with_log_configuration=False)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
-        except OSError as error:  # Hydra writes multirun.yaml there
-            reason = error.strerror or one_line(error)
-            raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
+        stack.enter_context(_refusals())
+        texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
+        if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
+            folder = _sweep_folder(hydra, for_hydras)
+        else:
+            # Hydra's own name, the time to the second, is not unique: sweeps start together
+            folder = stack.enter_context(new_folder())
+            texts.append(f"hydra.sweep.dir={quoted(folder)}")
+        task = _HydraTask(partial(_run_of_sweep, job, searches))
+        hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)
     return folder
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, what Hydra refuses of a sweep becomes a `UsageError`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+    except OSError as error:  # Hydra writes multirun.yaml there
+        reason = error.strerror or one_line(error)
+        raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
 
 
 def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:

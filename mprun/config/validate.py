@@ -130,9 +130,13 @@ def check(config: Config) -> None:
             )
     _check_device(config.device)
     for key, kind in PATHS.items():
-        value = attrgetter(key)(config)
-        if value is not None and (not value.strip() or "\0" in value):
-            raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
+        check_name(key, attrgetter(key)(config), kind)
+
+
+def check_name(key: str, value: str | None, kind: str) -> None:
+    """Raise `UsageError` if the value of a key can be no name of "a folder" or "a file"."""
+    if value is not None and (not value.strip() or "\0" in value):
+        raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
 
 
 def _check_device(device: str) -> None:
