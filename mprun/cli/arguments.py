@@ -100,10 +100,6 @@ HYDRAS = {
     "line '# @package _global_', into FOLDER/preset/, and write --config-dir FOLDER preset=NAME",
     ("--experimental-rerun",): "write run.resume=FOLDER",
     ("--hydra-help",): "write mprun --help",
-    **dict.fromkeys(
-        (("--info", "-i"), ("--package", "-p"), ("--resolve",)),
-        "write mprun --show-config, which prints the configuration, resolved and checked",
-    ),
     ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
 }
 """Options of Hydra's programs that mprun has in another form."""

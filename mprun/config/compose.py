@@ -261,7 +261,7 @@ def checked(text: str, config_dir: Path | None) -> Override:
         UsageError: it does not, with what is legal.
     """
     override = parse(text)
-    text, key = override.input_line, override.key_or_group
+    text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
     if is_of_hydra(override):
         raise UsageError(
             f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "

@@ -42,9 +42,8 @@ def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
     [
         (["--cfg", "hydra"], "choose from"),
         (["--cfg", "job", "train.lrr=1"], "there is no field 'train.lrr'"),
-        (["--info", "plugins"], "write mprun --show-config"),
-        (["--cfg", "job", "-p", "train"], "write mprun --show-config"),
-        (["--cfg", "job", "--resolve"], "write mprun --show-config"),
+        (["--info", "plugins"], "legal: --config-dir, --multirun, --show-config"),
+        (["--cfg", "job", "--resolve"], "no option '--resolve'; legal: "),
         (["hydra.run.dir=${nope}"], "Hydra refuses it"),
         (["-cn", "mine"], "preset=NAME"),
         (["--config-name=mine"], "preset=NAME"),

@@ -68,7 +68,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ],
     ),
     ("recipe=../recipe/mnist", [f"recipe is one of {RECIPES}"]),
-    ("recipe@x=mnist", ["'recipe@x=mnist'", "cannot be moved to a package; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
@@ -109,7 +108,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Types
     ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
     ("seed=1.5", ["'seed=1.5'", "seed is a whole number"]),
-    ("train.batch_size=true", ["train.batch_size is a whole number"]),
     ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
     ("data.root=[a]", ["data.root is a text, or null"]),
     ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
@@ -120,17 +118,14 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
     ),
     ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
-    ("seed=???", ["'seed=???'", "seed is a whole number"]),
     ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
     ("seed=${oc.env:MPRUN_NOPE}", ["seed is a whole number", "'MPRUN_NOPE' not found"]),
     ("seed=${train.lr}", ["'seed=${train.lr}'", "seed is a whole number"]),
-    ("seed=${seed}", ["'seed=${seed}'", "Recursive"]),
     # Ranges
     ("train.lr=-1", ["train.lr=-1.0: legal is above 0"]),
     ("seed=4294967296", ["seed=4294967296: legal is 0 or more and at most 4294967295"]),
     ("train.batch_size=0", ["train.batch_size=0: legal is 1 or more"]),
     (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
-    ("run.dir=", ["run.dir='': legal is the name of a folder"]),
     # A recipe's own parameters
     (
         "recipe.model.unitz=3",
@@ -138,13 +133,11 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ),
     ("+recipe.model.unitz=3", ["Mnist has no such parameter; did you mean 'units'?"]),
     ("recipe.model.units=abc", ["'recipe.model.units=abc'", "units is a whole number"]),
-    ("recipe.model.units.x=1", ["units is a whole number"]),
     ("recipe.model.units=0", ["units=0: legal is 1 or more"]),
     ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
     ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
     ("recipe.target=mprun.recipes.mnist.Nope", ["is not a dataclass", "write module.Class"]),
     ("recipe.target=os.path", ["os.path is not a dataclass that extends mprun.recipe.Recipe"]),
-    ("recipe.target=nope", ["recipe.target=nope: legal is", "module.Class"]),
     # What cannot be carried out
     (
         ("precision=bf16_mixed", "precision.compute_dtype=float16"),
@@ -159,11 +152,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     (
         ("recipe=fashion_mnist", "recipe.model.log_softmax_dim=2"),
         ["log_softmax_dim=2: legal is 1 or 0"],
-    ),
-    ("train.epochs=null", ["would never end", "train.max_steps or train.max_time_s"]),
-    (
-        ("train.epochs=null", "train.max_time_s=1", "train.scheduler=cosine"),
-        ["train.scheduler=cosine needs a planned number of steps", "train.epochs or"],
     ),
     # Options
     (

@@ -323,24 +323,3 @@ def test_help_of_a_file_runs_nothing_of_it(capsys: pytest.CaptureFixture[str]) -
     assert "Parameters of Large" in text
     assert "recipe.model.units = 32" in text
     assert "Parameters of Small" not in text
-
-
-@pytest.mark.parametrize(
-    ("data", "fragments"),
-    [
-        ("return torch.ones(3, 4), torch.ones(3)", ["tensors directly", '{"train": (inputs']),
-        ("return undefined", ["the data of tiny cannot be made", "NameError", "'undefined'"]),
-        ('return {"train": (torch.ones(0, 4), torch.ones(0))}', ["tiny has no training sample"]),
-    ],
-)
-def test_data_that_cannot_be_used_are_refused_in_a_line(
-    data: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    head, _, tail = RECIPE.partition("def data():")
-    write(
-        "tiny.py", f"{head}def data():\n    {data}\ndef forward{tail.partition('def forward')[2]}"
-    )
-    assert mprun("recipe=tiny.py", "run.dir=r") == 2
-    _, error = capsys.readouterr().err.splitlines()
-    assert all(fragment in error for fragment in fragments), error
-    assert not Path("r").exists()
