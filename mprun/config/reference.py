@@ -37,7 +37,7 @@ GROUPS = (
 
 
 def range_text(meta: Meta) -> str:
-    """The numbers of a type, in words: "0 or more and below 1"."""
+    """The numbers of a type as text: "0 or more and below 1"."""
     low = f"{meta.ge:g} or more" if meta.gt is None else f"above {meta.gt:g}"
     if meta.lt is not None:
         return f"{low} and below {meta.lt:.10g}"

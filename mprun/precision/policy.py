@@ -131,7 +131,9 @@ class Policy(PolicyColumns):
 def _fixed_by_name(mode: str, legal: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The legal values of the columns that tell a shipped mode: others need another name."""
     row = mode_row(mode)
-    fixed = {key: (row[key],) for key in ("casting", "param_dtype", "compute_dtype", "tf32")}
+    fixed: dict[str, tuple[Any, ...]] = {
+        key: (row[key],) for key in ("casting", "param_dtype", "compute_dtype", "tf32")
+    }
     fixed["gemms"] = tuple(x for x in legal["gemms"] if x not in GEMMS)
     if mode in GEMMS:
         fixed["gemms"] = (mode,)
