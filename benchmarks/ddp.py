@@ -44,8 +44,8 @@ from mprun.data import TensorSet
 from mprun.doctor.machine import cpu_name
 from mprun.nested import map_tensors, to_dtype
 from mprun.parallel.coordinator import coordinator_of
-from mprun.parallel.launch import launch_of
 from mprun.precision import backend_flags
+from mprun.records.launch import launch_of
 
 CASES = {
     "mnist 128": (("recipe=mnist", "train.batch_size=128"), 20),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mprun.config import compose
-from mprun.config.recipe_file import quoted
+from mprun.config.quoting import quoted
 from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.experiments.planned_run import plan_or_resume
 from mprun.records.run_record import Status

@@ -14,8 +14,7 @@ import mprun
 from mprun import OLDEST_PYTHON, OLDEST_TORCH, release
 from mprun.config import compose
 from mprun.config.reference import options
-from mprun.precision.policy import SHIPPED_MODES
-from mprun.records.mode_names import ALIASES
+from mprun.records.mode_names import ALIASES, SHIPPED_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 

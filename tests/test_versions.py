@@ -16,7 +16,7 @@ import yaml
 
 from docs import versions
 from mprun import NEWEST_TORCH, OLDEST_PYTHON, OLDEST_TORCH, release
-from mprun.precision.policy import SHIPPED_MODES
+from mprun.records.mode_names import SHIPPED_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = """<?xml version="1.0"?>

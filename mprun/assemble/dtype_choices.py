@@ -24,7 +24,7 @@ from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.lists import of_this_version, spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.records.mode_names import layer_values
+from mprun.records.layer_values import layer_values
 from mprun.records.reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
 

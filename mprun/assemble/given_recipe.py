@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mprun.assemble.file_recipe import of_functions
-from mprun.config.recipe_file import quoted
+from mprun.config.quoting import quoted
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe

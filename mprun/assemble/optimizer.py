@@ -40,9 +40,10 @@ from mprun.optim import engines
 from mprun.optim.by_policy import low_precision, with_masters
 from mprun.precision import Policy
 from mprun.precision.convert import convert
-from mprun.precision.layers import layer_precisions, own_precisions
+from mprun.precision.layers import layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
+from mprun.records.layer_values import layer_dtypes
 from mprun.train.time_limit import Schedule
 from mprun.train.user_code import model_of
 
@@ -267,8 +268,8 @@ def stores_low_precision(
 ) -> bool:
     """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
     moments = {getattr(policy, f"{moment}_dtype") for moment in config.stored_moments}
-    in_layers = {x.stored for x in own_precisions(layers.values(), policy.casting)}
-    return {policy.param_dtype, *moments} != {"float32"} or not in_layers <= {torch.float32}
+    own = filter(None, (layer_dtypes(value, policy.casting) for value in layers.values()))
+    return {policy.param_dtype, *moments, *(stored for stored, _ in own)} != {"float32"}
 
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")

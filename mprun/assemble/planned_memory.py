@@ -33,7 +33,7 @@ from mprun.numerics.process_memory import (
     one_process,
 )
 from mprun.precision.policy import Policy, torch_dtype
-from mprun.records.mode_names import without_formats
+from mprun.records.layer_values import without_formats
 from mprun.results.memory_result import ProcessLayout
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents

@@ -54,11 +54,6 @@ class Arguments(argparse.Namespace):
     """A further folder of configs."""
     multirun: bool = False
     show_config: bool = False
-    cfg: str | None = None
-    """Hydra's `--cfg`: what to print instead of running."""
-    info: str | None = None
-    package: str | None = None
-    resolve: bool = False
     save: Path | None = None
     """Of diff: where one side is written."""
     verbose: bool = False
@@ -74,14 +69,37 @@ class Arguments(argparse.Namespace):
 
 VERBOSE = ("--verbose", "-v")
 """Of the commands that compare: everything on the terminal, not the short answer."""
-INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder")
+    return Path(text)
+
+
+FLAG = {"action": "store_true"}
+OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
+    ("--save",): ({"type": Path}, ("diff",)),
+    ("--update",): (FLAG, ("check",)),
+    ("--observed",): ({"type": Path}, ("check",)),
+    ("--python",): ({"type": Path}, ("check",)),
+    ("--with",): ({"dest": "requirement"}, ("check",)),
+    VERBOSE: (FLAG, ("sweep", "advise", "double", "show")),
+    ("--multirun", "-m"): (FLAG, ("train",)),
+    ("--show-config",): (FLAG, ("train",)),
+    # what Hydra's users type for the same
+    ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
+}
+"""Each option: what argparse is told of it, and the commands that take it."""
+CONFIG_DIR = ("--config-dir", "-cd")
+"""Of every command that takes the overrides of a run."""
 HYDRAS = {
     ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
     "folder are added",
     ("--config-name", "-cn"): "mprun has one primary configuration; put NAME.yaml, with the first "
     "line '# @package _global_', into FOLDER/preset/, and write --config-dir FOLDER preset=NAME",
     ("--experimental-rerun",): "write run.resume=FOLDER",
-    ("--hydra-help",): "write mprun --help; --info shows Hydra's plugins and search path",
+    ("--hydra-help",): "write mprun --help",
     ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
 }
 """Options of Hydra's programs that mprun has in another form."""
@@ -110,36 +128,19 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     """
     parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    legal = ["--help"]
+    taken = {names: told for names, (told, by) in OPTIONS.items() if command.name in by}
     if command.instead is None:
-        parser.add_argument("--config-dir", "-cd", type=_folder)
+        taken = {CONFIG_DIR: {"type": _folder}, **taken}
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)
-        legal = ["--config-dir", *legal]
-    if command.name == "diff":
-        parser.add_argument("--save", type=Path)
-        legal = ["--save", *legal]
-    if command.name == "check":
-        parser.add_argument("--update", action="store_true")
-        parser.add_argument("--observed", type=Path)
-        parser.add_argument("--python", type=Path)
-        parser.add_argument("--with", dest="requirement")
-        legal = ["--update", "--observed", "--python", "--with", *legal]
-    if command.name in ("sweep", "advise", "double", "show"):
-        parser.add_argument(*VERBOSE, action="store_true")
-        legal = ["--verbose", *legal]
+    for names, told in taken.items():
+        parser.add_argument(*names, **told)
+    legal = [*(names[0] for names in taken), "--help"]
     if command.name == "train":
-        parser.add_argument("-m", "--multirun", action="store_true")
-        parser.add_argument("--show-config", action="store_true")
-        parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
-        parser.add_argument("-i", "--info", choices=INFOS, nargs="?", const="all")
-        parser.add_argument("-p", "--package")
-        parser.add_argument("--resolve", action="store_true")
-        legal += ["--multirun", "--show-config", "--cfg", "--info", "--package", "--resolve"]
         legal += ["--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
-        _refuse_dashes(parser.prog, unknown[0], "--config-dir" in legal)
+        _refuse_dashes(parser.prog, unknown[0], CONFIG_DIR in taken)
         raise UsageError(
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
             f"{hint(unknown[0], legal)}"
@@ -190,16 +191,10 @@ def with_last(command: Command, args: Sequence[str]) -> list[str]:
         if path != value:
             note(f"{text} is {path}")
             if is_field:
-                from mprun.config.recipe_file import as_text, quoted
+                from mprun.config.quoting import as_text, quoted
 
                 text = f"{key}={quoted(as_text(path))}"
             else:
                 text = path
         found.append(text)
     return found
-
-
-def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder")
-    return Path(text)

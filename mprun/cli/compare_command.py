@@ -147,6 +147,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
     """
     from mprun.compare.load import expand
     from mprun.config.settings import fields, take
+    from mprun.config.validate import check_name
 
     paths, rest = [], []
     for text in args:
@@ -171,8 +172,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
                 f"'{text}' is neither a path nor a setting; legal: {', '.join(legal)}{meant}"
             )
     settings = take(rest, "compare")[0].compare
-    if settings.dir is not None and (not settings.dir.strip() or "\0" in settings.dir):
-        raise UsageError(f"compare.dir={settings.dir!r}: legal is the name of a folder, or null")
+    check_name("compare.dir", settings.dir, "a folder")
     if not paths:
         raise UsageError(f"mprun compare needs folders of runs: {EXAMPLE}")
     return paths, settings

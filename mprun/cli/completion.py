@@ -21,7 +21,7 @@ from mprun.errors import UsageError, hint
 SHELLS = ("bash", "zsh", "fish")
 OPTIONS = (
     *("--config-dir", "--help", "--multirun", "-m", "--verbose"),
-    *("--show-config", "--cfg", "--info", "--package", "--resolve", "--version", "--completion"),
+    *("--show-config", "--version", "--completion"),
 )
 MODES = ("memory.against", "compare.baseline")
 """Settings that name a precision mode."""

@@ -12,33 +12,14 @@ from mprun.config.reference import GROUPS, leaves, options
 from mprun.records.run_config import yaml_text
 
 COMMON = (
-    "seed",
-    "device",
-    "execution",
-    "train.epochs",
-    "train.max_steps",
-    "train.max_time_s",
-    "train.batch_size",
-    "train.eval_batch_size",
-    "train.lr",
-    "train.clip_norm",
-    "train.accumulate",
-    "train.scheduler",
-    "train.log_every",
-    "train.checkpoint_every_steps",
-    "precision.layers",
-    "op_lists.lower_file",
-    "op_lists.fp32_file",
-    "op_lists.promote_file",
-    "op_lists.strict",
-    "op_lists.verbose",
-    "loss_scale.value",
-    "debug.fp_exceptions",
-    "data.source",
-    "data.root",
-    "run.dir",
-    "run.resume",
+    *("seed", "device", "execution", "train.epochs", "train.max_steps", "train.max_time_s"),
+    *("train.batch_size", "train.eval_batch_size", "train.lr", "train.clip_norm"),
+    *("train.accumulate", "train.scheduler", "train.log_every", "train.checkpoint_every_steps"),
+    *("precision.layers", "op_lists.lower_file", "op_lists.fp32_file", "op_lists.promote_file"),
+    *("op_lists.strict", "op_lists.verbose", "loss_scale.value", "debug.fp_exceptions"),
+    *("data.source", "data.root", "run.dir", "run.resume"),
 )
+"""The fields that help lists; docs/reference/configuration.md has all."""
 
 INTRO = """\
 mprun: train a model in a numerical precision, and measure what it costs and

@@ -34,8 +34,8 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.parallel.launch import Launch, launch_of
 from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
+from mprun.records.launch import Launch, launch_of
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:

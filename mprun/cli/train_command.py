@@ -17,7 +17,7 @@ from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
-from mprun.parallel.launch import launch_of
+from mprun.records.launch import launch_of
 from mprun.results import Result, show
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
@@ -43,8 +43,6 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     known = parse_arguments(COMMAND, args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
-    if _showed(known):
-        return EXIT_OK
     if known.multirun:
         return _sweep(known)
     overrides = with_run_dir(_restarted(known.overrides), known.config_dir)
@@ -57,24 +55,11 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     return _run(composed, watch)
 
 
-def _showed(known: Arguments) -> bool:
-    """Whether the command only shows what Hydra's `--cfg` or `--info` does."""
-    from mprun.config.compose import show_config, show_info
-
-    if known.package is not None and known.cfg is None:
-        raise UsageError("--package is a part of what --cfg shows; write --cfg job --package NAME")
-    if known.cfg is not None:
-        show_config(known.cfg, known.overrides, known.config_dir, known.package, known.resolve)
-    elif known.info is not None:
-        show_info(known.info, known.overrides, known.config_dir, known.multirun)
-    return known.cfg is not None or known.info is not None
-
-
 def _restarted(overrides: Sequence[str]) -> Sequence[str]:
     """The overrides of the run to resume, where torchrun started the processes again."""
     if not launch_of().restarts:
         return overrides
-    from mprun.config.recipe_file import as_text, quoted
+    from mprun.config.quoting import as_text, quoted
     from mprun.parallel.coordinator import coordinator_here
 
     folder = coordinator_here().earlier_folder()

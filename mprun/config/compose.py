@@ -4,17 +4,11 @@ Hydra's messages name the override, but neither the legal values nor the nearest
 mistakes end in a traceback of its internals. So each override is checked first (does the field, or
 the option of the group, exist?). Then Hydra composes, and its remaining errors are explained with
 the texts of the schema.
-
-Hydra's views of a configuration: `--cfg`, `--info`, `--package`, `--resolve`, `hydra.run.dir`.
-
-Hydra prints them itself. mprun composes configurations without Hydra's program, so here its parts
-are called as that program calls them.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,23 +25,23 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.recipe_file import named_file, option_of, quoted
+from mprun.config.quoting import quoted
+from mprun.config.recipe_file import named_file, option_of
 from mprun.config.reference import GROUPS, keys_called, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, as_usage_error, did_you_mean, hint, nearest
-from mprun.parallel.launch import launch_of
-from mprun.records.mode_names import ALIASES, layer_values, mode_hint
+from mprun.records.launch import launch_of
+from mprun.records.layer_values import layer_values
+from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
 from mprun.records.reader import NotYamlError, read_yaml
 
-CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
@@ -99,12 +93,9 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
     """
-    register_schema()
     extra = search_path(config_dir)
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
-        parsed = [parse(text) for text in overrides]
-        for override in parsed:
-            check_override(override, config_dir)
+    with hydra_here():
+        parsed = [checked(text, config_dir) for text in overrides]
         resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
         if resume is None:
             raw = _compose([*map(for_hydra, parsed), *extra], parsed)
@@ -118,8 +109,16 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         raise UsageError(f"run.resume={resume}: {error}") from None
 
 
+@contextmanager
+def hydra_here() -> Iterator[Any]:
+    """Inside, Hydra composes from mprun's files; a process has one Hydra, which this is."""
+    _register_schema()
+    with initialize_config_module("mprun.conf", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
 @cache
-def register_schema() -> None:
+def _register_schema() -> None:
     """Tell Hydra the types of the configuration, and further names of modes."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA_NAME, node=Config)
@@ -255,17 +254,18 @@ def is_of_hydra(override: Override) -> bool:
     return str(override.key_or_group).startswith(("hydra.", "hydra/"))
 
 
-def check_override(override: Override, config_dir: Path | None) -> None:
-    """Check that an override names a field, or a group and an option of it.
+def checked(text: str, config_dir: Path | None) -> Override:
+    """An override, parsed, that names a field, or a group and an option of it.
 
     Raises:
         UsageError: it does not, with what is legal.
     """
-    text, key = override.input_line, override.key_or_group
+    override = parse(text)
+    text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
     if is_of_hydra(override):
         raise UsageError(
             f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "
-            "which is run.dir, and --cfg and --info"
+            "which is run.dir"
         )
     if override.is_delete():
         raise UsageError(f"'{text}': nothing can be deleted; set a field to null, a group to none")
@@ -281,6 +281,7 @@ def check_override(override: Override, config_dir: Path | None) -> None:
         raise UsageError(f"'{text}': {key} has fields; set one of them: {_below(key)}")
     elif _is_unknown(key):
         raise UsageError(f"'{text}': there is no field '{key}'{_or_legal(key)}")
+    return override
 
 
 def _is_unknown(key: str) -> bool:
@@ -437,50 +438,6 @@ def one_line(error: BaseException) -> str:
     return "; ".join(x.rstrip(".:;") for x in lines if x and not x.startswith(NOISE))
 
 
-def show_config(
-    kind: str,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    package: str | None,
-    resolve: bool,
-) -> None:
-    """Print the composed configuration, as Hydra's `--cfg` does.
-
-    Args:
-        kind: job (mprun's), hydra (Hydra's own) or all.
-        overrides: Hydra overrides.
-        config_dir: a further folder of configs, or None.
-        package: print this part alone; None: all.
-        resolve: whether interpolations are replaced by their values.
-
-    Raises:
-        UsageError: an override is wrong, or there is no such package.
-    """
-    with _composing(overrides, config_dir) as (hydra, texts):
-        whole = hydra.compose_config(CONFIG_NAME, texts, RunMode.RUN, with_log_configuration=False)
-        shown = hydra.get_sanitized_cfg(whole, kind)
-        if package not in (None, "_global_") and OmegaConf.select(shown, str(package)) is None:
-            legal = ", ".join(map(str, shown))
-            raise UsageError(f"--package {package}: there is no such part of it; legal: {legal}")
-        hydra.show_cfg(CONFIG_NAME, texts, kind, package, resolve)
-
-
-def show_info(what: str, overrides: Sequence[str], config_dir: Path | None, multirun: bool) -> None:
-    """Print what Hydra knows of its plugins, search path and defaults, as its `--info` does.
-
-    Raises:
-        UsageError: an override is wrong.
-    """
-    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-    with _composing(overrides, config_dir) as (hydra, texts):
-        root = logging.getLogger()
-        before = root.level, root.handlers[:]
-        try:
-            hydra.show_info(what, CONFIG_NAME, texts, mode)
-        finally:  # it logs to standard output
-            root.level, root.handlers[:] = before
-
-
 def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """The overrides with `run.dir` in place of `hydra.run.dir`, whose patterns Hydra fills in.
 
@@ -491,31 +448,14 @@ def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]
     if not named:
         return list(overrides)
     others = [text for text in overrides if text not in named]
-    with _composing(overrides, config_dir) as (hydra, texts):
-        whole = hydra.compose_config(CONFIG_NAME, texts, RunMode.RUN, with_log_configuration=False)
-        HydraConfig.instance().set_config(whole)
-        folder = str(whole.hydra.run.dir)
-    return [*others, f"run.dir={quoted(folder)}"]
-
-
-@contextmanager
-def _composing(
-    overrides: Sequence[str], config_dir: Path | None
-) -> Iterator[tuple[Any, list[str]]]:
-    """Hydra, and the overrides as it takes them, checked.
-
-    Raises:
-        UsageError: an override is wrong, or Hydra refuses it.
-    """
-    register_schema()
-    extra = search_path(config_dir)
-    parsed = [parse(text) for text in overrides]
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
-        for override in parsed:
-            if not is_of_hydra(override):
-                check_override(override, config_dir)
-        texts = [str(o.input_line) if is_of_hydra(o) else for_hydra(o) for o in parsed]
+    with hydra_here():
+        parsed = [checked(text, config_dir) for text in others]
+        # ${hydra.job.override_dirname} has all overrides, so they go to Hydra too
+        texts = [*map(for_hydra, parsed), *named, *search_path(config_dir)]
         try:
-            yield GlobalHydra.instance().hydra, [*texts, *extra]
+            whole = hydra_compose(CONFIG_NAME, overrides=texts, return_hydra_config=True)
+            HydraConfig.instance().set_config(whole)  # ${hydra:...} reads it from there
+            folder = str(whole.hydra.run.dir)
         except RAISED as error:
             raise UsageError(f"Hydra refuses it: {one_line(error)}") from None
+    return [*others, f"run.dir={quoted(folder)}"]

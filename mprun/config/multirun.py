@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -38,20 +37,18 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import (
-    CONF,
     CONFIG_NAME,
-    HYDRA_VERSION,
     Composed,
     compose,
     for_hydra,
+    hydra_here,
     is_of_hydra,
     one_line,
     parse,
-    register_schema,
     search_path,
     to_composed,
 )
-from mprun.config.recipe_file import quoted
+from mprun.config.quoting import override_text, quoted
 from mprun.config.reference import GROUPS
 from mprun.errors import UsageError, first_line
 from mprun.records.run_record import number, read_summary
@@ -87,36 +84,37 @@ def sweep(
             )
     ours = [o for o in parsed if not is_of_hydra(o)]
     hydras = [o for o in parsed if is_of_hydra(o)]
-    for_launcher = [str(o.input_line) for o in hydras]
     searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
     if searches:  # what it chooses is known later
         compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
     for combination in () if searches else combinations(ours):
         compose(combination, config_dir)
-    extra = search_path(config_dir)
-    named = next((o for o in hydras if o.key_or_group == "hydra.sweep.dir"), None)
+    for_hydras = [*QUIET, *(str(o.input_line) for o in hydras), *search_path(config_dir)]
     with ExitStack() as stack:
-        stack.enter_context(initialize_config_module(CONF, version_base=HYDRA_VERSION))
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        texts = [str(o.input_line) for o in ours] if searches else [*map(_expanded, ours)]
-        try:
-            if named is None:
-                # Hydra's own name, the time to the second, is not unique: sweeps start together
-                folder = stack.enter_context(new_folder())
-                own = [*QUIET, f"hydra.sweep.dir={quoted(folder)}"]
-            else:
-                own = [*QUIET]
-                folder = _sweep_folder(hydra, [*own, *for_launcher, *extra])
-            for_sweep = [*texts, *own, *for_launcher, *extra]
-            task = _HydraTask(partial(_run_of_sweep, job, searches))
-            hydra.multirun(CONFIG_NAME, task, for_sweep, with_log_configuration=False)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
-        except OSError as error:  # Hydra writes multirun.yaml there
-            reason = error.strerror or one_line(error)
-            raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
+        hydra = stack.enter_context(hydra_here())
+        stack.enter_context(_refusals())
+        texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
+        if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
+            folder = _sweep_folder(hydra, for_hydras)
+        else:
+            # Hydra's own name, the time to the second, is not unique: sweeps start together
+            folder = stack.enter_context(new_folder())
+            texts.append(f"hydra.sweep.dir={quoted(folder)}")
+        task = _HydraTask(partial(_run_of_sweep, job, searches))
+        hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)
     return folder
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, what Hydra refuses of a sweep becomes a `UsageError`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+    except OSError as error:  # Hydra writes multirun.yaml there
+        reason = error.strerror or one_line(error)
+        raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
 
 
 def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
@@ -137,7 +135,7 @@ def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """Every combination of the values that overrides list, as overrides with one value each."""
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
+    with hydra_here():
         return list(product(*(_values(o) for o in parsed)))
 
 
@@ -275,17 +273,6 @@ def launcher_override(field: str, value: Any) -> str:
     return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
 
 
-def override_text(value: Any) -> str:
-    """A plain value in Hydra's grammar."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(override_text, value)) + "]"
-    if value is None or isinstance(value, bool | int | float):
-        return "null" if value is None else str(value).lower()
-    return quoted(value)
-
-
 @contextmanager
 def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple[Any, DictConfig]]:
     """Hydra, and its configuration with this launcher.
@@ -293,10 +280,8 @@ def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple
     Raises:
         UsageError: Hydra has no such launcher, or refuses a field of it.
     """
-    register_schema()
     texts = [*QUIET, f"hydra.sweep.dir={quoted(logs)}", *overrides]
-    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
-        hydra: Any = GlobalHydra.instance().hydra
+    with hydra_here() as hydra:
         try:
             config = hydra.compose_config(
                 CONFIG_NAME, texts, RunMode.MULTIRUN, with_log_configuration=False

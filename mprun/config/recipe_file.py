@@ -1,17 +1,13 @@
 """A recipe in a Python file: `recipe=path/to/my.py`, without YAML.
 
-Composition needs the file's `DEFAULTS`, which stand above mprun's defaults and below presets and
-the command line. They are read from the file's text: composing a configuration runs no code of it,
-so `--help` and mistakes are answered without torch, and a file from someone else is not run before
-the user was told. Hence `DEFAULTS` is a plain dictionary of values, not computed.
+The file is read as text: composing a configuration, or showing help of the file, runs no code of
+it. So mistakes and `--help` are answered without torch, and a file from someone else is not run
+before the user was told. Two things are read:
 
-Each file becomes an option of the group `recipe` in Hydra's store of configurations.
-
-The parameters and defaults of a recipe's file, read from its text, for `--help`.
-
-As for `DEFAULTS` no code of the file runs, so torch is not imported and help is shown at once.
-
-Any text as a value for Hydra and OmegaConf, which give some characters a meaning.
+- `DEFAULTS`, for composition. They stand above mprun's defaults and below presets and the command
+  line, and are a plain dictionary of values, not computed. The file becomes an option of the group
+  `recipe` in Hydra's store of configurations.
+- docstring, functions and classes with their parameters, for `mprun recipe=my.py --help`.
 """
 
 from __future__ import annotations
@@ -29,31 +25,12 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from mprun.config.quoting import as_text, quoted
 from mprun.config.reference import leaves, options
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.reader import open_regular
-
-
-def quoted(value: object) -> str:
-    """Any text as a quoted value of an override."""
-    text = str(value)
-    inner = text.replace("'", "\\'")
-    end = "\\" * (len(inner) - len(inner.rstrip("\\")))  # a backslash would hide the last quote
-    return f"'{inner}{end}'"
-
-
-def as_text(value: Any) -> Any:
-    """Plain values for OmegaConf that it does not interpolate: `${` in a text stays what it is."""
-    if isinstance(value, str):
-        # A backslash escapes `${`, and the backslashes before it.
-        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
-    if isinstance(value, dict):
-        return {key: as_text(item) for key, item in value.items()}
-    return [as_text(item) for item in value] if isinstance(value, list) else value
-
 
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
@@ -202,17 +179,11 @@ def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
 
 def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
     """What the module assigns to a name, the last one."""
-    found = None
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        else:
-            continue
+    for node in reversed(tree.body):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            found = node.value
-    return found
+            return getattr(node, "value", None)
+    return None
 
 
 def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
@@ -229,19 +200,14 @@ def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
             "command line"
         )
     field = leaves()[key]
+    field.set_in(schema, as_text(value), place)
     try:
-        OmegaConf.update(schema, key, as_text(value))
-        typed = OmegaConf.select(schema, key)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        near = hint(str(value), field.choices)
-        raise UsageError(f"{place}: {key} is {field.legal}{near}") from None
-    try:
-        field.check(typed)
+        field.check(OmegaConf.select(schema, key))
     except UsageError as error:
         raise UsageError(f"{path}: DEFAULTS: {error}") from None
 
 
-BASES = ("Recipe", "Classification")
+BASES = {"Recipe", "Classification"}
 """Classes of mprun that a recipe extends."""
 NEEDED = {"model", "data"}
 """Methods without which a class is only the base of recipes."""
@@ -278,11 +244,8 @@ def recipe_text(file: RecipeFile) -> RecipeText:
     """
     tree = parsed(file.path, read_source(file.path))
     bodies = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    recipes = {
-        name: node
-        for name, node in bodies.items()
-        if _is_recipe(node, bodies) and _methods(node, bodies) >= NEEDED
-    }
+    lineages = {name: _lineage(node, bodies) for name, node in bodies.items()}
+    recipes = [name for name, lineage in lineages.items() if _is_recipe(lineage)]
     if file.kind:
         if file.kind not in bodies:
             legal = f"; legal: {', '.join(recipes)}" if recipes else ""
@@ -290,42 +253,39 @@ def recipe_text(file: RecipeFile) -> RecipeText:
                 f"recipe={file.text}: the file has no class {file.kind}"
                 f"{hint(file.kind, bodies)}{legal}"
             )
-        recipes = {file.kind: bodies[file.kind]}
+        recipes = [file.kind]
     return RecipeText(
         doc=_paragraph(tree),
         functions=tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef)),
-        classes={name: _parameters(node, bodies) for name, node in recipes.items()},
+        classes={name: _parameters(lineages[name]) for name in recipes},
         defaults=defaults_of(file.path, tree),
     )
 
 
-def _is_recipe(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> bool:
-    """Whether a class extends one of mprun's, directly or by classes of the file."""
-    bases = [_last_name(base) for base in node.bases]
-    return any(
-        base in BASES or (base != node.name and base in known and _is_recipe(known[base], known))
-        for base in bases
-    )
+def _lineage(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class, and behind it the classes of the file that it extends."""
+    found = [node]
+    for one in found:  # which grows
+        bases = [known[name] for name in map(_last_name, one.bases) if name in known]
+        found += [base for base in bases if base not in found]
+    return found
 
 
-def _methods(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> set[str]:
-    """The methods of a class and of the classes of the file that it extends."""
-    own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-    bases = [base for base in map(_last_name, node.bases) if base in known and base != node.name]
-    return own.union(*(_methods(known[base], known) for base in bases))
+def _is_recipe(lineage: list[ast.ClassDef]) -> bool:
+    """Whether a class extends one of mprun's, and is more than a base of recipes."""
+    bases = {_last_name(base) for one in lineage for base in one.bases}
+    body = [part for one in lineage for part in one.body]
+    methods = {part.name for part in body if isinstance(part, ast.FunctionDef)}
+    return bool(bases & BASES) and methods >= NEEDED
 
 
 def _last_name(base: ast.expr) -> str:
     return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
 
 
-def _parameters(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> tuple[Parameter, ...]:
+def _parameters(lineage: list[ast.ClassDef]) -> tuple[Parameter, ...]:
     """Those of the class and, before them, of the classes of the file that it extends."""
-    found: dict[str, Parameter] = {}
-    for base in map(_last_name, node.bases):
-        if base in known and base != node.name:
-            found |= {one.name: one for one in _parameters(known[base], known)}
-    found |= {one.name: one for one in _own_parameters(node)}
+    found = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
     return tuple(found.values())
 
 

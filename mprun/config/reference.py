@@ -19,8 +19,10 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from msgspec import Meta
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.schema import Config
 from mprun.errors import UsageError, hint
@@ -34,33 +36,12 @@ GROUPS = (
 )
 
 
-@dataclass(frozen=True)
-class Range:
-    """An interval that a number must lie in; infinities and NaN never do."""
-
-    low: float
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-
-    @classmethod
-    def of(cls, meta: Meta) -> Range:
-        """That of a type."""
-        low = meta.ge if meta.gt is None else meta.gt
-        high = meta.le if meta.lt is None else meta.lt
-        low, high = -math.inf if low is None else low, math.inf if high is None else high
-        return cls(low, high, meta.gt is not None, meta.lt is not None)
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.low_open else value >= self.low
-        below = value < self.high if self.high_open else value <= self.high
-        return math.isfinite(value) and above and below
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
-        if self.high == math.inf:
-            return low
-        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:.10g}"
+def range_text(meta: Meta) -> str:
+    """The numbers of a type as text: "0 or more and below 1"."""
+    low = f"{meta.ge:g} or more" if meta.gt is None else f"above {meta.gt:g}"
+    if meta.lt is not None:
+        return f"{low} and below {meta.lt:.10g}"
+    return low if meta.le is None else f"{low} and at most {meta.le:.10g}"
 
 
 @dataclass(frozen=True)
@@ -88,10 +69,9 @@ class Field:
         return () if legal is None else legal.values
 
     @cached_property
-    def limits(self) -> Range | None:
+    def limits(self) -> Meta | None:
         """The interval of a number that has one."""
-        meta = _noted(self.type, Meta)
-        return None if meta is None else Range.of(meta)
+        return _noted(self.type, Meta)
 
     @property
     def default_text(self) -> str:
@@ -106,20 +86,46 @@ class Field:
             return self.default[2:-1]  # another field's value
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
+    def set_in(self, config: Any, value: Any, place: str, path: str = "") -> None:
+        """Set the field in an OmegaConf configuration, which converts the value to its type.
+
+        Args:
+            config: the configuration.
+            value: as it was given.
+            place: where it was given, as the beginning of a message.
+            path: the place in `config`, if it is not the field's key.
+
+        Raises:
+            UsageError: it is no value of this type.
+        """
+        try:
+            OmegaConf.update(config, path or self.key, value)
+        except (OmegaConfBaseException, ValueError, TypeError):
+            near = "" if isinstance(value, list) else hint(str(value), self.choices)
+            raise UsageError(f"{place}: {self.key} is {self.legal}{near}") from None
+
     def check(self, value: Any) -> None:
         """Check a value of the field's type.
 
         Raises:
             UsageError: it lies outside of the range, or is none of the choices.
         """
-        if self.limits is not None and value is not None and value not in self.limits:
-            raise UsageError(f"{self.key}={value}: legal is {self.limits}")
+        if self.limits is not None and value is not None and not self._is_in_range(value):
+            raise UsageError(f"{self.key}={value}: legal is {range_text(self.limits)}")
         if not self.choices:
             return
         for text in value if self.is_list else [value]:
             if text not in self.choices:
                 near = hint(text, self.choices)
                 raise UsageError(f"'{self.key}={text}': {self.key} is {self.legal}{near}")
+
+    def _is_in_range(self, value: float) -> bool:
+        """Whether a number is finite, which types do not say, and within the limits."""
+        try:
+            msgspec.convert(value, Annotated[float, self.limits])
+        except msgspec.ValidationError:
+            return False
+        return math.isfinite(value)
 
 
 def _noted(kind: Any, note: type[T]) -> T | None:

@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.recipe_file import as_text, named_file
+from mprun.config.quoting import as_text
+from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
@@ -69,7 +70,7 @@ def _apply(config: DictConfig, override: Override) -> None:
         key = "parallel.name" if key == "parallel" else key
         _check_length(config, key, value)
         _check_skip(config, key, value)
-        _update(config, key, value, str(override.input_line))
+        leaves()[key].set_in(config, value, f"'{override.input_line}'")
     elif not _is_same(config, key, value):
         raise UsageError(
             f"'{override.input_line}': a resumed run keeps its configuration; "
@@ -145,13 +146,6 @@ def _check_skip(config: DictConfig, key: str, value: Any) -> None:
             f"{key}={value}: skip decides what is computed, and the run has {saved}; "
             "legal changes: between off, log and halt"
         )
-
-
-def _update(config: DictConfig, key: str, value: Any, text: str) -> None:
-    try:
-        OmegaConf.update(config, key, value)
-    except OmegaConfBaseException:
-        raise UsageError(f"'{text}': {key} is {leaves()[key].legal}") from None
 
 
 def _is_same(config: DictConfig, key: str, value: Any) -> bool:

@@ -248,7 +248,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
             raise UsageError(
                 f"'{text}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
             )
-        _set(settings, field, key, override.value(), text)
+        field.set_in(settings, override.value(), f"'{text}'", _path(key))
         given[field.key] = override
     for key, override in given.items():
         _check_value(settings, known[key], override)
@@ -292,14 +292,6 @@ def _setting(text: str) -> Override:
 def _path(key: str) -> str:
     """The place in `Settings` of a key that users type."""
     return LAUNCHER if key == "launcher" else key
-
-
-def _set(settings: Any, field: Field, key: str, value: Any, text: str) -> None:
-    try:
-        OmegaConf.update(settings, _path(key), value)
-    except (OmegaConfBaseException, ValueError):
-        near = "" if isinstance(value, list) else hint(str(value), field.choices)
-        raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
 
 
 def _check_value(settings: Any, field: Field, override: Override) -> None:

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
-from mprun.config.recipe_file import named_file, quoted, with_absolute_paths
+from mprun.config.quoting import quoted
+from mprun.config.recipe_file import named_file, with_absolute_paths
 from mprun.config.reference import GROUPS, leaves, options
 from mprun.config.settings import SEEDS, Settings, take
-from mprun.config.validate import PATHS, without_inert
+from mprun.config.validate import PATHS, check_name, without_inert
 from mprun.errors import UsageError
 
 RESUMED = "a resumed study keeps its plan"
@@ -90,22 +92,17 @@ def study_request(
     if listed is not None:
         _refuse(counted, ("seed", "seeds", "first_seed"), f"'{listed}' lists the seeds")
     _refuse(overrides, refused, f"mprun {command} sets this itself")
-    folders: dict[str, str] = {}
-    of_runs, trust, hydra = [], False, []
-    for text in rest:
-        override = parse(text)
-        key, value = override.key_or_group, override.value()
-        if key in ("run.dir", "run.resume"):
-            folders |= _folder(override)
-        elif key == "run.trust":
-            trust = _truth(text, value)
+    own: dict[str, Any] = {}
+    of_runs, hydra = [], []
+    for override in map(parse, rest):
+        key = override.key_or_group
+        if key in OWN:
+            own[key] = _own_value(override)
         elif key.startswith(("hydra/launcher", "hydra.launcher.")) and "launcher" in sections:
-            hydra.append(text)
-        elif key in PATHS and isinstance(value, str):
-            of_runs.append(f"{key}={quoted(Path(value).absolute())}")
+            hydra.append(str(override.input_line))
         else:
-            of_runs.append(with_absolute_paths(override) if key == "recipe" else text)
-    resume = folders.get("run.resume")
+            of_runs.append(_in_every_folder(override))
+    resume = own.get("run.resume")
     if resume is not None:
         if of_runs:
             raise UsageError(f"'{of_runs[0]}': {RESUMED}; leave it out")
@@ -117,12 +114,38 @@ def study_request(
         settings,
         of_runs,
         config_dir,
-        folders.get("run.dir"),
-        None if resume is None else Path(resume),
-        trust,
-        tuple(hydra),
-        () if listed is None else _seeds(listed),
+        folder=own.get("run.dir"),
+        resume=None if resume is None else Path(resume),
+        trust=own.get("run.trust", False),
+        hydra=tuple(hydra),
+        listed_seeds=() if listed is None else _seeds(listed),
     )
+
+
+OWN = ("run.dir", "run.resume", "run.trust")
+"""Fields that are about the study, and not about its runs."""
+
+
+def _own_value(override: Override) -> bool | str | None:
+    """The value of a field in `OWN`: whether to trust, the name of a folder, or None."""
+    key, value = override.key_or_group, override.value()
+    if key == "run.trust":
+        if not isinstance(value, bool):
+            raise UsageError(f"'{override.input_line}': run.trust is true or false")
+        return value
+    if override.is_delete() or override.is_sweep_override() or isinstance(value, dict | list):
+        raise UsageError(f"'{override.input_line}': legal is the name of one folder, or null")
+    name = None if value is None else str(value)
+    check_name(key, name, "a folder")
+    return name
+
+
+def _in_every_folder(override: Override) -> str:
+    """The override with absolute paths: a study may be continued from another folder."""
+    key, value = override.key_or_group, override.value()
+    if key in PATHS and isinstance(value, str):
+        return f"{key}={quoted(Path(value).absolute())}"
+    return with_absolute_paths(override) if key == "recipe" else str(override.input_line)
 
 
 def _listing_seeds(overrides: Sequence[str]) -> str | None:
@@ -152,24 +175,6 @@ def _seeds(text: str) -> tuple[int, ...]:
             raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
         field.check(seed)
     return tuple(dict.fromkeys(value))
-
-
-def _truth(text: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"'{text}': run.trust is true or false")
-    return value
-
-
-def _folder(override: Override) -> dict[str, str]:
-    """The folder that an override names, by the key of the override; nothing for null."""
-    key, value = override.key_or_group, override.value()
-    if override.is_delete() or override.is_sweep_override() or isinstance(value, dict | list):
-        raise UsageError(f"'{override.input_line}': legal is the name of one folder, or null")
-    if value is None:
-        return {}
-    if not str(value).strip() or "\0" in str(value):
-        raise UsageError(f"{key}={str(value)!r}: legal is the name of a folder, or null")
-    return {key: str(value)}
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

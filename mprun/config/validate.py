@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from omegaconf import MISSING
 from mprun.config.reference import leaves
 from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
-from mprun.records.mode_names import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
+from mprun.records.layer_values import computes_float16, layer_dtypes, product_formats
 from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
@@ -99,15 +100,10 @@ SATURATES = (
 )
 
 
-def get(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
-
-
 def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
     for key, field in leaves().items():
-        field.check(get(config, key))
+        field.check(attrgetter(key)(config))
     _check_length(config)
     _check_optimizer(config)
     if config.recipe.file is None and not _is_import_path(config.recipe.target):
@@ -128,15 +124,19 @@ def check(config: Config) -> None:
         raise UsageError(f"speed.compile={config.speed.compile}: legal is true, false or auto")
     check_logger_fields(config.logger)
     for key in NAMES:
-        if not get(config, key).isprintable():
+        if not attrgetter(key)(config).isprintable():
             raise UsageError(
-                f"{key}={get(config, key)!r}: legal is a name without control characters"
+                f"{key}={attrgetter(key)(config)!r}: legal is a name without control characters"
             )
     _check_device(config.device)
     for key, kind in PATHS.items():
-        value = get(config, key)
-        if value is not None and (not value.strip() or "\0" in value):
-            raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
+        check_name(key, attrgetter(key)(config), kind)
+
+
+def check_name(key: str, value: str | None, kind: str) -> None:
+    """Raise `UsageError` if the value of a key can be no name of "a folder" or "a file"."""
+    if value is not None and (not value.strip() or "\0" in value):
+        raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
 
 
 def _check_device(device: str) -> None:
@@ -241,7 +241,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
     kind = config.loss_scale.name
     if kind == "auto":
         named = {*config.precision.layers.values(), *layers}
-        needs = config.precision.compute_dtype == "float16" or named & FLOAT16_LAYERS
+        needs = config.precision.compute_dtype == "float16" or any(map(computes_float16, named))
         kind = "dynamic" if needs else "none"
     return kind
 
@@ -288,7 +288,7 @@ def without_inert(
     normalized: dict[str, Any] = copy.deepcopy(dict(resolved))
     default = Config()
     for key in {**dict(_reasons(config)), **dict.fromkeys(unused)}:
-        value = NEUTRAL.get(key, get(default, key))
+        value = NEUTRAL.get(key, attrgetter(key)(default))
         if key == "train.eval_batch_size":  # nothing is evaluated; each recipe states its own
             value = config.train.batch_size
         section, _, name = key.rpartition(".")
@@ -413,8 +413,8 @@ def stored_low(config: Config) -> set[str]:
     """
     row = config.precision
     low = {m for m in config.train.optimizer.stored_moments if _is_low(getattr(row, f"{m}_dtype"))}
-    layers = {*row.layers.values()}
-    low_layers = layers & LAYERS_STORED_LOW or (row.casting == "none" and layers & {"fp16", "bf16"})
+    layers = filter(None, (layer_dtypes(value, row.casting) for value in row.layers.values()))
+    low_layers = any(_is_low(stored) for stored, _ in layers)
     if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:
         low.add("parameters")
     return low

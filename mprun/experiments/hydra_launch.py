@@ -45,7 +45,7 @@ from mprun.experiments.budget import Budget, BudgetSignals
 from mprun.experiments.study import LOGS, Drop, Study, StudyResult
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, settled_summary
-from mprun.parallel.launch import launch_of
+from mprun.records.launch import launch_of
 from mprun.train.signals import SignalReceivedError
 
 SIGUSR2 = getattr(signal, "SIGUSR2", None)  # Windows has none

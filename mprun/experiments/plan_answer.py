@@ -15,16 +15,17 @@ from mprun.assemble.file_recipe import record_of
 from mprun.assemble.optimizer import class_of, import_path, options_of
 from mprun.assemble.recipe_loading import source_of
 from mprun.config import compose
-from mprun.config.recipe_file import as_text, quoted
+from mprun.config.quoting import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
 from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
-from mprun.precision.policy import SHIPPED_MODES, policy
+from mprun.precision.policy import policy
 from mprun.recipe import Recipe
 from mprun.records.listing import RUNS, resolved_last
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import read_summary
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.results import Result

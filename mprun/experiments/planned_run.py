@@ -30,10 +30,9 @@ from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
-from mprun.precision.layers import LAYER_MODES, NEAREST, STOCHASTIC
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
-from mprun.records.mode_names import without_formats
+from mprun.records.layer_values import in_rounding, without_formats
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.loop import StopRequestedError
@@ -129,11 +128,6 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
 
 EXACT = "fp32"
 """The policy of reference passes."""
-UNROUNDED = {
-    x: next(mode for mode in NEAREST if LAYER_MODES[mode] == LAYER_MODES[x]) for x in STOCHASTIC
-}
-"""Modes of layers to those that store the same and do not round: rounding is the run's, and no part
-of a probe's policy. Neither are formats of products."""
 
 
 def policy_in(plan: Plan, short: str) -> Policy:
@@ -162,7 +156,8 @@ class PolicyProbe:
 
     def __init__(self, plan: Plan, policy: Policy, arithmetic: Arithmetic | None = None) -> None:
         exact = policy.name == EXACT
-        layers = {n: UNROUNDED.get(x, x) for n, x in without_formats(plan.layers).items()}
+        # The rounding of updates is the run's, and no part of a probe. Nor are product formats.
+        layers = {n: in_rounding(x, "nearest") for n, x in without_formats(plan.layers).items()}
         self._plan = replace(
             plan,
             policy=policy,

@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.assemble.speed_trial import KEPT, with_fastest
 from mprun.config import Composed, compose
-from mprun.config.recipe_file import as_text, quoted
+from mprun.config.quoting import as_text, quoted
 from mprun.console import Moment, ProgressView
 from mprun.doctor.machine import host
 from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError

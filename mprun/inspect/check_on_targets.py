@@ -29,7 +29,7 @@ from mprun.precision.arithmetic import Float16Fallback
 from mprun.precision.emulate import Emulated16
 from mprun.precision.layers import layer_precision
 from mprun.precision.policy import dtype_name, torch_dtype
-from mprun.records.mode_names import product_formats
+from mprun.records.layer_values import product_formats
 from mprun.results.check_result import Finding
 from mprun.results.check_targets import (
     IN_FLOAT32,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mprun.assemble import Plan
 from mprun.assemble.parts import build_model, build_precision, first_samples
 from mprun.config import compose
-from mprun.config.recipe_file import quoted
+from mprun.config.quoting import quoted
 from mprun.console.fitted_table import FittedTable
 from mprun.doctor import machine
 from mprun.errors import MprunError, RunFailedError, UsageError

@@ -27,8 +27,8 @@ from mprun.doctor.measure import measure_rates
 from mprun.errors import MprunError, as_usage_error
 from mprun.precision import Policy
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
-from mprun.precision.policy import SHIPPED_MODES
 from mprun.precision.rates import in_threads
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination, Format, Measured, Mode, OpName
 
 ATEN: dict[OpName, str] = {
@@ -40,7 +40,7 @@ ATEN: dict[OpName, str] = {
 
 
 def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:
-    """A row for each mode, in the order of the table in `mprun.precision.policy`.
+    """A row for each mode, in the order of `SHIPPED_MODES`.
 
     Args:
         device: the device.

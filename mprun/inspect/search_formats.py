@@ -34,7 +34,7 @@ from mprun.numerics.set_search import CandidateSearch, KeptHigh
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.gemms import LinearGemms, model_gemms
-from mprun.records.mode_names import PRODUCTS, with_high_products
+from mprun.records.layer_values import PRODUCTS, with_high_products
 from mprun.results.search_result import (
     BitsOfChoices,
     FormatRow,

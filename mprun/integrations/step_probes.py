@@ -39,8 +39,9 @@ from mprun.numerics.memory_recorder import MemoryRecorder
 from mprun.numerics.step_events import StepListener, entries
 from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Precision
-from mprun.precision.policy import SHIPPED_MODES, Policy, dtype_name, policy
+from mprun.precision.policy import Policy, dtype_name, policy
 from mprun.precision.switches import tf32_is_on
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import PrecisionRow
 
 

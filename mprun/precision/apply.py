@@ -73,7 +73,7 @@ from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.switches import backend_flags
 from mprun.precision.update import ALONE, Clip, Combine
-from mprun.records.mode_names import layer_values
+from mprun.records.layer_values import layer_values
 
 NOT_COMPILED = (
     "torch.compile has no effect in this mode here: mprun computes or replaces single ops, and "

@@ -25,7 +25,7 @@ from mprun.precision.gemms import GEMMS, gemms_of, why_not_native
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import EmulatedTf32, has_tf32
-from mprun.records.mode_names import product_formats
+from mprun.records.layer_values import product_formats
 
 EXECUTIONS = ("native", "emulated")
 EMULATED_FROM = 2.0

@@ -48,7 +48,7 @@ from mprun.precision.formats import (
 )
 from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
 from mprun.precision.random_bits import key, random_bits
-from mprun.records.mode_names import product_formats
+from mprun.records.layer_values import product_formats
 
 
 class Gemm(NamedTuple):

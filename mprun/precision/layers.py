@@ -16,7 +16,8 @@ bfloat16. One optimizer rounds all 16-bit parameters alike, so the names that st
 
 A format of 8 bits or fewer is one of products, so it is for `nn.Linear` alone: `fp8`, or one for
 each of the three products, keeps what the mode around it gives the layer (`gemms.py`). The names of
-modes with formats (`mxfp8`) give what the mode has: casts to bfloat16 and its formats.
+modes with formats (`mxfp8`) give what the mode has: casts to bfloat16 and its formats. The grammar
+of all values is in `mprun.records.layer_values`.
 
 A layer casts its floating inputs to what it computes in, whether it has parameters or not. Its
 output stays as computed. In modes without casting every other module that has parameters casts its
@@ -44,11 +45,19 @@ from mprun.nested import map_tensors
 from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of, forwards_restored
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import SHIPPED_MODES, Policy, dtype_name, policy, torch_dtype
-from mprun.records.mode_names import OWN_ALIASES, layer_value, product_formats
+from mprun.precision.policy import Policy, dtype_name, torch_dtype
+from mprun.records.layer_values import (
+    DTYPES,
+    LAYER_MODES,
+    in_rounding,
+    layer_dtypes,
+    layer_value,
+    product_formats,
+)
+from mprun.records.mode_names import OWN_ALIASES, mode_row
 
-LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes that a layer can have, by the names users write."""
+LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}
+"""The dtypes that a layer can compute in."""
 
 
 class LayerPrecision(NamedTuple):
@@ -63,19 +72,6 @@ class LayerPrecision(NamedTuple):
         return self.stored != self.compute
 
 
-LAYER_MODES = {
-    row.name: LayerPrecision(torch_dtype(row.param_dtype), torch_dtype(row.compute_dtype))
-    for row in map(policy, SHIPPED_MODES)
-    if row.is_low and row.casting in ("none", "autocast")
-}
-"""The modes that a layer can have; fp32 is the dtype of that name."""
-STOCHASTIC = [name for name in LAYER_MODES if policy(name).rounding == "stochastic"]
-ROUND_ALL = [name for name in STOCHASTIC if policy(name).rounding_scope == "all"]
-NEAREST = [
-    name for name in LAYER_MODES if name not in STOCHASTIC and policy(name).casting == "none"
-]
-
-
 def layer_precision(value: str, casting: str) -> LayerPrecision | None:
     """What a value of `precision.layers` means in a mode with that casting.
 
@@ -85,21 +81,10 @@ def layer_precision(value: str, casting: str) -> LayerPrecision | None:
         ValueError: it is no value that a layer can have.
     """
     try:
-        value = layer_value(value)
+        dtypes = layer_dtypes(layer_value(value), casting)
     except ValueError as error:
         raise ValueError(f"precision.layers: a layer cannot be in {error}") from None
-    if value in LAYER_MODES:
-        return LAYER_MODES[value]
-    if value not in LAYER_DTYPES:
-        return None
-    dtype = LAYER_DTYPES[value]
-    return LayerPrecision(dtype if casting == "none" else torch.float32, dtype)
-
-
-def own_precisions(values: Iterable[str], casting: str) -> list[LayerPrecision]:
-    """`layer_precision` of those values that have one."""
-    found = [layer_precision(value, casting) for value in values]
-    return [layer for layer in found if layer is not None]
+    return None if dtypes is None else LayerPrecision(*map(torch_dtype, dtypes))
 
 
 def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
@@ -109,7 +94,8 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
         ValueError: as `layer_precision`, or a layer is to round every result in another mode.
     """
     for name, value in named.items():
-        if value in ROUND_ALL and policy.rounding_scope != "all":
+        rounds_all = value in LAYER_MODES and mode_row(value)["rounding_scope"] == "all"
+        if rounds_all and policy.rounding_scope != "all":
             raise ValueError(
                 f"precision.layers: {name}: {value} rounds every result stochastically, which one "
                 f"layer of precision={policy.name} cannot; legal: half_sr where the mode rounds "
@@ -139,18 +125,16 @@ def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
     Raises:
         ValueError: it does not.
     """
-    stochastic = policy.rounding == "stochastic"
+    rounding = "stochastic" if policy.rounding == "stochastic" else "nearest"
+    rounds = {"nearest": "to nearest", "stochastic": "stochastically"}
     for name, value in named.items():
-        if (value in STOCHASTIC and not stochastic) or (value in NEAREST and stochastic):
-            rounds = ("to nearest", "stochastically")
-            stored = LAYER_MODES[value].stored
-            alike = STOCHASTIC if stochastic else NEAREST
-            legal = next(mode for mode in alike if LAYER_MODES[mode].stored == stored)
+        legal = in_rounding(value, rounding)
+        if legal != value:
             raise ValueError(
                 f"precision.layers: {name}: {value} rounds its parameters "
-                f"{rounds[not stochastic]}, and precision={policy.name} rounds what it stores "
-                f"{rounds[stochastic]}: one optimizer rounds all of them alike; legal: {legal}, or "
-                "another precision.rounding"
+                f"{rounds[mode_row(value)['rounding']]}, and precision={policy.name} rounds what "
+                f"it stores {rounds[rounding]}: one optimizer rounds all of them alike; legal: "
+                f"{legal}, or another precision.rounding"
             )
 
 
@@ -281,4 +265,4 @@ class InDtype(ForwardWrapper):
             return super().__call__(*args, **kwargs)
 
     def _cast(self, x: Tensor) -> Tensor:
-        return to_layer(x, self._dtype) if x.dtype in LAYER_DTYPES.values() else x
+        return to_layer(x, self._dtype) if x.dtype in LAYER_DTYPES else x

@@ -17,11 +17,11 @@ from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.caster import Caster, caster_of
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
-from mprun.precision.layers import own_precisions
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import Policy, policy
+from mprun.records.layer_values import computes_float16
 
 
 def policy_of(given: Policy | str) -> Policy:
@@ -105,8 +105,7 @@ def loss_scale_of(
         return StaticLossScale(float(given), device)
     kind = given
     if kind == "auto":
-        computes = {x.compute for x in own_precisions(layers, policy.casting)}
-        needed = policy.compute_dtype == "float16" or torch.float16 in computes
+        needed = policy.compute_dtype == "float16" or any(map(computes_float16, layers))
         kind = "dynamic" if needed else "none"
     if kind not in LOSS_SCALES:
         raise ValueError(

@@ -1,9 +1,8 @@
 """A precision mode is a row of data.
 
 The columns are those of `mprun.records.policy_columns`, and the table of modes is
-`conf/precision/*.yaml`; `SHIPPED_MODES` has their names. Those of 8 bits or fewer are `bf16_mixed`
-with a format of products. Keras calls the first two columns the variable dtype and the compute
-dtype.
+`conf/precision/*.yaml`. Modes of 8 bits or fewer are `bf16_mixed` with a format of products. Keras
+calls the first two columns the variable dtype and the compute dtype.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
 (`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of
@@ -15,17 +14,16 @@ none is silently replaced by another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
 
 from mprun.errors import hint
 from mprun.precision.gemms import GEMMS
-from mprun.records.mode_names import ALIASES, SHORT_DTYPES, mode_hint
+from mprun.records.mode_names import ALIASES, SHIPPED_MODES, SHORT_DTYPES, mode_hint, mode_row
 from mprun.records.policy_columns import (
     COMPENSATED,
     FLOAT_DTYPES,
@@ -34,33 +32,6 @@ from mprun.records.policy_columns import (
 )
 
 LOW_DTYPES = ("bfloat16", "float16")
-
-
-def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
-    return {"casting": ("none",), "param_dtype": (dtype,), "rounding": roundings, "tf32": (False,)}
-
-
-_FP32: dict[str, tuple[Any, ...]] = {"casting": ("none",), "param_dtype": ("float32",)}
-SHIPPED_MODES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "fp32": {**_FP32, "tf32": (False,)},
-    "tf32": {**_FP32, "tf32": (True,)},
-    "bf16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("bfloat16",)},
-    "fp16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("float16",)},
-    "bf16_true": _true("bfloat16", "nearest", *COMPENSATED),
-    "fp16_true": _true("float16", "nearest", *COMPENSATED),
-    "bf16_sr": _true("bfloat16", "stochastic"),
-    "half_sr": _true("float16", "stochastic"),
-    "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
-    **{
-        name: {
-            "casting": ("autocast",),
-            "compute_dtype": ("bfloat16",),
-            "gemms": (name,),
-        }
-        for name in GEMMS
-    },
-}
-"""Columns that the names of the shipped modes fix."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -134,11 +105,8 @@ class Policy(PolicyColumns):
             "gemms": ("none", *formats),
             "hadamard": (False, self.gemms != "none"),
         }
-        # A shipped mode's name fixes these: another value needs another name.
-        named = dict(SHIPPED_MODES.get(self.name, {}))
-        if named:
-            named.setdefault("gemms", tuple(x for x in legal["gemms"] if x not in GEMMS))
-        return {key: named.get(key, values) for key, values in legal.items()}
+        named = _fixed_by_name(self.name, legal) if self.name in SHIPPED_MODES else {}
+        return {**legal, **named}
 
     @property
     def _may_have_formats(self) -> bool:
@@ -158,6 +126,26 @@ class Policy(PolicyColumns):
         row = asdict(self)
         del row["name"]
         return row
+
+
+def _fixed_by_name(mode: str, legal: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The legal values of the columns that tell a shipped mode: others need another name."""
+    row = mode_row(mode)
+    fixed: dict[str, tuple[Any, ...]] = {
+        key: (row[key],) for key in ("casting", "param_dtype", "compute_dtype", "tf32")
+    }
+    fixed["gemms"] = tuple(x for x in legal["gemms"] if x not in GEMMS)
+    if mode in GEMMS:
+        fixed["gemms"] = (mode,)
+    elif row["casting"] == "autocast":
+        fixed["casting"] = ("autocast", "op_lists")  # op lists are another way to the same casts
+    if row["param_dtype"] in LOW_DTYPES:
+        # `_true` or `_sr` says how 16-bit parameters are rounded; a remainder rounds to nearest.
+        nearest = ("nearest", *COMPENSATED)
+        fixed["rounding"] = nearest if row["rounding"] == "nearest" else (row["rounding"],)
+    if row["rounding_scope"] == "all":
+        fixed["rounding_scope"] = ("all",)
+    return fixed
 
 
 def _yaml(value: str | bool) -> str:
@@ -199,8 +187,7 @@ def policy(name: str) -> Policy:
         raise ValueError(
             f"no precision mode is named '{name}'{mode_hint(name, SHIPPED_MODES)}; legal: {legal}"
         )
-    path = files("mprun.conf") / "precision" / f"{name}.yaml"
-    return Policy(**yaml.safe_load(path.read_text(encoding="utf-8")))
+    return Policy(**mode_row(name))
 
 
 def _of_dtypes(text: str) -> Policy:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from mprun.console.fitted_table import FittedTable, TableColumn, figure_column, text_column
 from mprun.console.formatting import counted, joined, listed
-from mprun.records.mode_names import PRODUCTS, SHORT_DTYPES, layers_file
+from mprun.records.layer_values import PRODUCTS, layers_file
+from mprun.records.mode_names import SHORT_DTYPES
 from mprun.results.numerics_result import unjudged
 from mprun.results.search_result import (
     Deviation,

@@ -14,7 +14,7 @@ from mprun.numerics.nonfinite import FpException, RunExceptions, StepOutcome, fi
 from mprun.parallel.ranks import Ranks
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard
 from mprun.records.files import write_json
-from mprun.records.mode_names import guard_layers
+from mprun.records.layer_values import guard_layers
 from mprun.records.run_folder import GUARD_LAYERS, RunFolder
 from mprun.records.run_record import FpExceptionsRow, Status, Summary
 from mprun.train.callbacks import Callback, StepLine

@@ -35,9 +35,9 @@ from mprun.errors import UsageError, first_line
 from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
 from mprun.precision.formats import float16_range
-from mprun.precision.layers import LAYER_MODES
 from mprun.recipe import Recipe
 from mprun.records.files import write_atomic
+from mprun.records.layer_values import computes_float16
 from mprun.records.reader import DamagedArchiveError
 from mprun.train import checkpoint
 from mprun.train.torch_file import (
@@ -122,8 +122,8 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
         layers: names of modules with another dtype or mode, to that dtype or mode.
     """
     mode = "fp16" if "float16" in (policy.param_dtype, policy.compute_dtype) else "another"
-    lower = {"fp16", *(name for name, row in LAYER_MODES.items() if row.compute == torch.float16)}
-    cast = [weights.state[k] for k in weights.parameters if dtype_of(k, layers, mode) in lower]
+    lower = [k for k in weights.parameters if computes_float16(dtype_of(k, layers, mode))]
+    cast = [weights.state[k] for k in lower]
     if not cast:
         return None
     lost, trained = float16_range(cast), ""

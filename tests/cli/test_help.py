@@ -58,8 +58,3 @@ def test_it_fits_the_terminal(
 
 def test_it_prints_in_any_encoding(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--help").isascii()
-
-
-def test_common_fields_exist_once() -> None:
-    assert len(set(COMMON)) == len(COMMON)
-    assert set(COMMON) <= set(leaves())

@@ -61,20 +61,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
     ("recipe=null", ["'recipe=null'", "recipe is one of"]),
     (
-        "precision=",
-        [
-            "'precision='",
-            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
-        ],
-    ),
-    (
-        "precision={a: 1}",
-        [
-            "'precision={a: 1}'",
-            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
-        ],
-    ),
-    (
         "precision=[fp32]",
         [
             "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
@@ -82,27 +68,20 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ],
     ),
     ("recipe=../recipe/mnist", [f"recipe is one of {RECIPES}"]),
-    ("recipe@x=mnist", ["'recipe@x=mnist'", "cannot be moved to a package; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
     ("data.qqqqqqqq=3", ["no field 'data.qqqqqqqq'", "legal: data.source, data.root,"]),
     ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
-    ("seed.x=1", ["no field 'seed.x'", "did you mean 'seed'?"]),
     ("lr=0.1", ["no field 'lr'", "did you mean 'train.lr'?"]),
-    ("epochs=1", ["did you mean 'train.epochs'?"]),
-    ("precision.epochs=1", ["did you mean 'train.epochs'?"]),
     ("optimizer=sgd", ["did you mean 'train.optimizer.name'?"]),
-    ("num_workers=2", ["did you mean 'data.workers'?"]),
     ("--batch-size=3", ["no option '--batch-size=3'", "did you mean 'train.batch_size'?"]),
     (("memory", "fits=16GiB"), ["no field 'fits'", "did you mean 'memory.fits'?"]),
     (("numerics", "steps=3"), ["did you mean 'numerics.steps' or 'train.max_steps'?"]),
     ("+foo=1", ["'+foo=1'", "no field 'foo'"]),
-    ("++foo.bar=1", ["'++foo.bar=1'", "no field 'foo.bar'"]),
     ("hydra.job.name=x", ["'hydra.job.name=x'", "legal in a single run: hydra.run.dir"]),
     ("hydra/launcher=x", ["mprun -m reads Hydra's own settings"]),
     ("train=null", ["train has fields; set one of them: train.epochs, "]),
-    ("train={}", ["train has fields"]),
     (
         "train.optimizer=adamw",
         ["train.optimizer has fields; set one of them: train.optimizer.name, "],
@@ -111,39 +90,24 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("seed", ["'seed' is neither a command nor an override", "did you mean 'seed=...'?"]),
     ("", ["'' is neither a command nor an override", "write name=value"]),
     ("=1", ["'=1' has no name", "write name=value"]),
-    ("~seed", ["'~seed'", "nothing can be deleted"]),
     ("~recipe=mnist", ["'~recipe=mnist'", "nothing can be deleted"]),
     ("seed==1", ["'seed==1' cannot be read"]),
-    ("seed = 1", ["'seed = 1' cannot be read"]),
-    ("seed='1", ["'seed='1' cannot be read"]),
-    ('seed="', ["'seed=\"' cannot be read"]),
-    ("seed=[1", ["'seed=[1' cannot be read"]),
-    ("seed={a", ["'seed={a' cannot be read"]),
-    ("seed=)", ["'seed=)' cannot be read"]),
     ("seed=nope(1)", ["'seed=nope(1)' cannot be read", "Unknown function 'nope'"]),
-    ("sääd=1", ["'sääd=1' cannot be read"]),
     ("run.dir=ü", ["'run.dir=ü' cannot be read", "in quotes that the shell leaves"]),
     ("seed=１", ["'seed=１' cannot be read"]),
     ("seed=1\nmprun: done", [r"'seed=1\nmprun: done' cannot be read"]),
     ("seed='\x1b[31m'", [r"seed='\x1b[31m'", "seed is a whole number"]),
     ("seed=\udcff", [r"'seed=\udcff' cannot be read"]),
     ("x" * 10_000, ["is neither a command nor an override"]),
-    ("x" * 10_000 + "=1", ["there is no field"]),
     ("seed=" + "x" * 10_000, ["seed is a whole number"]),
     ("seed=" + "[" * 1000 + "]" * 1000, ["cannot be read"]),
     ("trian", ["there is no command 'trian'", "did you mean 'train'?"]),
     # Several values
     ("seed=1,2", ["'seed=1,2' lists several values: a sweep, which needs -m"]),
-    ("seed=choice(1,2)", ["'seed=choice(1,2)' lists several values"]),
-    ("seed=range(3)", ["'seed=range(3)' lists several values"]),
-    ("recipe=mnist,linear", ["'recipe=mnist,linear' lists several values"]),
     ("recipe=glob(*)", ["'recipe=glob(*)' lists several values"]),
     # Types
     ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
-    ("train.lr={a: 1}", ["train.lr is a number"]),
-    ("train.lr=", ["'train.lr='", "train.lr is a number"]),
     ("seed=1.5", ["'seed=1.5'", "seed is a whole number"]),
-    ("train.batch_size=true", ["train.batch_size is a whole number"]),
     ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
     ("data.root=[a]", ["data.root is a text, or null"]),
     ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
@@ -153,41 +117,27 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "train.optimizer.name=adam",
         ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
     ),
-    ("seed=null", ["'seed=null'", "seed is a whole number"]),
     ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
-    ("seed=???", ["'seed=???'", "seed is a whole number"]),
     ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
     ("seed=${oc.env:MPRUN_NOPE}", ["seed is a whole number", "'MPRUN_NOPE' not found"]),
     ("seed=${train.lr}", ["'seed=${train.lr}'", "seed is a whole number"]),
-    ("seed=${seed}", ["'seed=${seed}'", "Recursive"]),
     # Ranges
     ("train.lr=-1", ["train.lr=-1.0: legal is above 0"]),
-    ("train.lr=nan", ["train.lr=nan: legal is above 0"]),
-    ("train.lr=inf", ["train.lr=inf: legal is above 0"]),
-    ("train.lr=1e999", ["train.lr=inf: legal is above 0"]),
-    ("seed=-1", ["seed=-1: legal is 0 or more and at most 4294967295"]),
     ("seed=4294967296", ["seed=4294967296: legal is 0 or more and at most 4294967295"]),
-    (f"seed={10**60}", ["legal is 0 or more and at most 4294967295"]),
     ("train.batch_size=0", ["train.batch_size=0: legal is 1 or more"]),
     (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
-    ("data.validation_fraction=1", ["legal is 0 or more and below 1"]),
-    ("run.dir=", ["run.dir='': legal is the name of a folder"]),
     # A recipe's own parameters
     (
         "recipe.model.unitz=3",
         ["'recipe.model.unitz=3'", "did you mean 'units'?", "legal: recipe.model.units"],
     ),
     ("+recipe.model.unitz=3", ["Mnist has no such parameter; did you mean 'units'?"]),
-    ("recipe.model={unitz: 3}", ["Mnist has no such parameter; did you mean 'units'?"]),
     ("recipe.model.units=abc", ["'recipe.model.units=abc'", "units is a whole number"]),
-    ("recipe.model.units.x=1", ["units is a whole number"]),
     ("recipe.model.units=0", ["units=0: legal is 1 or more"]),
     ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
     ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
     ("recipe.target=mprun.recipes.mnist.Nope", ["is not a dataclass", "write module.Class"]),
     ("recipe.target=os.path", ["os.path is not a dataclass that extends mprun.recipe.Recipe"]),
-    ("recipe.target=nope", ["recipe.target=nope: legal is", "module.Class"]),
-    ("recipe.target=..a", ["recipe.target=..a: legal is", "module.Class"]),
     # What cannot be carried out
     (
         ("precision=bf16_mixed", "precision.compute_dtype=float16"),
@@ -203,18 +153,12 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ("recipe=fashion_mnist", "recipe.model.log_softmax_dim=2"),
         ["log_softmax_dim=2: legal is 1 or 0"],
     ),
-    ("train.epochs=null", ["would never end", "train.max_steps or train.max_time_s"]),
-    (
-        ("train.epochs=null", "train.max_time_s=1", "train.scheduler=cosine"),
-        ["train.scheduler=cosine needs a planned number of steps", "train.epochs or"],
-    ),
     # Options
     (
         "--foo",
-        ["no option '--foo'", "legal: --config-dir, --help, --multirun, --show-config, --cfg"],
+        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --cfg, --help"],
     ),
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
-    ("-x", ["no option '-x'"]),
     ("--config-dir", ["--config-dir/-cd: expected one argument"]),
     ("--config-dir=", ["--config-dir/-cd: expected a folder"]),
     ("--config-dir=nope", ["--config-dir nope cannot be read: No such file or directory"]),
@@ -233,13 +177,6 @@ def test_a_mistake_is_answered_in_one_line(
     monkeypatch.setattr(devices, "accelerator", lambda: None)
     message = refusal(capsys, *([words] if isinstance(words, str) else words))
     assert [f for f in fragments if f not in message] == [], message
-
-
-def test_the_real_command_answers_the_same() -> None:
-    command = [sys.executable, "-m", "mprun", "train", "recipe=linear", "train.lr=-1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_refused(done.returncode, done.stdout, done.stderr)
-    assert "legal is above 0" in done.stderr
 
 
 def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,9 +224,11 @@ def bad_values(field: Field) -> list[str]:
     found += ["xyz", "1.5.2", "''", ""]
     if "number" in field.legal:
         allowed = field.limits
-        found += ["true", "nan", "inf", "-inf", f"{allowed.low - 1:.0f}"]
-        if allowed.high < float("inf"):
-            found.append(f"{allowed.high + 1:.0f}")
+        low = allowed.gt if allowed.ge is None else allowed.ge
+        high = allowed.lt if allowed.le is None else allowed.le
+        found += ["true", "nan", "inf", "-inf", f"{low - 1:.0f}"]
+        if high is not None:
+            found.append(f"{high + 1:.0f}")
     if "whole number" in field.legal:
         found += ["1.5", "1e3", "2.0"]
     return found
@@ -403,15 +342,6 @@ def test_a_run_leaves_a_record(command: list[str], capsys: pytest.CaptureFixture
     (run,) = Path("outputs").glob("*/*")
     assert f"record: {run}" in out
     assert read_summary(run).status == "completed"
-
-
-def test_a_field_without_effect_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data.root=x", "train.optimizer.beta1=0.5", "train.optimizer.momentum=0.5"]
-    assert main([*LINEAR, *words]) == 0
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "warning: data.root has no effect: recipe=linear does not use it",
-        "warning: train.optimizer.beta1 has no effect: sgd does not use it",
-    ]
 
 
 def test_every_field_the_recipe_ignores_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

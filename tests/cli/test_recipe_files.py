@@ -138,12 +138,6 @@ def test_a_file_is_trained_and_recorded(capsys: pytest.CaptureFixture[str]) -> N
     assert err == f"note: recipe={Path('tiny.py').absolute()} runs the code of this file\n"
 
 
-def test_a_shipped_recipe_has_no_file() -> None:
-    summary = trained("r", "recipe=linear", "train.max_steps=2")
-    assert summary.recipe_sha256 is None
-    assert not Path("r/recipe.py").exists()
-
-
 def test_it_trains_as_a_raw_loop_does_bit_for_bit() -> None:
     words = ["speed=plain", "precision=fp32", "seed=3", "train.max_steps=12"]
     trained("run", "recipe=tiny.py", *words, "train.optimizer.name=sgd")
@@ -160,15 +154,6 @@ def test_it_trains_as_a_raw_loop_does_bit_for_bit() -> None:
         lambda output, index: F.mse_loss(output, y[index]),
     )
     assert_same(raw, None)
-
-
-@pytest.mark.representative("fp16_mixed", "bf16_sr")
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"])
-def test_every_mode_trains_it(mode: str) -> None:
-    summary = trained("r", "recipe=tiny.py", f"precision={mode}")
-    assert summary.steps == 6
-    assert summary.train.loss is not None
-    assert 0 < float(summary.train.loss) < 100
 
 
 def test_a_class_of_several_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,14 +221,6 @@ def test_advise_names_the_file_in_the_command_that_it_recommends(
         line.partition("use it: mprun ")[2] for line in output.splitlines() if "use it:" in line
     )
     assert trained("r", *shlex.split(command)).recipe == "tiny"
-
-
-def test_double(capsys: pytest.CaptureFixture[str]) -> None:
-    text = RECIPE.replace('"train.max_steps": 6', '"train.epochs": 1')
-    write("tiny.py", text)
-    assert mprun("double", "recipe=tiny.py", "seeds=1", "run.dir=d") == 0
-    batches = {read_summary(p.parent).batch_size for p in Path("d").glob("*/summary.json")}
-    assert batches == {8, 16}
 
 
 def test_a_multirun_over_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,29 +323,3 @@ def test_help_of_a_file_runs_nothing_of_it(capsys: pytest.CaptureFixture[str]) -
     assert "Parameters of Large" in text
     assert "recipe.model.units = 32" in text
     assert "Parameters of Small" not in text
-
-
-def test_help_of_a_file_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mprun("recipe=nope.py", "--help") == 2
-    assert "there is no such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("data", "fragments"),
-    [
-        ("return torch.ones(3, 4), torch.ones(3)", ["tensors directly", '{"train": (inputs']),
-        ("return undefined", ["the data of tiny cannot be made", "NameError", "'undefined'"]),
-        ('return {"train": (torch.ones(0, 4), torch.ones(0))}', ["tiny has no training sample"]),
-    ],
-)
-def test_data_that_cannot_be_used_are_refused_in_a_line(
-    data: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    head, _, tail = RECIPE.partition("def data():")
-    write(
-        "tiny.py", f"{head}def data():\n    {data}\ndef forward{tail.partition('def forward')[2]}"
-    )
-    assert mprun("recipe=tiny.py", "run.dir=r") == 2
-    _, error = capsys.readouterr().err.splitlines()
-    assert all(fragment in error for fragment in fragments), error
-    assert not Path("r").exists()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose as hydra_compose
-from hydra import initialize_config_module
 from omegaconf import OmegaConf
 
 from mprun.config import Config, compose
@@ -115,11 +114,6 @@ def test_resolved_holds_plain_values_and_given_the_users_keys() -> None:
     assert result.given == ("recipe", "device", "train.clip_norm", "device")
 
 
-def test_of_two_values_the_later_wins() -> None:
-    config = composed("seed=1", "recipe=linear", "seed=2", "recipe=fashion_mnist")
-    assert (config.seed, config.recipe.name) == (2, "fashion_mnist")
-
-
 @pytest.mark.parametrize(
     ("recipe", "lr"),
     [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3), ("char_gpt", 1e-3)],
@@ -160,7 +154,7 @@ def test_the_users_value_beats_the_presets(order: int) -> None:
 def test_the_configuration_is_the_one_that_hydra_composes(words: tuple[str, ...]) -> None:
     """Hydra chooses the options once per process; fields are set on a copy."""
     compose([*words, "train.batch_size=7", "precision.layers={left: fp32}"])  # leaves no trace
-    with initialize_config_module(compose_module.CONF, version_base=compose_module.HYDRA_VERSION):
+    with compose_module.hydra_here():
         parsed = [compose_module.parse(text) for text in words]
         texts = [compose_module.for_hydra(override) for override in parsed]
         by_hydra = hydra_compose(compose_module.CONFIG_NAME, overrides=texts)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.cli.main import main
 from mprun.compare.verdicts import compare
 from mprun.config import compose
 from mprun.config.compose import parse
@@ -169,12 +168,3 @@ def test_layers_of_a_program_take_it() -> None:
     assert named == {"0": "half_sr"}
     check_rounding(named, policy("bf16_sr"))
     assert layer_precisions({"0": "fp16_sr"}, policy("bf16_sr"))["0"].stored == torch.float16
-
-
-def test_a_sweep_of_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from mprun.records.run_record import read_summary
-
-    overrides = ["recipe=linear", "train.max_steps=2", "data.source=generated"]
-    assert main(["-m", *overrides, "precision=fp16_sr,half_sr", "seed=0"]) == 0
-    (summary,) = Path("outputs").rglob("summary.json")
-    assert read_summary(summary.parent).precision == "half_sr"

@@ -75,20 +75,10 @@ def test_what_does_not_touch_the_bits_may_change(override: str, value: object) -
 @pytest.mark.parametrize(
     "override",
     [
-        "train.lr=0.1",
-        "precision=bf16_mixed",
-        "seed=1",
-        "recipe=mnist",
-        "batch=double",
-        "speed=plain",
-        "precision.tf32=true",
-        "train.scheduler=linear",
-        "run.dir=other",
-        "recipe.model.units=4",
-        "loss_scale=dynamic",
-        "logger=tensorboard",
-        "preset=smoke",
-        "train.clip_norm=1",
+        *("train.lr=0.1", "precision=bf16_mixed", "seed=1", "recipe=mnist"),
+        *("batch=double", "speed=plain", "precision.tf32=true", "train.scheduler=linear"),
+        *("run.dir=other", "recipe.model.units=4", "loss_scale=dynamic"),
+        *("logger=tensorboard", "preset=smoke", "train.clip_norm=1"),
     ],
 )
 def test_what_would_change_the_run_is_refused(override: str) -> None:
@@ -102,20 +92,10 @@ def test_what_would_change_the_run_is_refused(override: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "precision=bf16_mixed",
-        "seed=3",
-        "batch=double",
-        "recipe=linear",
-        "train.lr=5e-1",
-        "train.clip_norm=2",
-        "train.clip_norm=2.0",
-        "train.max_time_s=null",
-        "speed=auto",
-        "run.dir=run",
-        "preset=none",
-        "recipe.model.units=8",
-        "precision.tf32=false",
-        "+seed=3",
+        *("precision=bf16_mixed", "seed=3", "batch=double", "recipe=linear"),
+        *("train.lr=5e-1", "train.clip_norm=2", "train.clip_norm=2.0"),
+        *("train.max_time_s=null", "speed=auto", "run.dir=run", "preset=none"),
+        *("recipe.model.units=8", "precision.tf32=false", "+seed=3"),
     ],
 )
 def test_a_value_may_be_given_again(override: str) -> None:

@@ -91,19 +91,8 @@ def test_a_number_and_a_unit(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "GiB",
-        "16G",
-        "16 gigs",
-        "-1GiB",
-        "0",
-        "0.5B",
-        "1e99GiB",
-        "1..5GB",
-        "nan",
-        "inf",
-        "1+1",
-        "e",
+        *("", "GiB", "16G", "16 gigs", "-1GiB", "0", "0.5B", "1e99GiB", "1..5GB", "nan"),
+        *("inf", "1+1", "e"),
     ],
 )
 def test_anything_else_is_refused_with_what_is_legal(text: str) -> None:

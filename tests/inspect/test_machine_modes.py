@@ -14,9 +14,9 @@ from mprun.inspect import machine_examination as module
 from mprun.inspect.machine_examination import ATEN, examine_modes
 from mprun.precision import execution
 from mprun.precision.gemms import RECIPES
-from mprun.precision.policy import SHIPPED_MODES
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.records.mode_names import SHIPPED_MODES
+from mprun.records.policy_columns import FORMAT_MODES
 from mprun.results.doctor_result import OPS, Mode
 from tests.schema import conforms
 

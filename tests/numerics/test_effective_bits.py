@@ -16,7 +16,7 @@ from mprun.numerics.format_search import (
     gemm_sizes,
 )
 from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS, model_gemms
-from mprun.records.mode_names import PRODUCTS
+from mprun.records.layer_values import PRODUCTS
 
 
 def mlp() -> nn.Sequential:

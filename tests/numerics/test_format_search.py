@@ -29,7 +29,8 @@ from mprun.numerics.passes import FLOAT32, Passes
 from mprun.numerics.set_search import CandidateSearch
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
-from mprun.records.mode_names import FORMAT_MODES, PRODUCTS, layer_values, with_high_products
+from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
+from mprun.records.policy_columns import FORMAT_MODES
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mprun.cli.main import main
-from mprun.precision.policy import SHIPPED_MODES
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import read_lines, read_summary
 from tests.parallel.processes import Groups
 from tests.run.test_resume import assert_equal, trained

@@ -25,7 +25,7 @@ from mprun.precision.gemms import (
     model_gemms,
     why_not_native,
 )
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.records.policy_columns import FORMAT_MODES
 from tests.each import each
 
 SHAPES = [(32, 64, 48), (16, 16, 16), (80, 128, 32)]

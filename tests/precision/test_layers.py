@@ -25,24 +25,14 @@ from mprun.precision import (
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS
 from mprun.precision.layers import (
-    LAYER_DTYPES,
-    LAYER_MODES,
-    STOCHASTIC,
     InDtype,
     computing_in,
     layer_rows,
     resolve,
 )
 from mprun.precision.policy import torch_dtype
-from mprun.records.mode_names import (
-    FLOAT16_LAYERS,
-    FORMAT_MODES,
-    FORMATS,
-    LAYERS_STORED_LOW,
-    LEGAL,
-    OF_A_PRODUCT,
-    OWN_ALIASES,
-)
+from mprun.records.layer_values import OF_A_PRODUCT
+from mprun.records.policy_columns import FORMAT_MODES
 from tests.each import each
 from tests.precision.test_policy import policy
 
@@ -297,16 +287,7 @@ def test_modes_that_one_layer_cannot_have_are_refused(
     assert "legal: " in printed or "one of fp32, fp16, bf16, fp8" in printed
 
 
-def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
-    for name, layer in LAYER_MODES.items():
-        row = policy(name)
-        assert torch_dtype(row.param_dtype) == layer.stored
-        assert torch_dtype(row.compute_dtype) == layer.compute
-        assert (row.rounding == "stochastic") == (name in STOCHASTIC)
-        assert (row.casting != "none") == layer.casts
-        assert (name in FLOAT16_LAYERS) == (row.compute_dtype == "float16")
-        assert (name in LAYERS_STORED_LOW) == (row.param_dtype != "float32")
-    assert {*LEGAL} == {*LAYER_DTYPES, *FORMATS, *LAYER_MODES, *OWN_ALIASES}
+def test_the_names_of_formats_are_those_of_products() -> None:
     assert {*FORMAT_MODES} == {*GEMMS}
     assert {*OF_A_PRODUCT} == {*PRODUCT_FORMATS}
 

@@ -23,8 +23,9 @@ from mprun.precision import (
     StaticLossScale,
 )
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
-from mprun.precision.policy import SHIPPED_MODES, policy
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.precision.policy import policy
+from mprun.records.mode_names import SHIPPED_MODES
+from mprun.records.policy_columns import FORMAT_MODES
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

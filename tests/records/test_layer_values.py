@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mprun.records.mode_names import layer_values, layers_file, with_high_products
+from mprun.records.layer_values import layer_values, layers_file, with_high_products
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import OpListCaster, disable_casts, op_lists
 from mprun.recipes.linear import Linear
-from mprun.records.mode_names import FORMAT_MODES
+from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.run_record import read_summary
 from tests.reference_features.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.records.mode_names import guard_layers, layer_values
+from mprun.records.layer_values import guard_layers, layer_values
 from mprun.records.reader import load_yaml
 from mprun.records.run_record import (
     GuardedGemm,

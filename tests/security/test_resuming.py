@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.recipe_file import as_text
+from mprun.config.quoting import as_text
 from mprun.config.study_request import study_request
 from mprun.errors import UsageError
 from mprun.experiments.planned_run import plan_or_resume
