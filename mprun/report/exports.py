@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -25,21 +25,76 @@ from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interva
 from mprun.console import table_text
 from mprun.console.formatting import counted
 from mprun.console.table_text import markdown_text
-from mprun.records.files import jsonable
+from mprun.errors import UsageError
+from mprun.records.files import jsonable, write_atomic
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.comparison_report import comparison_table
-from mprun.report.plots.canvas import Plot, key
+from mprun.report.plots import NAMES, draw
+from mprun.report.plots.canvas import Plot
 from mprun.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 
 SCHEMA_VERSION = 1
+PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
 INTERVAL = r"(\([^()]*\binterval\b[^()]*\))"
 """What a headline shows in small letters: every second part of it, split here."""
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
+
+    Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
+    are removed, so that they are not mistaken for plots of this report.
+
+    Returns:
+        The paths written, report.html first.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    plots = draw(comparison)
+    files = {
+        "report.html": page(comparison, plots).encode(errors="replace"),
+        "comparison.md": markdown(comparison).encode(errors="replace"),
+        "comparison.csv": csv_text(comparison).encode(errors="replace"),
+        "comparison.json": json_text(comparison).encode(errors="replace"),
+        **{PNG_NAME.format(plot.name): plot.png for plot in plots if plot.png},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        for name in NAMES:
+            if PNG_NAME.format(name) not in files:
+                (folder / PNG_NAME.format(name)).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"compare.dir={folder} cannot be written ({error.strerror}); choose another folder, "
+            "or compare.report=false"
+        ) from None
+    return [folder / name for name in files]
+
+
+def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
+    """The plots of the report as SVG files, by their captions.
+
+    Args:
+        comparison: of runs.
+        names: which plots; all that there may be if it is empty.
+    """
+    colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
+    return {
+        f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(
+            "<svg ", f'<svg style="{colours}" ', 1
+        )
+        for plot in draw(comparison, names=names or NAMES)
+        if plot.svg
+    }
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
@@ -100,7 +155,6 @@ def _variants(comparison: Comparison) -> list[dict[str, Any]]:
     return [
         {
             "label": rows[place].label[0],
-            "key": Markup(key(place, cells.is_emulated(variant))),  # its marker, as in the plots
             "word": variant.verdict.word,
             "tone": TONES.get(variant.verdict.word, ""),
             "sign": SIGNS.get(variant.verdict.word, ""),

@@ -39,8 +39,8 @@ from mprun.report.comparison_report import (
     footer,
     short_notes,
     short_table,
-    write_report,
 )
+from mprun.report.exports import write_report
 from mprun.report.plots import draw
 from tests.report.compared import HOSTILE, comparison, hostile, of_losses
 
@@ -468,8 +468,8 @@ def test_markdown_escapes_what_records_hold(tmp_path: Path) -> None:
 def test_a_report_is_a_page_three_tables_and_the_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = functools.partial(draw, names=["difference", "step-time", "loss-scale"])
-    monkeypatch.setattr("mprun.report.plots.draw", some)
+    some = functools.partial(draw, names=["difference"])
+    monkeypatch.setattr("mprun.report.exports.draw", some)
     found = comparison(3, tmp_path / "runs")
     folder = tmp_path / "new" / "report"
     (tmp_path / "new").mkdir()
@@ -480,14 +480,14 @@ def test_a_report_is_a_page_three_tables_and_the_plots(
     assert sorted(folder.iterdir()) == sorted(paths)  # and no temporary file is left
     for path in paths[4:]:
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert folder / "comparison-loss-scale.png" in paths  # half_sr scales its loss
+    assert [p.name for p in paths[4:]] == ["comparison-difference.png"]
 
     first = {p.name: p.read_bytes() for p in paths}
     write_report(found, folder)
     assert {p.name: p.read_bytes() for p in paths} == first, "the same runs, other bytes"
 
     write_report(comparison(1, tmp_path / "others"), folder)
-    assert not (folder / "comparison-loss-scale.png").exists(), "the plot of another comparison"
+    assert not (folder / "comparison-difference.png").exists(), "the plot of another comparison"
 
 
 def test_a_folder_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:

@@ -108,12 +108,10 @@ def test_drawings_are_xml_with_a_title(pages: dict[str, str], kind: str) -> None
     assert drawings
     for text in drawings:
         root = ElementTree.fromstring(text)
-        if root.get("class") in ("plot", "plot narrow"):
-            assert root.get("role") == "img"
-            assert root[0].tag.endswith("title")
-            assert root.get("aria-labelledby") == root[0].get("id")
-        else:
-            assert root.get("aria-hidden") == "true"
+        assert root.get("class") == "plot"
+        assert root.get("role") == "img"
+        assert root[0].tag.endswith("title")
+        assert root.get("aria-labelledby") == root[0].get("id")
 
 
 @pytest.mark.representative("ten", "losses", "hostile")
@@ -164,9 +162,8 @@ def test_a_verdict_has_a_sign_and_its_reason_is_folded(pages: dict[str, str]) ->
 
 def test_every_plot_stands_in_a_figure_with_a_caption(pages: dict[str, str]) -> None:
     found = parsed(pages["ten"])
-    assert found.tags.count("figure") == found.tags.count("figcaption") == 6
-    for kind in ("plot", "plot narrow"):  # the second for phones
-        assert found.attributes.count(("svg", "class", kind)) == 6
+    assert found.tags.count("figure") == found.tags.count("figcaption") == 3
+    assert found.attributes.count(("svg", "class", "plot")) == 3
 
 
 def test_configurations_are_whole_for_the_baseline_and_changes_for_the_others(
@@ -228,7 +225,7 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     gone = replace(found.variants[1], runs=(), failed=found.variants[1].runs)
     left = replace(found, variants=(found.variants[0], gone))
-    text = "".join(parsed(made(left, ["difference", "loss", "memory"])).texts)
+    text = "".join(parsed(made(left, ["difference", "loss"])).texts)
     assert "0 of 3" in text
     assert "no run of it completed" in text
 

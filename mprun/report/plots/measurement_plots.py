@@ -21,8 +21,8 @@ from matplotlib.image import AxesImage
 from mprun.console.fitted_table import shortened
 from mprun.console.formatting import UNITS, change_text, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.plots.canvas import NARROW_IN, PictureFrame, figure, legend_above, picture_files
-from mprun.report.theme import FORMATS, LIGHT
+from mprun.report.plots.canvas import PictureFrame, figure, legend_above, picture_files
+from mprun.report.theme import FORMATS, LIGHT, MEMORY
 from mprun.results.memory_result import (
     NAMES,
     MemoryRecord,
@@ -61,7 +61,7 @@ def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
 
 def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figure:
     """A panel for each mode that was counted; `alike` has how many others share its count."""
-    made = figure((2.6 if len(modes) < 3 else 1.9) * len(modes) + 0.5, NARROW_IN)
+    made = figure((2.6 if len(modes) < 3 else 1.9) * len(modes) + 0.5)
     axes_of = list(made.subplots(len(modes), 1, sharey=True, squeeze=False)[:, 0])
     highest = max(mode.bytes["peak"] for mode in modes)
     unit = unit_for(highest)
@@ -86,7 +86,7 @@ def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int) -> None
         shown,
         [[row[i] / unit for i in shown] for row in rows],
         labels=[NAMES[category][0] for category in MEMORY_CATEGORIES],
-        colors=LIGHT.memory,
+        colors=MEMORY,
         step="mid" if len(shown) < points else None,
         lw=0,
     )
@@ -175,14 +175,14 @@ def exponents(result: NumericsResult) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
     panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
     if not panels:  # only zeros
-        return figure(1, NARROW_IN)
+        return figure(1)
     low, high = _span([row for _, rows in panels for row in rows])
     recommended = result.loss_scale.recommended
     limits = [_limits(low, high, recommended if "gradients" in x else None) for x, _ in panels]
     label_rows = [max((limit.row + 1 for limit in lines), default=0) for lines in limits]
     heights = [len(rows) for _, rows in panels]
     titles_in = sum(0.3 + ROW_POINTS / 72 * count for count in label_rows)
-    made = figure(1.3 + titles_in + ROW_IN * sum(heights), NARROW_IN)
+    made = figure(1.3 + titles_in + ROW_IN * sum(heights))
     axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for n, (kind, rows) in enumerate(panels):
         image = _draw_shares(axes[n], rows, low, high)
@@ -324,7 +324,7 @@ def scales(advice: LossScaleResult) -> Figure:
     """The SQNR of float16 gradients at each loss scale that was tried."""
     tried = {math.log2(float(scale)): db for scale, db in advice.tried_db.items()}
     finite = {power: db for power, db in tried.items() if math.isfinite(db)}
-    made = figure(3, NARROW_IN)
+    made = figure(3)
     panel: Axes = made.subplots()
     panel.plot(list(finite), list(finite.values()), "o-", color=LIGHT.ink, ms=4)
     for power in tried.keys() - finite.keys():
