@@ -6,18 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mprun.compare import measures
 from mprun.compare.comparison import KEEPS, Variant
 from mprun.compare.equal_quality import is_faster_per_sample
-from mprun.compare.measures import (
-    NOT_INTERLEAVED,
-    OVERLAPPED,
-    TWO_KINDS,
-    TWO_MACHINES,
-    UNKNOWN,
-    RunGroup,
-)
+from mprun.compare.load import RunGroup, is_partial, score, scores
 from mprun.compare.mixing import MAX_KINDS
+from mprun.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TWO_MACHINES, UNKNOWN
 from mprun.console.formatting import by_reason, counted, readable, substitution_label
 from mprun.records.run_record import Summary
 
@@ -150,10 +143,10 @@ def _unknown_quality(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:
-    missing = sum(measures.score(summary, split) is None for summary in summaries)
+    missing = sum(score(summary, split) is None for summary in summaries)
     if missing:
         yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
-    partial = sum(measures.is_partial(summary, split) for summary in summaries)
+    partial = sum(is_partial(summary, split) for summary in summaries)
     if partial:
         yield (
             f"{partial} of {len(summaries)} runs have a PARTIAL {split} metric: train.max_time_s "
@@ -162,12 +155,12 @@ def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:
 
 
 def _seeds(base: RunGroup, others: Sequence[RunGroup], split: str) -> Iterator[str]:
-    theirs = measures.scores(base, split)
+    theirs = scores(base, split)
     diverged = sum(not math.isfinite(value) for value in theirs.values())
     if diverged:
         yield f"{base.label}: {counted(diverged)} without a finite metric; these seeds are left out"
     for group in others:
-        ours = measures.scores(group, split)
+        ours = scores(group, split)
         common = len(ours.keys() & theirs.keys())
         if ours and common < max(len(ours), len(theirs)):
             yield (

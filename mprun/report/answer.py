@@ -18,7 +18,7 @@ from mprun.compare.equal_quality import (
     is_faster_per_sample,
     judge_equal_quality,
 )
-from mprun.compare.measures import SAME, judge_ratio
+from mprun.compare.times import SAME, judge_ratio
 from mprun.console.formatting import counted, joined
 from mprun.report.cells import (
     deciding,

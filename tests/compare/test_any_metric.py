@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from mprun.compare.comparison import Comparison, Run
-from mprun.compare.load import find_runs
-from mprun.compare.measures import is_fraction, score
-from mprun.compare.verdicts import compare
+from mprun.compare.load import find_runs, score
+from mprun.compare.verdicts import compare, is_fraction
 from mprun.records.files import jsonable
 from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.report import cells

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mprun.cli.compare_command import compared as compare_runs
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.measures import (
+from mprun.compare.times import (
     NOT_INTERLEAVED,
     OVERLAPPED,
     TWO_KINDS,
