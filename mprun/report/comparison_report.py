@@ -23,12 +23,8 @@ from mprun.console.fitted_table import (
 )
 from mprun.console.formatting import by_reason, counted, listed
 from mprun.report import answer, cells
-from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.theme import TERMINAL, TONES
-
-NAMED_SKIPPED = 5
-"""Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
 
 IMPORTANCE = {
     "runs": 1,
@@ -212,6 +208,10 @@ def _skipped_in_short(comparison: Comparison) -> Iterator[str]:
         yield f"skipped {len(skipped)} folders: {kinds}"
 
 
+def _skipped(comparison: Comparison) -> list[str]:
+    return [f"skipped {plain(str(x.path))}: {plain(x.reason)}" for x in comparison.skipped]
+
+
 def _not_taken(comparison: Comparison, advice: Advice) -> Iterator[str]:
     """The modes that are not advised, those tried and those not tried, each with its reason."""
     words = {v.label: str(v.verdict) for v in comparison.variants if v.verdict.more_seeds}
@@ -241,7 +241,7 @@ def footer(comparison: Comparison) -> list[str]:
     """Lines below the table, as plain text without rich markup.
 
     The reasons of verdicts other than `equivalent`, time to equal quality, baseline, margin,
-    split, data, hardware, code, notes, published figures, failed runs, skipped folders.
+    split, data, hardware, code, notes, failed runs, skipped folders.
     """
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
@@ -250,23 +250,13 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
-        *answer.lines(comparison),
+        *(
+            f"{plain(v.label)} {clause}"
+            for v in comparison.variants[1:]
+            if (clause := answer.clause(comparison, v))
+        ),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
-        *published.lines(comparison),
         *(f"failed: {line}" for line in answer.failures(comparison)),
         *_skipped(comparison),
     ]
-
-
-def _skipped(comparison: Comparison) -> list[str]:
-    skipped = comparison.skipped
-    if len(skipped) <= NAMED_SKIPPED:
-        return [f"skipped {plain(str(x.path))}: {plain(x.reason)}" for x in skipped]
-    reasons = Counter(plain(x.reason) for x in skipped).most_common()
-    lines = [f"skipped {len(skipped)} folders:"]
-    lines += [f"  {count} x {reason}" for reason, count in reasons[:NAMED_SKIPPED]]
-    if len(reasons) > NAMED_SKIPPED:
-        rest = sum(count for _, count in reasons[NAMED_SKIPPED:])
-        lines.append(f"  {rest} for {len(reasons) - NAMED_SKIPPED} other reasons")
-    return lines

@@ -2,8 +2,7 @@
 
 The page is one self-contained HTML file: no script, no font, no image file. A record may come from
 someone else, so jinja2 escapes everything in it. Only the style sheet of this package and the
-drawings, whose text is already escaped, are inserted without escaping. Of configurations it has the
-baseline's in full, for the others the differences.
+drawings, whose text is already escaped, are inserted without escaping.
 
 CSV and JSON contain the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
 """
@@ -151,7 +150,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
 def _variants(comparison: Comparison) -> list[dict[str, Any]]:
     """The parts of each variant on the page."""
     sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
-    rows, read = cells.rows(comparison), configs(comparison)
+    rows, read = cells.rows(comparison), config_changes(comparison)
     return [
         {
             "label": rows[place].label[0],
@@ -213,46 +212,36 @@ NOT_COMPARED = ("seed", "run.", "logger.")
 """Fields that differ between runs of one variant."""
 
 
-class VariantConfig(NamedTuple):
-    """A variant's configuration: the text of the baseline's, else the changes."""
+class ConfigChanges(NamedTuple):
+    """How a variant's configuration differs from the baseline's, by the first runs of both."""
 
-    path: str = ""
-    text: str = ""
     changes: tuple[tuple[str, str, str], ...] = ()
-    """Fields with another value than the baseline's: name, baseline's value, value."""
+    """Fields with another value: name, baseline's value, value."""
     problem: str = ""
-    """Why it cannot be shown, or nothing."""
+    """Why they cannot be shown, or nothing."""
 
 
-def configs(comparison: Comparison) -> list[VariantConfig]:
-    """One for each variant: the configuration of its first run."""
-    read = [_config(variant) for variant in comparison.variants]
-    (_, base), *_ = read
+def config_changes(comparison: Comparison) -> list[ConfigChanges]:
+    """One for each variant."""
+    (base, base_problem), *others = map(_config, comparison.variants)
     return [
-        config._replace(text="", changes=tuple(_changes(base, fields)))
-        if place > 0 and base and fields
-        else config
-        for place, (config, fields) in enumerate(read)
+        ConfigChanges(problem=base_problem),
+        *(
+            ConfigChanges(() if problem or base_problem else tuple(_changes(base, own)), problem)
+            for own, problem in others
+        ),
     ]
 
 
-def _config(variant: Variant) -> tuple[VariantConfig, dict[str, str]]:
-    """The configuration with its text, and its fields; none where it cannot be read."""
+def _config(variant: Variant) -> tuple[dict[str, str], str]:
+    """The fields of a configuration, or why there are none."""
     if not variant.runs:
-        return VariantConfig(problem="no run of it completed"), {}
+        return {}, "no run of it completed"
     run = variant.runs[0].path
-    path = plain(str(run / "config.yaml"))
     try:
-        text, content = read_config(run)
-        fields = config_fields(content)
+        return config_fields(read_config(run)[1]), ""
     except UnreadableConfigError as error:
-        return VariantConfig(path, problem=str(error)), {}
-    return VariantConfig(path, "\n".join(map(_printable, text.splitlines()))), fields
-
-
-def _printable(line: str) -> str:
-    indent = len(line) - len(line.lstrip(" "))
-    return " " * indent + plain(line)
+        return {}, f"{plain(str(run / 'config.yaml'))} {error}"
 
 
 def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -81,7 +81,6 @@ def test_points_for_fractions_of_which_more_is_better_shares_for_all_else() -> N
         assert shares.margin == 0.02
         assert shares.variants[1].verdict.word == "equivalent"
         difference = shares.variants[1].difference
-        assert difference is not None
         assert difference.value == pytest.approx(0.015, abs=0.003)
 
 

@@ -70,8 +70,6 @@ def test_a_row_has_every_figure_of_its_variant() -> None:
     found = comparison(2)
     text = shown(found)
     other = found.variants[1]
-    assert other.step_time_ms is not None
-    assert other.difference is not None
     for figure in (
         "bf16_mixed",
         f"{other.step_time_ms.median:.1f}",
@@ -211,19 +209,10 @@ def test_the_footer_says_what_was_compared() -> None:
     assert "equivalent" not in lines
 
 
-def test_few_skipped_folders_are_named_and_many_are_counted() -> None:
-    def skipping(count: int) -> str:
-        folders = tuple(
-            Skipped(Path(f"out/{i}"), "still running" if i % 3 else f"damaged in {i}")
-            for i in range(count)
-        )
-        return "\n".join(footer(replace(comparison(2), skipped=folders)))
-
-    assert "skipped out/0: damaged in 0\nskipped out/1: still running" in skipping(2)
-    many = skipping(30)
-    assert "skipped 30 folders:\n  20 x still running" in many
-    assert "6 for 6 other reasons" in many  # of 10 damaged ones 4 are among the first five reasons
-    assert len(many.partition("skipped 30")[2].splitlines()) < 8
+def test_every_skipped_folder_is_named_with_its_reason() -> None:
+    skipped = tuple(Skipped(Path(f"out/{i}"), f"damaged in {i}") for i in range(30))
+    lines = footer(replace(comparison(2), skipped=skipped))
+    assert lines[-30:] == [f"skipped out/{i}: damaged in {i}" for i in range(30)]
 
 
 def test_failed_runs_are_told_with_their_errors() -> None:
@@ -411,7 +400,6 @@ def numbers_of(v: Variant) -> dict[str, float | None]:
         "more_seeds": v.verdict.more_seeds,
         **{f"memory_{k}_bytes": x for k, x in v.memory_bytes.items()},
     }
-    assert v.step_time_ms is not None
     found |= {f"step_time_ms_{k}": x for k, x in v.step_time_ms._asdict().items()}
     found["equivalence_low"], found["equivalence_high"] = v.equivalence or (None, None)
     for name in ("step_time_ratio", "throughput_ratio", "metric", "difference"):

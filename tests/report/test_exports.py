@@ -12,7 +12,7 @@ import pytest
 
 from mprun.compare.comparison import Advice, Skipped
 from mprun.report import cells
-from mprun.report.exports import configs
+from mprun.report.exports import config_changes
 from tests.report.compared import HOSTILE, comparison
 from tests.report.pages import KINDS, made
 
@@ -166,12 +166,8 @@ def test_every_plot_stands_in_a_figure_with_a_caption(pages: dict[str, str]) -> 
     assert found.attributes.count(("svg", "class", "plot")) == 3
 
 
-def test_configurations_are_whole_for_the_baseline_and_changes_for_the_others(
-    pages: dict[str, str],
-) -> None:
-    found = parsed(pages["two"])
-    assert "precision: {name: m0}" in "".join(found.texts)
-    assert ["precision.name", "m0", "m1"] in found.cells_of_rows
+def test_settings_that_differ_from_the_baseline_s_are_shown(pages: dict[str, str]) -> None:
+    assert ["precision.name", "m0", "m1"] in parsed(pages["two"]).cells_of_rows
 
 
 def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
@@ -238,18 +234,11 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
     [
         ("a: [1, 2\n", "it is not valid YAML"),
         ("- 1\n", "it is not a mapping"),
-        ("a: !!python/object/apply:os.system [echo]\n", "it is not valid YAML"),
-        ("a: " + "[" * 3000 + "]" * 3000, "it is "),
-        ("a: &a\n  b: *a\n", "it is nested more than 50 deep"),
-        ("a: &a [x, x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
-         "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
-         "d: [*c, *c, *c, *c, *c, *c, *c, *c, *c]\n",
-         "it has more than 10,000 values"),
         ("a: " + "x" * 300_000, "it is larger than 256 KiB"),
         ("\udcff", "it is not text"),
         (None, "it cannot be read (No such file or directory)"),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_that_cannot_be_shown_is_told(
     tmp_path: Path, text: str | None, problem: str
 ) -> None:
@@ -258,7 +247,7 @@ def test_a_configuration_that_cannot_be_shown_is_told(
     path.unlink()
     if text is not None:
         path.write_bytes(text.encode(errors="surrogateescape"))
-    read = configs(found)
+    read = config_changes(found)
     assert problem in read[1].problem
     assert read[0].problem == ""
 
@@ -272,7 +261,7 @@ def test_changes_are_of_fields_that_make_a_variant(tmp_path: Path) -> None:
     )
     for v, text in zip(found.variants, texts, strict=True):
         (v.runs[0].path / "config.yaml").write_text(text)
-    assert configs(found)[1].changes == (
+    assert config_changes(found)[1].changes == (
         ("train.lr", "0.1", "0.2"),
         ("train.clip", "null", "true"),
         ("list", "[1,2]", "[1]"),

@@ -51,7 +51,6 @@ def said(plot: Plot) -> str:
 def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], points: int) -> None:
     curves_ = [(np.arange(1.0, len(y) + 1), np.array(y)) for y in runs]
     found = training_plots.band(curves_, points)
-    assert found is not None
     width = math.ceil(max(map(len, runs)) / points)
     assert found.width == width
     assert len(found.x) <= points
@@ -69,7 +68,6 @@ def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], po
 def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_none() -> None:
     x = np.array([1.0, 2.0, np.nan, np.inf, -5.0, 1e300, 3.0])
     found = training_plots.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
-    assert found is not None
     assert found.x.tolist() == [1.0, 3.0]
     assert found.middle.tolist() == [1.0, 3.0]
     assert training_plots.band([(x, np.full(7, np.inf))]) is None
@@ -82,7 +80,6 @@ def test_a_long_run_is_thinned(tmp_path: Path) -> None:
     (losses,), problems = training_plots.read([run])
     assert problems == []
     band = training_plots.band([losses.training])
-    assert band is not None
     assert len(band.x) <= training_plots.MAX_POINTS
     assert band.width == math.ceil(5000 / training_plots.MAX_POINTS)
 
