@@ -240,8 +240,8 @@ def _grouped(reasons: Mapping[str, str]) -> str:
 def footer(comparison: Comparison) -> list[str]:
     """Lines below the table, as plain text without rich markup.
 
-    The reasons of verdicts other than `equivalent`, time to equal quality, baseline, margin,
-    split, data, hardware, code, notes, failed runs, skipped folders.
+    Warnings, the reasons of verdicts other than `equivalent`, a sentence on each variant, baseline
+    and margin, data, hardware, code, notes, failed runs, skipped folders.
     """
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
@@ -250,11 +250,7 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
-        *(
-            f"{plain(v.label)} {clause}"
-            for v in comparison.variants[1:]
-            if (clause := answer.clause(comparison, v))
-        ),
+        *(f"{found.label} {found.sentence}" for found in answer.variant_sentences(comparison)),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *(f"failed: {line}" for line in answer.failures(comparison)),

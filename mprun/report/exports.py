@@ -23,7 +23,6 @@ from markupsafe import Markup
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.console import table_text
 from mprun.console.formatting import counted
-from mprun.console.table_text import markdown_text
 from mprun.errors import UsageError
 from mprun.records.files import jsonable, write_atomic
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
@@ -31,10 +30,11 @@ from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.comparison_report import comparison_table
+from mprun.report.comparison_report import comparison_table, footer
 from mprun.report.plots import NAMES, draw
 from mprun.report.plots.canvas import Plot
 from mprun.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
+from mprun.results import Result
 
 SCHEMA_VERSION = 1
 PNG_NAME = "comparison-{}.png"
@@ -252,39 +252,19 @@ def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str,
 
 
 def markdown(comparison: Comparison) -> str:
-    """The answer, the table, verdicts, notes and skipped folders."""
-    lists = {
-        "Warnings": [markdown_text(plain(warning)) for warning in comparison.warnings],
-        "Advice": [markdown_text(line) for line in answer.advice_lines(comparison)],
-        "Verdicts": [
-            f"**{markdown_text(f.label)}** {markdown_text(f.sentence)}"
-            for f in answer.variant_sentences(comparison)
-        ],
-        "Terms": [markdown_text(line) for line in answer.terms(comparison)],
-        "Notes": [markdown_text(plain(note)) for note in comparison.notes],
-        "Published figures, used in no verdict": [
-            markdown_text(
-                f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}"
-            )
-            for row in published.rows(comparison)
-        ],
-        "Failed runs": [markdown_text(line) for line in answer.failures(comparison)],
-        "Skipped folders": [
-            f"{markdown_text(plain(str(x.path)))}: {markdown_text(plain(x.reason))}"
-            for x in comparison.skipped
-        ],
-    }
+    """What the terminal shows in full, and the published figures."""
     parts = [
-        f"# {markdown_text(plain(comparison.recipe))}: precisions compared",
-        *(markdown_text(sentence) for sentence in answer.headline(comparison)),
-        comparison_table(comparison).markdown,
+        *answer.headline(comparison),
+        comparison_table(comparison),
+        *answer.advice_lines(comparison)[1:],  # the first is the headline
+        *footer(comparison),
         *(
-            f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)
-            for title, lines in lists.items()
-            if lines
+            f"published, used in no verdict: {row.what}: {row.published} ({row.hardware}; "
+            f"{row.source}); here: {row.here}"
+            for row in published.rows(comparison)
         ),
     ]
-    return "\n\n".join(parts) + "\n"
+    return Result(comparison, parts).markdown
 
 
 def csv_text(comparison: Comparison) -> str:

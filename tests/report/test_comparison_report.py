@@ -177,7 +177,7 @@ def test_a_regression_has_shares_of_a_loss() -> None:
     assert heading.difference[0] == "difference %"
     assert row.metric[0] == "0.9704"
     assert row.difference[0] == "-0.07"
-    assert "differences of training loss within 2.00 % do not matter" in footer(found)[0]
+    assert "differences of training loss within 2.00 % do not matter" in "\n".join(footer(found))
 
 
 @given(st.lists(st.integers(0, 2**45), min_size=1, max_size=4))

@@ -51,7 +51,7 @@ def test_a_gain_that_more_samples_eat_is_named_in_the_answer_and_in_every_file()
     assert "so its speed buys nothing" in exports.markdown(found)
     assert "so its speed buys nothing" in page(found, [])
     (line,) = (x for x in footer(found) if "equal validation loss" in x)
-    assert line.startswith("bf16_mixed needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples")
+    assert "; needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples" in line
 
 
 def test_a_real_gain_has_its_figures_and_no_warning() -> None:
