@@ -10,7 +10,6 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import resources
@@ -40,8 +39,6 @@ SCHEMA_VERSION = 1
 PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
-INTERVAL = r"(\([^()]*\binterval\b[^()]*\))"
-"""What a headline shows in small letters: every second part of it, split here."""
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
@@ -111,8 +108,6 @@ def _resource(name: str) -> str:
 
 
 def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
-    runs = [run for v in comparison.variants for run in (*v.runs, *v.failed)]
-    started = sorted(run.summary.started_at for run in runs)
     return {
         "recipe": plain(comparison.recipe),
         "metric_name": cells.metric_name(comparison),
@@ -123,9 +118,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "margin": cells.difference_text(comparison, comparison.margin, signed=False),
         "is_relative": comparison.is_relative,
         "runs": sum(len(v.runs) for v in comparison.variants),
-        "first": plain(started[0], 40) if started else "",
-        "last": plain(started[-1], 40) if started else "",
-        "headline": [re.split(INTERVAL, sentence) for sentence in answer.headline(comparison)],
+        "headline": answer.headline(comparison),
         "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
         "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
@@ -136,7 +129,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "published": published.rows(comparison),
         "published_headings": published.HEADINGS,
         "hardware": plain(comparison.hardware),
-        "versions": _versions(comparison),
+        "code": plain(comparison.code),
         "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],
         "failures": answer.failures(comparison),
@@ -194,18 +187,6 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     ]
     details += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
     return [(name, plain(text)) for name, text in details]
-
-
-def _versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Each package's version, or versions if runs differ."""
-    versions_of: dict[str, dict[str, None]] = {}
-    for variant in comparison.variants:
-        for run in variant.runs:
-            summary = run.summary
-            versions = {"mprun": summary.mprun_version, **summary.versions}
-            for name, version in {**versions, "commit": summary.git_commit}.items():
-                versions_of.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
-    return [(name, ", ".join(versions)) for name, versions in versions_of.items()]
 
 
 NOT_COMPARED = ("seed", "run.", "logger.")
