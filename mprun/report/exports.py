@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.console import table_text
+from mprun.console.fitted_table import FittedTable
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.records.files import jsonable, write_atomic
@@ -234,7 +235,7 @@ def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str,
 
 def markdown(comparison: Comparison) -> str:
     """What the terminal shows in full, and the published figures."""
-    parts = [
+    parts: list[FittedTable | str] = [
         *answer.headline(comparison),
         comparison_table(comparison),
         *answer.advice_lines(comparison)[1:],  # the first is the headline
