@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mprun.compare.comparison import Run, Skipped
 from mprun.console.formatting import readable
@@ -274,14 +274,26 @@ def _fields(folder: Path, execution: str) -> dict[str, str]:
 
 def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """`train.lr=0.002, batch.factor=2` for each row: the fields that are not the same in all."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+    differing = differing_keys(rows)
     more = f", {len(differing) - MAX_FIELDS} more" if len(differing) > MAX_FIELDS else ""
     return [
         ", ".join(f"{k}={readable(row[k], MAX_VALUE)}" for k in differing[:MAX_FIELDS] if k in row)
         + more
         for row in rows
     ]
+
+
+def differing_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all rows, in the order of the rows."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if len({row.get(key) for row in rows}) > 1]
+
+
+def hardware(summary: Summary) -> dict[str, Any]:
+    """The hardware and threads that step times depend on."""
+    row = summary.hardware
+    names = {"device": row.device, "name": row.name, "cores": row.cores}
+    return {**names, "threads": summary.backend.threads}
 
 
 # ---- scores --------------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from mprun.compare.comparison import Artefact, Estimate, Interval, Run
-from mprun.compare.load import RunGroup
-from mprun.compare.mixing import hardware
+from mprun.compare.load import RunGroup, hardware
 from mprun.compare.statistics import Sample, fewest_further, geometric_mean, half_width
 from mprun.console.formatting import readable
 from mprun.records.run_record import Summary, page_fault_share

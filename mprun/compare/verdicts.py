@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from mprun.compare import mixing
 from mprun.compare.comparison import (
     Comparison,
     Estimate,
@@ -34,7 +33,16 @@ from mprun.compare.comparison import (
 )
 from mprun.compare.equal_quality import Curve, equal_quality, read_curve
 from mprun.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
-from mprun.compare.notes import artefact_warnings, comparison_notes, variant_notes
+from mprun.compare.notes import (
+    artefact_warnings,
+    check_mixing,
+    code_text,
+    comparison_notes,
+    data_text,
+    hardware_text,
+    recipe_text,
+    variant_notes,
+)
 from mprun.compare.statistics import (
     ALPHA,
     Sample,
@@ -94,7 +102,7 @@ def compare(
         UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
             no such baseline or split.
     """
-    mixed = mixing.check_mixing(runs, mix)
+    mixed = check_mixing(runs, mix)
     compared, repeated = latest(runs)
     left_out = (*skipped, *repeated)
     groups = by_variant(compared)
@@ -111,7 +119,7 @@ def compare(
         rows.append(_variant(group, base, criterion, timing, verdict, found))
     tested = sum(e.is_tested for e in evidence)
     return Comparison(
-        recipe=mixing.recipe_text(compared),
+        recipe=recipe_text(compared),
         metric=criterion.metric,
         split=used_split,
         higher_is_better=criterion.higher_is_better,
@@ -120,9 +128,9 @@ def compare(
         baseline=base.label,
         variants=tuple(rows),
         skipped=left_out,
-        data=mixing.data_text(compared),
-        hardware=mixing.hardware_text(compared),
-        code=mixing.code_text(compared),
+        data=data_text(compared),
+        hardware=hardware_text(compared),
+        code=code_text(compared),
         warnings=tuple(artefact_warnings(rows)),
         notes=(
             *mixed,
@@ -150,7 +158,7 @@ def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
             return by_hash[wanted]
         own = wanted if wanted in by_label else own_label(wanted)
         if own not in by_label:
-            near = mode_hint(wanted, by_label)
+            near = mode_hint(wanted, by_label)  # another program's name of a mode, or a misspelling
             raise UsageError(
                 f"compare.baseline={wanted}: there is no such variant; "
                 f"legal: {', '.join(map(repr, by_label))}{near}"
@@ -158,6 +166,7 @@ def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
         return by_label[own]
     complete = [group for group in groups if group.completed]
     plain = [group for group in complete if group.first.summary.precision == "fp32"]
+    # Without fp32 there is no natural baseline: the variant that was named first.
     return min(plain or complete[:1], key=_changes)
 
 
@@ -172,6 +181,7 @@ def _split(groups: Sequence[RunGroup], wanted: str) -> str:
     runs = [summary for group in groups for summary in group.by_seed.values()]
     has = {name: sum(score(s, name) is not None for s in runs) for name in SPLITS}
     if wanted == "auto":
+        # Seeds without a metric of the split would drop out, so every run must have it.
         return next((name for name in SPLITS if has[name] == len(runs)), "train")
     if not has[wanted]:
         legal = ", ".join(name for name in SPLITS if has[name])
