@@ -266,7 +266,7 @@ def distinguish(
 def _fields(folder: Path, execution: str) -> dict[str, str]:
     """The run's execution and the fields of its configuration that make a variant."""
     try:
-        fields = config_fields(variant_config(read_config(folder)[1]))
+        fields = config_fields(variant_config(read_config(folder)))
     except (UnreadableConfigError, ValueError, TypeError, AttributeError):
         fields = {}  # a number makes the label unique
     return {**fields, "execution": execution}  # the file may say "auto"

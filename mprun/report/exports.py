@@ -221,7 +221,7 @@ def _config(variant: Variant) -> tuple[dict[str, str], str]:
         return {}, "no run of it completed"
     run = variant.runs[0].path
     try:
-        return config_fields(read_config(run)[1]), ""
+        return config_fields(read_config(run)), ""
     except UnreadableConfigError as error:
         return {}, f"{plain(str(run / 'config.yaml'))} {error}"
 
