@@ -115,8 +115,8 @@ def compare(
     verdicts = judge(evidence, criterion.higher_is_better)
     timing = _Timing(overlapping([*runs, *beside]), relative_margin, cache(read_curve))
     rows = [_variant(base, base, criterion, timing, Verdict("baseline", failures(base)))]
-    for group, found, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        rows.append(_variant(group, base, criterion, timing, verdict, found))
+    for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
+        rows.append(_variant(group, base, criterion, timing, verdict, own))
     tested = sum(e.is_tested for e in evidence)
     return Comparison(
         recipe=recipe_text(compared),
@@ -463,8 +463,8 @@ def _variant(
     whole = all(map(math.isfinite, values))
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
     timed = timed_pairs(group, base, timing.shared)
-    found = artefacts(group.label, base.label, timed.pairs)
-    reason = timed.no_verdict or (found[0].text if found else "")
+    disturbed = artefacts(group.label, base.label, timed.pairs)
+    reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
     timed = timed._replace(no_verdict=reason)
     ours, theirs = _memory(group), _memory(base)
     has_ratio = group is not base and group.is_native and base.is_native
@@ -487,7 +487,7 @@ def _variant(
         equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
         verdict=verdict,
         substituted=substitution_label(run.summary for run in group.completed),
-        artefacts=found,
+        artefacts=disturbed,
         untimed=timed.left_out,
         equal_quality=None
         if group is base
@@ -531,8 +531,8 @@ def _ratio(
 
     `no_interval`: the pairs' spread is no measure of the ratio's error.
     """
-    found = (_quotient(figure(own), figure(other)) for own, other in pairs)
-    ratios = [x for x in found if x is not None]
+    quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
+    ratios = [x for x in quotients if x is not None]
     if not ratios:
         return None
     mean = geometric_mean(ratios)

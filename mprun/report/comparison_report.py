@@ -250,7 +250,7 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
-        *(f"{found.label} {found.sentence}" for found in answer.variant_sentences(comparison)),
+        *(f"{one.label} {one.sentence}" for one in answer.variant_sentences(comparison)),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *(f"failed: {line}" for line in answer.failures(comparison)),

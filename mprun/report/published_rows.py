@@ -30,12 +30,15 @@ class PublishedRow(NamedTuple):
 def rows(comparison: Comparison) -> list[PublishedRow]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
-    found = figures(
+    all_figures = figures(
         {summary.recipe for summary in summaries},
         {variant.precision for variant in comparison.variants},
         {summary.data.name for summary in summaries},
     )
-    return [PublishedRow(f.what, f.text, f.hardware, f.source, _here(comparison, f)) for f in found]
+    return [
+        PublishedRow(f.what, f.text, f.hardware, f.source, _here(comparison, f))
+        for f in all_figures
+    ]
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:

@@ -73,7 +73,7 @@ class VariantLosses(NamedTuple):
 
 def read(runs: Sequence[Run]) -> tuple[list[RunLosses], list[str]]:
     """The losses of runs, and a sentence for each run whose log cannot be read."""
-    found, problems = [], []
+    read_losses, problems = [], []
     for run in runs:
         try:
             lines = read_lines(run.path)
@@ -81,8 +81,8 @@ def read(runs: Sequence[Run]) -> tuple[list[RunLosses], list[str]]:
             reason = str(error).replace(f"{run.path}/", "", 1)
             problems.append(f"seed {run.summary.seed}: {cells.plain(reason, 120)}.")
         else:
-            found.append(RunLosses(_curve(lines, "step"), _curve(lines, "validation")))
-    return found, problems
+            read_losses.append(RunLosses(_curve(lines, "step"), _curve(lines, "validation")))
+    return read_losses, problems
 
 
 def _curve(lines: Sequence[dict[str, Any]], kind: str) -> Curve:
@@ -166,14 +166,14 @@ def losses(comparison: Comparison) -> Plot:
     """The training losses of each variant, with the baseline's behind them."""
     batches = {run.summary.batch_size for v in comparison.variants for run in v.runs}
     in_epochs = len(batches) > 1  # steps of different batch sizes cannot be compared
-    found: list[VariantLosses] = []
+    rows: list[VariantLosses] = []
     notes: list[str] = []
     for variant in comparison.variants:
         name = cells.plain(variant.label)
         runs, problems = read(variant.runs)
         x_unit = _epoch_share(variant.runs[0].summary) if in_epochs and variant.runs else 1.0
         own = band([one.training for one in runs])
-        found.append(VariantLosses(runs, own, _validation(runs), x_unit))
+        rows.append(VariantLosses(runs, own, _validation(runs), x_unit))
         notes += [f"{name}, {problem}" for problem in problems]
         if broken := sum(not np.isfinite(one.training[1]).all() for one in runs):
             left_out = "logged losses that are not finite; they are left out."
@@ -181,16 +181,16 @@ def losses(comparison: Comparison) -> Plot:
         if own is None:
             notes.append(f"{name} is missing: it logged no finite loss.")
     plot = Plot("loss", "Training loss", "", tuple(notes))
-    if not any(one.band for one in found):
+    if not any(one.band for one in rows):
         return plot._replace(caption="No run logged a finite loss.")
-    return plot._replace(caption=_caption(comparison, found)).drawn(
+    return plot._replace(caption=_caption(comparison, rows)).drawn(
         f"{cells.plain(comparison.recipe)}: training loss of each variant and of the baseline",
-        lambda: _draw(comparison, found, "epoch" if in_epochs else "optimizer step"),
+        lambda: _draw(comparison, rows, "epoch" if in_epochs else "optimizer step"),
     )
 
 
-def _caption(comparison: Comparison, found: Sequence[VariantLosses]) -> str:
-    drawn = [one.band for one in found if one.band]
+def _caption(comparison: Comparison, rows: Sequence[VariantLosses]) -> str:
+    drawn = [one.band for one in rows if one.band]
     most = max(one.width for one in drawn)
     several = any(len(v.runs) > 1 for v in comparison.variants)
     sentences = [
@@ -202,21 +202,21 @@ def _caption(comparison: Comparison, found: Sequence[VariantLosses]) -> str:
     ]
     if len(drawn) > 1:
         sentences.append(f"Grey: {cells.plain(comparison.baseline)}.")
-    if any(one.validation for one in found):
+    if any(one.validation for one in rows):
         sentences.append("Markers: the median validation loss.")
     return " ".join(sentences)
 
 
-def _draw(comparison: Comparison, found: Sequence[VariantLosses], x_name: str) -> Figure:
-    others = [i for i in range(1, len(found)) if found[i].band] or [0]
+def _draw(comparison: Comparison, rows: Sequence[VariantLosses], x_name: str) -> Figure:
+    others = [i for i in range(1, len(rows)) if rows[i].band] or [0]
     made, axes_of = panels(len(others))
     for index, axes in zip(others, axes_of, strict=True):
         for i in dict.fromkeys((0, index)):
-            is_behind = i == 0 and len(found) > 1
-            _draw_losses(axes, found[i], i, LIGHT.muted if is_behind else colour(i))
+            is_behind = i == 0 and len(rows) > 1
+            _draw_losses(axes, rows[i], i, LIGHT.muted if is_behind else colour(i))
         name_panel(axes, comparison.variants[index], index)
         axes.grid(axis="y")
-    bands = [one.band for one in found if one.band]
+    bands = [one.band for one in rows if one.band]
     ends = [float(end) for b in bands for end in (b.low.min(), b.high.max())]
     spread_axis(axes_of[0], "y", ends, LOSSES_FACTOR)
     made.supylabel("training loss", fontsize=8.5, color=LIGHT.muted)
