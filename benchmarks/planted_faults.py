@@ -97,13 +97,13 @@ bonferroni compare/statistics.py Every p-value is multiplied by the number of te
 p_values[index] * (len(p_values) - rank) => p_values[index] * len(p_values)
 two-sided compare/verdicts.py The interval that decides on equivalence has the wrong level.
 inside, off = 1 - 2 * equal.level, 1 - apart.level => inside, off = 1 - equal.level, 1 - apart.level
-other-hardware compare/measures.py Times on unlike hardware are compared.
-return [(own, base) for own, base in pairs if hardware(own) == hardware(base)] => return pairs
-same-speed compare/measures.py A ratio that is open is called the same speed.
+other-hardware compare/times.py Times on unlike hardware are compared.
+for own, base in native if hardware(own) == hardware(base)] => for own, base in native]
+same-speed compare/times.py A ratio that is open is called the same speed.
 if low > 1 / SAME and high < SAME: => if low > 1 / SAME or high < SAME:
 noisy-curve compare/equal_quality.py A crossing is measured from a loss above the lowest so far.
 min(row.loss, before.loss)) => row.loss)
-whole-drift compare/artefacts.py The median step is taken to lie the whole drift from the fast end.
+whole-drift compare/times.py The median step is taken to lie the whole drift from the fast end.
 1 / math.sqrt(factor) if => 1 / factor if
 earlier-run compare/load.py Of two runs of one seed the earlier one counts.
 earlier, last[key] = sorted( => last[key], earlier = sorted(

@@ -26,8 +26,8 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
-from mprun.compare.measures import OVERLAPPED
 from mprun.compare.notes import variant_notes
+from mprun.compare.times import OVERLAPPED
 from mprun.doctor.machine_findings import conclusions, findings
 from mprun.experiments.advise import advise, screened
 from mprun.experiments.double import double

@@ -132,8 +132,10 @@ def report(
         print_line(stdout_console(), f"{more}all figures {again} --verbose")
     if not settings.report:
         return []
+    from mprun.report.exports import write_report  # imports matplotlib
+
     folder = Path(settings.dir) if settings.dir else folder
-    written = shown.write_report(comparison, folder)
+    written = write_report(comparison, folder)
     names = ", ".join(x.name for x in written) if verbose else written[0].name
     print_line(stdout_console(), f"written to {folder}: {names}")
     return written

@@ -101,12 +101,20 @@ def compare(*runs: Runs, **settings: object) -> Result:
     comparison = compared(paths, chosen)
     check_condition(comparison, chosen.fail_if)
     if chosen.dir and chosen.report:
-        shown.write_report(comparison, Path(chosen.dir))
+        from mprun.report.exports import write_report  # imports matplotlib
+
+        write_report(comparison, Path(chosen.dir))
     sentences = map(printable, answer.headline(comparison))
     notes = map(printable, shown.short_notes(comparison))
     terms = "\n".join(map(printable, answer.terms(comparison)))
     parts: list[FittedTable | str] = [*sentences, shown.short_table(comparison), *notes, terms]
-    return Result(comparison, parts, draw=lambda: shown.pictures(comparison))
+
+    def plots() -> Mapping[str, str]:
+        from mprun.report.exports import pictures  # imports matplotlib
+
+        return pictures(comparison)
+
+    return Result(comparison, parts, draw=plots)
 
 
 def check(
@@ -199,9 +207,10 @@ def _run_result(folder: Path) -> Result:
     from mprun.config.settings import CompareSettings
     from mprun.records.run_record import read_summary
     from mprun.report import tables
-    from mprun.report.comparison_report import pictures
 
     def losses() -> Mapping[str, str]:
+        from mprun.report.exports import pictures  # imports matplotlib
+
         return pictures(compared([folder], CompareSettings()), ["loss"])
 
     summary = read_summary(folder)

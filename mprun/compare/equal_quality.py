@@ -37,8 +37,9 @@ from statistics import median
 from typing import NamedTuple
 
 from mprun.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
-from mprun.compare.measures import SAME, RunGroup, TimedPairs, judge_ratio
+from mprun.compare.load import RunGroup
 from mprun.compare.statistics import geometric_mean
+from mprun.compare.times import SAME, TimedPairs, judge_ratio
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.records.run_folder import ValidationLoss, read_validation_losses

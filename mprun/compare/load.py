@@ -1,4 +1,4 @@
-"""The runs behind the names on a command line, by variant.
+"""The runs behind the names on a command line, by variant, and their scores.
 
 A name is a run's folder, a folder with runs somewhere below (a sweep, `outputs/`), or a glob. A
 folder without a usable run never ends a comparison: it is reported with the reason, because the
@@ -16,11 +16,12 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mprun.compare.comparison import Run, Skipped
-from mprun.compare.measures import RunGroup, has_result
 from mprun.console.formatting import readable
 from mprun.errors import UsageError
 from mprun.records.listing import NOT_SEARCHED
@@ -30,7 +31,7 @@ from mprun.records.run_config import (
     read_config,
     variant_config,
 )
-from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
+from mprun.records.run_record import Scores, Summary, is_failed_by_machine, number, read_summary
 
 SUMMARY = "summary.json"
 REPORT = "comparison.json"
@@ -175,6 +176,34 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
+# ---- by variant ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """The runs of a variant."""
+
+    label: str
+    completed: tuple[Run, ...]
+    """By seed."""
+    failed: tuple[Run, ...] = field(default=())
+
+    @property
+    def first(self) -> Run:
+        """A run, for the fields that all have in common."""
+        return (self.completed or self.failed)[0]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether times and memory are the hardware's."""
+        return self.first.summary.execution == "native"
+
+    @cached_property
+    def by_seed(self) -> dict[int, Summary]:
+        """The completed runs' summaries."""
+        return {run.summary.seed: run.summary for run in self.completed}
+
+
 MAX_FIELDS = 3
 """How many fields a label names."""
 
@@ -237,7 +266,7 @@ def distinguish(
 def _fields(folder: Path, execution: str) -> dict[str, str]:
     """The run's execution and the fields of its configuration that make a variant."""
     try:
-        fields = config_fields(variant_config(read_config(folder)[1]))
+        fields = config_fields(variant_config(read_config(folder)))
     except (UnreadableConfigError, ValueError, TypeError, AttributeError):
         fields = {}  # a number makes the label unique
     return {**fields, "execution": execution}  # the file may say "auto"
@@ -245,11 +274,64 @@ def _fields(folder: Path, execution: str) -> dict[str, str]:
 
 def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """`train.lr=0.002, batch.factor=2` for each row: the fields that are not the same in all."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+    differing = differing_keys(rows)
     more = f", {len(differing) - MAX_FIELDS} more" if len(differing) > MAX_FIELDS else ""
     return [
         ", ".join(f"{k}={readable(row[k], MAX_VALUE)}" for k in differing[:MAX_FIELDS] if k in row)
         + more
         for row in rows
     ]
+
+
+def differing_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all rows, in the order of the rows."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if len({row.get(key) for row in rows}) > 1]
+
+
+def hardware(summary: Summary) -> dict[str, Any]:
+    """The hardware and threads that step times depend on."""
+    row = summary.hardware
+    names = {"device": row.device, "name": row.name, "cores": row.cores}
+    return {**names, "threads": summary.backend.threads}
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+SPLITS = ("test", "validation", "train")
+
+
+def score(summary: Summary, split: str) -> float | None:
+    """The metric of the run's last epoch over a split; None if the run has none."""
+    last = summary.history[-1] if summary.history else None
+    trained = Scores(loss=summary.train.loss, accuracy=None)
+    rows: dict[str, Scores | None] = {
+        "test": summary.test,
+        "validation": last.validation if last else None,
+        "train": last.train if last else trained,
+    }
+    scores = rows[split]
+    value = None if scores is None else scores.value(summary.metric.name)
+    return None if value is None else number(value)
+
+
+def is_partial(summary: Summary, split: str) -> bool:
+    """Whether a time limit left a part of the split out of the metric."""
+    last = summary.history[-1].validation if summary.history else None
+    scores = {"test": summary.test, "validation": last}.get(split)
+    return scores is not None and scores.samples is not None
+
+
+def has_result(summary: Summary) -> bool:
+    """Whether a run completed with a metric; without one, every step was skipped.
+
+    An observed loop need not log any.
+    """
+    has_metric = any(score(summary, split) is not None for split in SPLITS)
+    return summary.status == "completed" and (has_metric or summary.observed)
+
+
+def scores(group: RunGroup, split: str) -> dict[int, float]:
+    """Seed to metric, NaN and infinities included, without the seeds that have no metric."""
+    values = {seed: score(summary, split) for seed, summary in group.by_seed.items()}
+    return {seed: value for seed, value in values.items() if value is not None}

@@ -13,31 +13,50 @@ verdict has the interval that decided, at the level of Holm's step.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
-from mprun.compare import measures, mixing
-from mprun.compare.artefacts import artefacts
-from mprun.compare.comparison import Comparison, Interval, Outcome, Run, Skipped, Variant, Verdict
-from mprun.compare.equal_quality import equal_quality, read_curve
-from mprun.compare.load import by_variant, latest
-from mprun.compare.measures import TWO_KINDS, RunGroup, TimedPairs, overlapping, timed_pairs
-from mprun.compare.notes import artefact_warnings, comparison_notes, variant_notes
+from mprun.compare.comparison import (
+    Comparison,
+    Estimate,
+    Interval,
+    Outcome,
+    Run,
+    Skipped,
+    StepPercentiles,
+    Variant,
+    Verdict,
+)
+from mprun.compare.equal_quality import Curve, equal_quality, read_curve
+from mprun.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
+from mprun.compare.notes import (
+    artefact_warnings,
+    check_mixing,
+    code_text,
+    comparison_notes,
+    data_text,
+    hardware_text,
+    recipe_text,
+    variant_notes,
+)
 from mprun.compare.statistics import (
     ALPHA,
     Sample,
     difference_p,
     equivalence_p,
     estimate,
+    geometric_mean,
     holm,
     holm_levels,
     interval,
     seeds_to_settle,
     summarise,
 )
+from mprun.compare.times import Pair, artefacts, overlapping, timed_pairs
 from mprun.console.formatting import (
     counted,
     distinct_form,
@@ -47,9 +66,130 @@ from mprun.console.formatting import (
 )
 from mprun.errors import UsageError
 from mprun.records.mode_names import mode_hint, own_label
+from mprun.records.run_record import Memory, Metric, Summary
 
-MIN_LOSS = 1e-45
-"""Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean."""
+MAX_METRIC = 60
+"""Characters of its name that are shown."""
+
+
+def compare(
+    runs: Sequence[Run],
+    skipped: Sequence[Skipped] = (),
+    *,
+    margin: float,
+    relative_margin: float,
+    baseline: str | None = None,
+    split: str = "auto",
+    mix: Collection[str] = (),
+    beside: Sequence[Run] = (),
+) -> Comparison:
+    """Group runs by variant and compare each variant with the baseline.
+
+    Args:
+        runs: completed and failed runs; of several of one variant and seed the latest counts.
+        skipped: the folders left out so far; they are reported with the result.
+        margin: differences of accuracies, and of other fractions of which more is better, inside
+            plus and minus this do not matter.
+        relative_margin: the same for losses and all else, as a share of the baseline's mean; also
+            how near the baseline's best validation loss counts as reached.
+        baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
+        split: whose samples the metric is of; auto: test if every run has it, else validation,
+            else train.
+        mix: what runs may differ in besides the variant: recipes, data, hardware, code.
+        beside: further runs, which are not compared but may have shared a machine with those.
+
+    Raises:
+        UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
+            no such baseline or split.
+    """
+    mixed = check_mixing(runs, mix)
+    compared, repeated = latest(runs)
+    left_out = (*skipped, *repeated)
+    groups = by_variant(compared)
+    _check_usable(groups, left_out)
+    base = _baseline(groups, baseline)
+    groups = [base, *(g for g in groups if g is not base)]
+    used_split = _split(groups, split)
+    criterion = _criterion(groups, used_split, margin, relative_margin)
+    evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
+    verdicts = judge(evidence, criterion.higher_is_better)
+    timing = _Timing(overlapping([*runs, *beside]), relative_margin, cache(read_curve))
+    rows = [_variant(base, base, criterion, timing, Verdict("baseline", failures(base)))]
+    for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
+        rows.append(_variant(group, base, criterion, timing, verdict, own))
+    tested = sum(e.is_tested for e in evidence)
+    return Comparison(
+        recipe=recipe_text(compared),
+        metric=criterion.metric,
+        split=used_split,
+        higher_is_better=criterion.higher_is_better,
+        margin=criterion.margin,
+        is_relative=criterion.is_relative,
+        baseline=base.label,
+        variants=tuple(rows),
+        skipped=left_out,
+        data=data_text(compared),
+        hardware=hardware_text(compared),
+        code=code_text(compared),
+        warnings=tuple(artefact_warnings(rows)),
+        notes=(
+            *mixed,
+            *comparison_notes(groups, used_split, baseline is None, tested),
+            *variant_notes(rows),
+        ),
+    )
+
+
+def _check_usable(groups: Sequence[RunGroup], skipped: Sequence[Skipped]) -> None:
+    if any(group.completed for group in groups):
+        return
+    failed = [run for group in groups for run in group.failed]
+    reasons = [f"{run.path} failed: {error_text(run)}" for run in failed]
+    reasons += [f"{s.path}: {s.reason}" for s in skipped]
+    listed = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if reasons[3:] else "")
+    raise UsageError(f"there is no completed run to compare: {listed or 'no run was named'}")
+
+
+def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
+    by_label = {group.label: group for group in groups}
+    if wanted is not None:
+        by_hash = {group.first.summary.variant_hash: group for group in groups}
+        if wanted in by_hash:
+            return by_hash[wanted]
+        own = wanted if wanted in by_label else own_label(wanted)
+        if own not in by_label:
+            near = mode_hint(wanted, by_label)  # another program's name of a mode, or a misspelling
+            raise UsageError(
+                f"compare.baseline={wanted}: there is no such variant; "
+                f"legal: {', '.join(map(repr, by_label))}{near}"
+            )
+        return by_label[own]
+    complete = [group for group in groups if group.completed]
+    plain = [group for group in complete if group.first.summary.precision == "fp32"]
+    # Without fp32 there is no natural baseline: the variant that was named first.
+    return min(plain or complete[:1], key=_changes)
+
+
+def _changes(group: RunGroup) -> int:
+    """How many options of a variant's mode were changed, as far as its runs record it."""
+    summary = group.first.summary
+    label, row = summary.variant, summary.effective
+    return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
+
+
+def _split(groups: Sequence[RunGroup], wanted: str) -> str:
+    runs = [summary for group in groups for summary in group.by_seed.values()]
+    has = {name: sum(score(s, name) is not None for s in runs) for name in SPLITS}
+    if wanted == "auto":
+        # Seeds without a metric of the split would drop out, so every run must have it.
+        return next((name for name in SPLITS if has[name] == len(runs)), "train")
+    if not has[wanted]:
+        legal = ", ".join(name for name in SPLITS if has[name])
+        raise UsageError(f"compare.split={wanted}: no run has such samples; legal: {legal}")
+    return wanted
+
+
+# ---- the criterion -------------------------------------------------------------------------------
 
 
 class Criterion(NamedTuple):
@@ -63,6 +203,50 @@ class Criterion(NamedTuple):
     resolution: float
     """The smallest step of the metric."""
     higher_is_better: bool
+
+
+def _criterion(
+    groups: Sequence[RunGroup], split: str, margin: float, relative_margin: float
+) -> Criterion:
+    metric = groups[0].first.summary.metric
+    known = [value for group in groups for value in scores(group, split).values()]
+    is_relative = not is_fraction(metric, known)
+    return Criterion(
+        split,
+        readable(metric.name, MAX_METRIC),
+        relative_margin if is_relative else margin,
+        is_relative,
+        _resolution(groups, metric.name, split),
+        metric.higher_is_better,
+    )
+
+
+def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
+    """Whether a metric's differences are points: an accuracy, or one from 0 to 1, more is better.
+
+    Those of any other metric are shares of the baseline's mean, like those of a loss.
+
+    Args:
+        metric: its name and direction.
+        values: of all runs; those that are not finite do not count.
+    """
+    if metric.name == "accuracy":
+        return True
+    finite = [value for value in values if math.isfinite(value)]
+    return metric.higher_is_better and bool(finite) and all(0 <= x <= 1 for x in finite)
+
+
+def _resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
+    """The smallest step of a metric: an accuracy changes by whole samples."""
+    rows = [s.data for g in groups for s in g.by_seed.values()]
+    counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
+    return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+MIN_LOSS = 1e-45
+"""Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +270,7 @@ class Evidence:
 
 def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Evidence:
     """The evidence on a variant: its paired differences, and failures that outweigh them."""
-    ours, theirs = (measures.scores(g, criterion.split) for g in (group, base))
+    ours, theirs = (scores(x, criterion.split) for x in (group, base))
     excused = [run.summary.seed for run in base.failed]
     reasons = (failures(group, excused), _divergence(group, ours, theirs, criterion.metric))
     return paired_evidence(ours, theirs, criterion, "; ".join(filter(None, reasons)))
@@ -251,160 +435,39 @@ def _p(value: float) -> str:
     return "p<0.001" if value < 0.001 else f"p={value:.3f}"
 
 
-MAX_METRIC = 60
-"""Characters of its name that are shown."""
+# ---- rows ----------------------------------------------------------------------------------------
 
 
-def compare(
-    runs: Sequence[Run],
-    skipped: Sequence[Skipped] = (),
-    *,
-    margin: float,
-    relative_margin: float,
-    baseline: str | None = None,
-    split: str = "auto",
-    mix: Collection[str] = (),
-    beside: Sequence[Run] = (),
-) -> Comparison:
-    """Group runs by variant and compare each variant with the baseline.
+class _Timing(NamedTuple):
+    """What the times of all variants are judged by."""
 
-    Args:
-        runs: completed and failed runs; of several of one variant and seed the latest counts.
-        skipped: the folders left out so far; they are reported with the result.
-        margin: differences of accuracies, and of other fractions of which more is better, inside
-            plus and minus this do not matter.
-        relative_margin: the same for losses and all else, as a share of the baseline's mean; also
-            how near the baseline's best validation loss counts as reached.
-        baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
-        split: whose samples the metric is of; auto: test if every run has it, else validation,
-            else train.
-        mix: what runs may differ in besides the variant: recipes, data, hardware, code.
-        beside: further runs, which are not compared but may have shared a machine with those.
-
-    Raises:
-        UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
-            no such baseline or split.
-    """
-    mixed = mixing.check_mixing(runs, mix)
-    compared, repeated = latest(runs)
-    left_out = (*skipped, *repeated)
-    groups = by_variant(compared)
-    _check_usable(groups, left_out)
-    base = _baseline(groups, baseline)
-    groups = [base, *(g for g in groups if g is not base)]
-    used_split = _split(groups, split)
-    metric = base.first.summary.metric
-    known = (value for group in groups for value in measures.scores(group, used_split).values())
-    is_relative = not measures.is_fraction(metric, known)
-    resolution = measures.resolution(groups, metric.name, used_split)
-    limit = relative_margin if is_relative else margin
-    name, more = readable(metric.name, MAX_METRIC), metric.higher_is_better
-    criterion = Criterion(used_split, name, limit, is_relative, resolution, more)
-    evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
-    verdicts = judge(evidence, more)
-    shared = overlapping([*runs, *beside])
-    curve_of = cache(read_curve)
-    rows = [_variant(base, base, criterion, shared, None, Verdict("baseline", failures(base)))]
-    for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        row = _variant(group, base, criterion, shared, own_evidence, verdict)
-        timed = _timed(group, base, shared)._replace(no_verdict=row.no_time_verdict)
-        quality = equal_quality(group, base, relative_margin, timed, curve_of)
-        rows.append(replace(row, equal_quality=quality))
-    tested = sum(e.is_tested for e in evidence)
-    return Comparison(
-        recipe=mixing.recipe_text(compared),
-        metric=name,
-        split=used_split,
-        higher_is_better=more,
-        margin=limit,
-        is_relative=is_relative,
-        baseline=base.label,
-        variants=tuple(rows),
-        skipped=left_out,
-        data=mixing.data_text(compared),
-        hardware=mixing.hardware_text(compared),
-        code=mixing.code_text(compared),
-        warnings=tuple(artefact_warnings(rows)),
-        notes=(
-            *mixed,
-            *comparison_notes(groups, used_split, baseline is None, tested),
-            *variant_notes(rows),
-        ),
-    )
-
-
-def _check_usable(groups: Sequence[RunGroup], skipped: Sequence[Skipped]) -> None:
-    if any(group.completed for group in groups):
-        return
-    failed = [run for group in groups for run in group.failed]
-    reasons = [f"{run.path} failed: {error_text(run)}" for run in failed]
-    reasons += [f"{s.path}: {s.reason}" for s in skipped]
-    listed = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if reasons[3:] else "")
-    raise UsageError(f"there is no completed run to compare: {listed or 'no run was named'}")
-
-
-def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
-    by_label = {group.label: group for group in groups}
-    if wanted is not None:
-        by_hash = {group.first.summary.variant_hash: group for group in groups}
-        if wanted in by_hash:
-            return by_hash[wanted]
-        own = wanted if wanted in by_label else own_label(wanted)
-        if own not in by_label:
-            near = mode_hint(wanted, by_label)
-            raise UsageError(
-                f"compare.baseline={wanted}: there is no such variant; "
-                f"legal: {', '.join(map(repr, by_label))}{near}"
-            )
-        return by_label[own]
-    complete = [group for group in groups if group.completed]
-    plain = [group for group in complete if group.first.summary.precision == "fp32"]
-    return min(plain or complete[:1], key=_changes)
-
-
-def _changes(group: RunGroup) -> int:
-    """How many options of a variant's mode were changed, as far as its runs record it."""
-    summary = group.first.summary
-    label, row = summary.variant, summary.effective
-    return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
-
-
-def _split(groups: Sequence[RunGroup], wanted: str) -> str:
-    runs = [summary for group in groups for summary in group.by_seed.values()]
-    has = {name: sum(measures.score(s, name) is not None for s in runs) for name in measures.SPLITS}
-    if wanted == "auto":
-        return next((name for name in measures.SPLITS if has[name] == len(runs)), "train")
-    if not has[wanted]:
-        legal = ", ".join(name for name in measures.SPLITS if has[name])
-        raise UsageError(f"compare.split={wanted}: no run has such samples; legal: {legal}")
-    return wanted
-
-
-def _timed(group: RunGroup, base: RunGroup, shared: set[int]) -> TimedPairs:
-    """The pairs whose times are compared."""
-    pairs = measures.comparable_pairs(group, base)
-    timed = timed_pairs(pairs, shared)
-    if not pairs and measures.native_pairs(group, base):
-        return timed._replace(no_verdict=TWO_KINDS)
-    return timed
+    shared: set[int]
+    """`overlapping` of all runs."""
+    tolerance: float
+    """How near the baseline's best validation loss counts as reached."""
+    curve_of: Callable[[Path], Curve]
+    """`read_curve`, which keeps the baseline's for the next variant."""
 
 
 def _variant(
     group: RunGroup,
     base: RunGroup,
     criterion: Criterion,
-    shared: set[int],
-    evidence: Evidence | None,
+    timing: _Timing,
     verdict: Verdict,
+    evidence: Evidence | None = None,
 ) -> Variant:
+    """A row; the baseline's has no evidence."""
     summary = group.first.summary
-    values = list(measures.scores(group, criterion.split).values())
+    values = list(scores(group, criterion.split).values())
     whole = all(map(math.isfinite, values))
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
-    timed = _timed(group, base, shared)
-    pairs = timed.pairs
-    unsettling = artefacts(group.label, base.label, pairs)
-    reason = timed.no_verdict or (unsettling[0].text if unsettling else "")
+    timed = timed_pairs(group, base, timing.shared)
+    disturbed = artefacts(group.label, base.label, timed.pairs)
+    reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
+    timed = timed._replace(no_verdict=reason)
+    ours, theirs = _memory(group), _memory(base)
+    has_ratio = group is not base and group.is_native and base.is_native
     return Variant(
         label=group.label,
         variant_hash=summary.variant_hash,
@@ -412,18 +475,83 @@ def _variant(
         execution=summary.execution,
         runs=group.completed,
         failed=group.failed,
-        step_time_ms=measures.step_percentiles(group),
-        step_time_ratio=measures.ratio(pairs, lambda s: s.step_time_ms.median, bool(reason)),
-        samples_per_second=measures.samples_per_second(group),
-        throughput_ratio=measures.ratio(pairs, lambda s: s.samples_per_second, bool(reason)),
+        step_time_ms=_step_percentiles(group),
+        step_time_ratio=_ratio(timed.pairs, lambda s: s.step_time_ms.median, bool(reason)),
+        samples_per_second=_samples_per_second(group),
+        throughput_ratio=_ratio(timed.pairs, lambda s: s.samples_per_second, bool(reason)),
         no_time_verdict=reason,
-        memory_bytes=measures.memory(group),
-        memory_ratio=measures.memory_ratio(group, base),
-        metric=measures.mean_score(values),
+        memory_bytes=ours,
+        memory_ratio=_quotient(ours["peak"], theirs["peak"]) if has_ratio else None,
+        metric=_mean_score(values),
         difference=estimate(sample) if sample is not None else None,
         equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
         verdict=verdict,
         substituted=substitution_label(run.summary for run in group.completed),
-        artefacts=unsettling,
+        artefacts=disturbed,
         untimed=timed.left_out,
+        equal_quality=None
+        if group is base
+        else equal_quality(group, base, timing.tolerance, timed, timing.curve_of),
     )
+
+
+def _mean_score(values: Sequence[float]) -> Estimate | None:
+    """The mean over seeds; NaN or infinite, and without an interval, if one of them is."""
+    if not values:
+        return None
+    if not all(map(math.isfinite, values)):
+        return Estimate(sum(values) / len(values), None, len(values))
+    return estimate(summarise(values))
+
+
+def _step_percentiles(group: RunGroup) -> StepPercentiles | None:
+    """Percentiles of the milliseconds of a step; None if no run timed any."""
+    rows = [s.step_time_ms for s in group.by_seed.values()]
+    timed = [
+        (row.median, row.p10, row.p90)
+        for row in rows
+        if row.median is not None and row.p10 is not None and row.p90 is not None
+    ]
+    if not timed:
+        return None
+    return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
+
+
+def _samples_per_second(group: RunGroup) -> float | None:
+    """The median over runs."""
+    rates = (s.samples_per_second for s in group.by_seed.values())
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _ratio(
+    pairs: Sequence[Pair], figure: Callable[[Summary], float | None], no_interval: bool
+) -> Estimate | None:
+    """A figure over the baseline's; None if no pair has it.
+
+    `no_interval`: the pairs' spread is no measure of the ratio's error.
+    """
+    quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
+    ratios = [x for x in quotients if x is not None]
+    if not ratios:
+        return None
+    mean = geometric_mean(ratios)
+    return mean._replace(interval=None) if no_interval else mean
+
+
+def _quotient(value: float | None, base: float | None) -> float | None:
+    """None unless both are positive, and so is the quotient as a float."""
+    if not value or not base or value < 0 or base < 0:
+        return None
+    return value / base if 0 < value / base < math.inf else None
+
+
+def _memory(group: RunGroup) -> dict[str, int | None]:
+    """Bytes by category; the largest over runs."""
+    rows = [summary.memory_bytes for summary in group.by_seed.values()]
+    return {
+        part.name: max(
+            (n for row in rows if (n := getattr(row, part.name)) is not None), default=None
+        )
+        for part in fields(Memory)
+    }

@@ -24,10 +24,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mprun.assemble import DataCache, make_plan
-from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
-from mprun.compare.measures import OVERLAPPED, is_timed_pair, overlapping
+from mprun.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.recipe_file import named_file

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.compare.comparison import Estimate, Interval, Verdict
-from mprun.compare.measures import is_fraction
 from mprun.compare.statistics import ALPHA, estimate, interval
-from mprun.compare.verdicts import Criterion, judge, paired_evidence
+from mprun.compare.verdicts import Criterion, is_fraction, judge, paired_evidence
 from mprun.config import Config
 from mprun.config.settings import SearchOpsSettings
 from mprun.errors import RunFailedError

@@ -180,12 +180,12 @@ def recipe_numerics(
     }
     files: dict[str, str | bytes] = {"numerics.json": Result(content).json}
     if settings.plots:
-        from mprun.report.plots.measurement_plots import numerics_plots  # imports matplotlib
+        from mprun.report.plots.measurement_plots import numerics_plot  # imports matplotlib
 
         data = content["data"]
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
         title += f"{len(inspected.steps)} steps measured"
-        files |= numerics_plots(inspected.result, title)
+        files |= numerics_plot(inspected.result, title)
     further = settings.formats
     parts = list(numerics_parts(inspected.result, settings.top, further))
     steps, skipped = inspected.steps, inspected.skipped

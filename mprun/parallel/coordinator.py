@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 from mprun import devices
 from mprun.errors import MachineFailedError, first_line, text_of
-from mprun.parallel.launch import Launch
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
+from mprun.records.launch import Launch
 
 PATIENCE = timedelta(minutes=30)
 """How long an exchange may take, PyTorch's default; a process that ends is noticed at once."""

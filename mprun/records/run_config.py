@@ -37,8 +37,8 @@ class UnreadableConfigError(Exception):
     """Why a configuration cannot be read, as `it is ...`."""
 
 
-def read_config(run: Path) -> tuple[str, Any]:
-    """The text of a run's configuration, and its content.
+def read_config(run: Path) -> Any:
+    """The content of a run's configuration.
 
     Raises:
         UnreadableConfigError: it is missing, too large, or not YAML without tags.

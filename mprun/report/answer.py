@@ -4,8 +4,8 @@ Speed is samples per second, not time per step: a doubled batch has longer steps
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
 reports the speed as open. Peak memory is computed, not sampled, so it has no interval. What a
-variant needs to equal quality is a clause of its sentence, a line of its own, and a warning where
-its speed buys nothing.
+variant needs to equal quality is a clause of its sentence, and a warning where its speed buys
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mprun.compare.equal_quality import (
     is_faster_per_sample,
     judge_equal_quality,
 )
-from mprun.compare.measures import SAME, judge_ratio
+from mprun.compare.times import SAME, judge_ratio
 from mprun.console.formatting import counted, joined
 from mprun.report.cells import (
     deciding,
@@ -26,7 +26,6 @@ from mprun.report.cells import (
     difference_text,
     is_emulated,
     metric_name,
-    ms,
     plain,
     ratio_span,
     times,
@@ -269,17 +268,6 @@ def warnings(comparison: Comparison) -> list[str]:
     ]
 
 
-def lines(comparison: Comparison) -> list[str]:
-    """A line for each variant with a figure: absolute figures, then the ratios."""
-    name = plain(comparison.baseline)
-    return [
-        f"{plain(v.label)} {TO_EQUAL}: {_absolute(v.equal_quality, name)}; "
-        f"{_ratios(v.equal_quality, name)}{_conclusion(v)}{_missed(v.equal_quality, name)}"
-        for v in comparison.variants[1:]
-        if v.equal_quality is not None and v.equal_quality.samples_ratio is not None
-    ]
-
-
 def _ratios(quality: EqualQuality, name: str) -> str:
     """`1.20x (95 % interval 1.18 to 1.22, n=5) the samples and 1.00x (...) the time of fp32`."""
     figures = ((quality.samples_ratio, "samples"), (quality.time_ratio, "time"))
@@ -314,12 +302,3 @@ def _conclusion(variant: Variant) -> str:
     if is_faster_per_sample(variant) and judge_equal_quality(variant) == "open":
         return ", which leaves open whether its speed buys anything"
     return ""
-
-
-def _absolute(quality: EqualQuality, name: str) -> str:
-    """`12,000 samples in 3.21 s (fp32 10,000 in 3.22 s)`; the medians over pairs."""
-    own, base = f"{quality.samples or 0:,.0f} samples", f"{quality.baseline_samples or 0:,.0f}"
-    if quality.seconds is not None and quality.baseline_seconds is not None:
-        own += f" in {ms(quality.seconds)} s"
-        base += f" in {ms(quality.baseline_seconds)} s"
-    return f"{own} ({name} {base})"

@@ -11,8 +11,8 @@ import math
 from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison, Estimate, Interval, StepPercentiles, Variant
-from mprun.compare.measures import SAME
 from mprun.compare.statistics import CONFIDENCE
+from mprun.compare.times import SAME
 from mprun.console.formatting import UNITS, counted, distinct_form, level_text
 from mprun.errors import printable
 

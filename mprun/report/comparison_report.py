@@ -1,15 +1,13 @@
-"""A comparison on the terminal, in short and in full, and as files.
+"""A comparison on the terminal, in short and in full.
 
 The short form has a line for each variant and the most important notes, each once for all variants
-that it holds for; the full one has everything. The HTML page and the plots need jinja2 and
-matplotlib. They are imported when a report is written; the tables need neither.
+that it holds for; the full one has everything. `exports` makes the files.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from mprun.compare.comparison import KEEPS, Advice, Comparison
 from mprun.compare.equal_quality import is_faster_per_sample, judge_equal_quality
@@ -24,15 +22,9 @@ from mprun.console.fitted_table import (
     text_column,
 )
 from mprun.console.formatting import by_reason, counted, listed
-from mprun.errors import UsageError
-from mprun.records.files import write_atomic
 from mprun.report import answer, cells
-from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.theme import LIGHT, TERMINAL, TONES, declarations
-
-NAMED_SKIPPED = 5
-"""Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
+from mprun.report.theme import TERMINAL, TONES
 
 IMPORTANCE = {
     "runs": 1,
@@ -211,6 +203,10 @@ def _skipped_in_short(comparison: Comparison) -> Iterator[str]:
         yield f"skipped {len(skipped)} folders: {kinds}"
 
 
+def _skipped(comparison: Comparison) -> list[str]:
+    return [f"skipped {plain(str(x.path))}: {plain(x.reason)}" for x in comparison.skipped]
+
+
 def _not_taken(comparison: Comparison, advice: Advice) -> Iterator[str]:
     """The modes that are not advised, those tried and those not tried, each with its reason."""
     words = {v.label: str(v.verdict) for v in comparison.variants if v.verdict.more_seeds}
@@ -239,8 +235,8 @@ def _grouped(reasons: Mapping[str, str]) -> str:
 def footer(comparison: Comparison) -> list[str]:
     """Lines below the table, as plain text without rich markup.
 
-    The reasons of verdicts other than `equivalent`, time to equal quality, baseline, margin,
-    split, data, hardware, code, notes, published figures, failed runs, skipped folders.
+    Warnings, the reasons of verdicts other than `equivalent`, a sentence on each variant, baseline
+    and margin, data, hardware, code, notes, failed runs, skipped folders.
     """
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
@@ -249,85 +245,9 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
-        *answer.lines(comparison),
+        *(f"{one.label} {one.sentence}" for one in answer.variant_sentences(comparison)),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
-        *published.lines(comparison),
         *(f"failed: {line}" for line in answer.failures(comparison)),
         *_skipped(comparison),
     ]
-
-
-def _skipped(comparison: Comparison) -> list[str]:
-    skipped = comparison.skipped
-    if len(skipped) <= NAMED_SKIPPED:
-        return [f"skipped {plain(str(x.path))}: {plain(x.reason)}" for x in skipped]
-    reasons = Counter(plain(x.reason) for x in skipped).most_common()
-    lines = [f"skipped {len(skipped)} folders:"]
-    lines += [f"  {count} x {reason}" for reason, count in reasons[:NAMED_SKIPPED]]
-    if len(reasons) > NAMED_SKIPPED:
-        rest = sum(count for _, count in reasons[NAMED_SKIPPED:])
-        lines.append(f"  {rest} for {len(reasons) - NAMED_SKIPPED} other reasons")
-    return lines
-
-
-def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
-
-    Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
-    are removed, so that they are not mistaken for plots of this report.
-
-    Returns:
-        The paths written, report.html first.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
-    from mprun.report import exports
-    from mprun.report.plots import NAMES, draw
-
-    plots = draw(comparison)
-    files = {
-        "report.html": exports.page(comparison, plots).encode(errors="replace"),
-        "comparison.md": exports.markdown(comparison).encode(errors="replace"),
-        "comparison.csv": exports.csv_text(comparison).encode(errors="replace"),
-        "comparison.json": exports.json_text(comparison).encode(errors="replace"),
-        **{png_name(plot.name): plot.png for plot in plots if plot.png},
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            write_atomic(folder / name, data)
-        for name in NAMES:
-            if png_name(name) not in files:
-                (folder / png_name(name)).unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"compare.dir={folder} cannot be written ({error.strerror}); choose another folder, "
-            "or compare.report=false"
-        ) from None
-    return [folder / name for name in files]
-
-
-def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
-    """The plots of the report as SVG files, by their captions.
-
-    Args:
-        comparison: of runs.
-        names: which plots; all that there may be if it is empty.
-    """
-    from mprun.report.plots import NAMES, draw
-
-    colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
-    return {
-        f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(
-            "<svg ", f'<svg style="{colours}" ', 1
-        )
-        for plot in draw(comparison, names=names or NAMES)
-        if plot.svg
-    }
-
-
-def png_name(plot: str) -> str:
-    """The file of a plot."""
-    return f"comparison-{plot}.png"

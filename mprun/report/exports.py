@@ -2,8 +2,7 @@
 
 The page is one self-contained HTML file: no script, no font, no image file. A record may come from
 someone else, so jinja2 escapes everything in it. Only the style sheet of this package and the
-drawings, whose text is already escaped, are inserted without escaping. Of configurations it has the
-baseline's in full, for the others the differences.
+drawings, whose text is already escaped, are inserted without escaping.
 
 CSV and JSON contain the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
 """
@@ -11,8 +10,7 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,23 +21,77 @@ from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.console import fitted_table
-from mprun.console.fitted_table import markdown_text
+from mprun.console.fitted_table import FittedTable
 from mprun.console.formatting import counted
-from mprun.records.files import jsonable
+from mprun.errors import UsageError
+from mprun.records.files import jsonable, write_atomic
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.comparison_report import comparison_table
-from mprun.report.plots.canvas import Plot, key
+from mprun.report.comparison_report import comparison_table, footer
+from mprun.report.plots import NAMES, draw
+from mprun.report.plots.canvas import Plot
 from mprun.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
+from mprun.results import Result
 
 SCHEMA_VERSION = 1
+PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
-INTERVAL = r"(\([^()]*\binterval\b[^()]*\))"
-"""What a headline shows in small letters: every second part of it, split here."""
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
+
+    Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
+    are removed, so that they are not mistaken for plots of this report.
+
+    Returns:
+        The paths written, report.html first.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    plots = draw(comparison)
+    files = {
+        "report.html": page(comparison, plots).encode(errors="replace"),
+        "comparison.md": markdown(comparison).encode(errors="replace"),
+        "comparison.csv": csv_text(comparison).encode(errors="replace"),
+        "comparison.json": json_text(comparison).encode(errors="replace"),
+        **{PNG_NAME.format(plot.name): plot.png for plot in plots if plot.png},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        for name in NAMES:
+            if PNG_NAME.format(name) not in files:
+                (folder / PNG_NAME.format(name)).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"compare.dir={folder} cannot be written ({error.strerror}); choose another folder, "
+            "or compare.report=false"
+        ) from None
+    return [folder / name for name in files]
+
+
+def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
+    """The plots of the report as SVG files, by their captions.
+
+    Args:
+        comparison: of runs.
+        names: which plots; all that there may be if it is empty.
+    """
+    colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
+    return {
+        f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(
+            "<svg ", f'<svg style="{colours}" ', 1
+        )
+        for plot in draw(comparison, names=names or NAMES)
+        if plot.svg
+    }
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
@@ -57,8 +109,6 @@ def _resource(name: str) -> str:
 
 
 def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
-    runs = [run for v in comparison.variants for run in (*v.runs, *v.failed)]
-    started = sorted(run.summary.started_at for run in runs)
     return {
         "recipe": plain(comparison.recipe),
         "metric_name": cells.metric_name(comparison),
@@ -69,9 +119,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "margin": cells.difference_text(comparison, comparison.margin, signed=False),
         "is_relative": comparison.is_relative,
         "runs": sum(len(v.runs) for v in comparison.variants),
-        "first": plain(started[0], 40) if started else "",
-        "last": plain(started[-1], 40) if started else "",
-        "headline": [re.split(INTERVAL, sentence) for sentence in answer.headline(comparison)],
+        "headline": answer.headline(comparison),
         "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
         "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
@@ -82,7 +130,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "published": published.rows(comparison),
         "published_headings": published.HEADINGS,
         "hardware": plain(comparison.hardware),
-        "versions": _versions(comparison),
+        "code": plain(comparison.code),
         "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],
         "failures": answer.failures(comparison),
@@ -96,11 +144,10 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
 def _variants(comparison: Comparison) -> list[dict[str, Any]]:
     """The parts of each variant on the page."""
     sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
-    rows, read = cells.rows(comparison), configs(comparison)
+    rows, read = cells.rows(comparison), config_changes(comparison)
     return [
         {
             "label": rows[place].label[0],
-            "key": Markup(key(place, cells.is_emulated(variant))),  # its marker, as in the plots
             "word": variant.verdict.word,
             "tone": TONES.get(variant.verdict.word, ""),
             "sign": SIGNS.get(variant.verdict.word, ""),
@@ -143,62 +190,40 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     return [(name, plain(text)) for name, text in details]
 
 
-def _versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Each package's version, or versions if runs differ."""
-    versions_of: dict[str, dict[str, None]] = {}
-    for variant in comparison.variants:
-        for run in variant.runs:
-            summary = run.summary
-            versions = {"mprun": summary.mprun_version, **summary.versions}
-            for name, version in {**versions, "commit": summary.git_commit}.items():
-                versions_of.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
-    return [(name, ", ".join(versions)) for name, versions in versions_of.items()]
-
-
 NOT_COMPARED = ("seed", "run.", "logger.")
 """Fields that differ between runs of one variant."""
 
 
-class VariantConfig(NamedTuple):
-    """A variant's configuration: the text of the baseline's, else the changes."""
+class ConfigChanges(NamedTuple):
+    """How a variant's configuration differs from the baseline's, by the first runs of both."""
 
-    path: str = ""
-    text: str = ""
     changes: tuple[tuple[str, str, str], ...] = ()
-    """Fields with another value than the baseline's: name, baseline's value, value."""
+    """Fields with another value: name, baseline's value, value."""
     problem: str = ""
-    """Why it cannot be shown, or nothing."""
+    """Why they cannot be shown, or nothing."""
 
 
-def configs(comparison: Comparison) -> list[VariantConfig]:
-    """One for each variant: the configuration of its first run."""
-    read = [_config(variant) for variant in comparison.variants]
-    (_, base), *_ = read
+def config_changes(comparison: Comparison) -> list[ConfigChanges]:
+    """One for each variant."""
+    (base, base_problem), *others = map(_config, comparison.variants)
     return [
-        config._replace(text="", changes=tuple(_changes(base, fields)))
-        if place > 0 and base and fields
-        else config
-        for place, (config, fields) in enumerate(read)
+        ConfigChanges(problem=base_problem),
+        *(
+            ConfigChanges(() if problem or base_problem else tuple(_changes(base, own)), problem)
+            for own, problem in others
+        ),
     ]
 
 
-def _config(variant: Variant) -> tuple[VariantConfig, dict[str, str]]:
-    """The configuration with its text, and its fields; none where it cannot be read."""
+def _config(variant: Variant) -> tuple[dict[str, str], str]:
+    """The fields of a configuration, or why there are none."""
     if not variant.runs:
-        return VariantConfig(problem="no run of it completed"), {}
+        return {}, "no run of it completed"
     run = variant.runs[0].path
-    path = plain(str(run / "config.yaml"))
     try:
-        text, content = read_config(run)
-        fields = config_fields(content)
+        return config_fields(read_config(run)), ""
     except UnreadableConfigError as error:
-        return VariantConfig(path, problem=str(error)), {}
-    return VariantConfig(path, "\n".join(map(_printable, text.splitlines()))), fields
-
-
-def _printable(line: str) -> str:
-    indent = len(line) - len(line.lstrip(" "))
-    return " " * indent + plain(line)
+        return {}, f"{plain(str(run / 'config.yaml'))} {error}"
 
 
 def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -209,39 +234,19 @@ def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str,
 
 
 def markdown(comparison: Comparison) -> str:
-    """The answer, the table, verdicts, notes and skipped folders."""
-    lists = {
-        "Warnings": [markdown_text(plain(warning)) for warning in comparison.warnings],
-        "Advice": [markdown_text(line) for line in answer.advice_lines(comparison)],
-        "Verdicts": [
-            f"**{markdown_text(f.label)}** {markdown_text(f.sentence)}"
-            for f in answer.variant_sentences(comparison)
-        ],
-        "Terms": [markdown_text(line) for line in answer.terms(comparison)],
-        "Notes": [markdown_text(plain(note)) for note in comparison.notes],
-        "Published figures, used in no verdict": [
-            markdown_text(
-                f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}"
-            )
-            for row in published.rows(comparison)
-        ],
-        "Failed runs": [markdown_text(line) for line in answer.failures(comparison)],
-        "Skipped folders": [
-            f"{markdown_text(plain(str(x.path)))}: {markdown_text(plain(x.reason))}"
-            for x in comparison.skipped
-        ],
-    }
-    parts = [
-        f"# {markdown_text(plain(comparison.recipe))}: precisions compared",
-        *(markdown_text(sentence) for sentence in answer.headline(comparison)),
-        comparison_table(comparison).markdown,
+    """What the terminal shows in full, and the published figures."""
+    parts: list[FittedTable | str] = [
+        *answer.headline(comparison),
+        comparison_table(comparison),
+        *answer.advice_lines(comparison)[1:],  # the first is the headline
+        *footer(comparison),
         *(
-            f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)
-            for title, lines in lists.items()
-            if lines
+            f"published, used in no verdict: {row.what}: {row.published} ({row.hardware}; "
+            f"{row.source}); here: {row.here}"
+            for row in published.rows(comparison)
         ),
     ]
-    return "\n\n".join(parts) + "\n"
+    return Result(comparison, parts).markdown
 
 
 def csv_text(comparison: Comparison) -> str:

@@ -14,7 +14,6 @@ from mprun.records.run_record import Number, Scores, Summary, number
 from mprun.report import cells
 
 HEADINGS = ("figure", "published", "on", "source", "measured here")
-NOT_JUDGED = "published, used in no verdict"
 
 
 class PublishedRow(NamedTuple):
@@ -30,31 +29,16 @@ class PublishedRow(NamedTuple):
 
 def rows(comparison: Comparison) -> list[PublishedRow]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
+    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
+    all_figures = figures(
+        {summary.recipe for summary in summaries},
+        {variant.precision for variant in comparison.variants},
+        {summary.data.name for summary in summaries},
+    )
     return [
         PublishedRow(f.what, f.text, f.hardware, f.source, _here(comparison, f))
-        for f in _all(comparison)
+        for f in all_figures
     ]
-
-
-def lines(comparison: Comparison) -> list[str]:
-    """A line for each kind of figure that is also measured here, without single epochs."""
-    groups: dict[str, list[Figure]] = {}
-    for figure in _all(comparison):
-        if figure.kind != "other" and figure.epoch is None:
-            groups.setdefault(figure.what, []).append(figure)
-    lines = []
-    for what, members in groups.items():
-        texts = "; ".join(f"{f.text} ({f.hardware}; {f.source})" for f in members)
-        here = next((h for f in members if (h := _here(comparison, f)) != cells.NONE), cells.NONE)
-        lines.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
-    return lines
-
-
-def _all(comparison: Comparison) -> list[Figure]:
-    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
-    precisions = {variant.precision for variant in comparison.variants}
-    recipes = {summary.recipe for summary in summaries}
-    return figures(recipes, precisions, {summary.data.name for summary in summaries})
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:
@@ -91,27 +75,22 @@ def _measured(
     comparison: Comparison, variant: Variant, summaries: list[Summary], figure: Figure
 ) -> str:
     """The figure of a variant, with its interval if the comparison has one; else nothing."""
-    if figure.kind in _SCORES:
+    kind, baseline = figure.kind, comparison.variants[0]
+    if kind in _SCORES:
         values = [x for s in summaries if (x := _score(s, figure)) is not None]
         finite = [x for x in values if math.isfinite(x)]
         return f"{fmean(finite):.4f}" if finite else ""
-    if figure.kind == "time_per_sample":
+    if kind == "time_per_sample":
         return _time_per_sample(variant)
-    if _baseline(comparison).precision != "fp32" or variant is _baseline(comparison):
+    if baseline.precision != "fp32" or variant is baseline:  # the others are relative to fp32
         return ""
-    if figure.kind == "speed":
+    if kind == "speed":
         return _speed(variant)
-    if figure.kind == "memory":
-        ratio = variant.memory_ratio
-        return "" if ratio is None else cells.times(ratio)
-    if figure.kind == "accuracy_difference" and comparison.split == "test":
-        difference = variant.difference
-        return "" if difference is None else cells.difference_text(comparison, difference.value)
+    if kind == "memory":
+        return "" if variant.memory_ratio is None else cells.times(variant.memory_ratio)
+    if kind == "accuracy_difference" and comparison.split == "test" and variant.difference:
+        return cells.difference_text(comparison, variant.difference.value)
     return ""
-
-
-def _baseline(comparison: Comparison) -> Variant:
-    return comparison.variants[0]
 
 
 def _time_per_sample(variant: Variant) -> str:

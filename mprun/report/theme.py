@@ -5,9 +5,6 @@ The colours of the series come from a search. Their contrast with the page is at
 ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al. 2009).
 Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
 its name is beside it.
-
-Memory has two ramps: blue for tensors that live as long as the model (parameters, buffers,
-gradients, optimizer state), brown for those that a step makes and frees (activations, temporary).
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ class Theme(NamedTuple):
     """Text of verdicts: the metric is kept, it is lost, or it is not settled."""
     series: tuple[str, ...]
     """Variants but the baseline, or formats."""
-    memory: tuple[str, ...]
-    """The categories of `results.memory_result`."""
 
 
 LIGHT = Theme(
@@ -47,7 +42,6 @@ LIGHT = Theme(
         *("#224fad", "#8e4306", "#0aa48a", "#60225c", "#b48b09"),
         *("#707a33", "#8f7df5", "#760906", "#e16c71"),
     ),
-    memory=("#1f3f66", "#456f9f", "#7ba0c6", "#b3cbe2", "#9a5b1d", "#dfae6e"),
 )
 
 DARK = Theme(
@@ -63,7 +57,6 @@ DARK = Theme(
         *("#5884c1", "#eb8f13", "#3acba2", "#d89fff", "#7f7712"),
         *("#a8ad6a", "#7457c2", "#bc7e60", "#c5507a"),
     ),
-    memory=("#aecbea", "#7da5cf", "#5580ad", "#3a5d85", "#e0a869", "#96683a"),
 )
 
 
@@ -76,6 +69,11 @@ SIGNS = {"better": "+", "equivalent": "=", "worse": "\u2212", "inconclusive": "?
 TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
 """Roles to the terminal's own colours."""
 
+MEMORY = ("#1f3f66", "#456f9f", "#7ba0c6", "#b3cbe2", "#9a5b1d", "#dfae6e")
+"""The categories of memory. Two ramps: blue for tensors that live as long as the model (parameters,
+buffers, gradients, optimizer state), brown for those that a step makes and frees (activations,
+temporary)."""
+
 FORMATS = {"bf16": 0, "fp16": 1}
 """A format to its index among the colours of the series."""
 
@@ -86,7 +84,7 @@ def declarations(theme: Theme) -> str:
 
 
 def _by_name(theme: Theme) -> dict[str, str]:
-    """Each colour by its name: `ink`, ..., `series-1`, ..., `memory-6`."""
+    """Each colour by its name: `ink`, ..., ..., `series-9`."""
     names: dict[str, str] = {}
     for role, value in theme._asdict().items():
         several = () if isinstance(value, str) else enumerate(value, start=1)

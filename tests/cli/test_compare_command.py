@@ -57,7 +57,7 @@ def test_real_runs_are_compared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = functools.partial(draw, names=["difference"])
-    monkeypatch.setattr("mprun.report.plots.draw", one)
+    monkeypatch.setattr("mprun.report.exports.draw", one)
     assert main(["-m", *LINEAR, "precision=fp32,bf16_mixed"]) == 0
     (sweep,) = Path("outputs").glob("*/*")
     capsys.readouterr()

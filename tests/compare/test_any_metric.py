@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from mprun.compare.comparison import Comparison, Run
-from mprun.compare.load import find_runs
-from mprun.compare.measures import is_fraction, score
-from mprun.compare.verdicts import compare
+from mprun.compare.load import find_runs, score
+from mprun.compare.verdicts import compare, is_fraction
 from mprun.records.files import jsonable
 from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.report import cells
@@ -82,7 +81,6 @@ def test_points_for_fractions_of_which_more_is_better_shares_for_all_else() -> N
         assert shares.margin == 0.02
         assert shares.variants[1].verdict.word == "equivalent"
         difference = shares.variants[1].difference
-        assert difference is not None
         assert difference.value == pytest.approx(0.015, abs=0.003)
 
 

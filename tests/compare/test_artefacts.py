@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.compare.artefacts import LEAST, drift_share
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.measures import NOT_INTERLEAVED
+from mprun.compare.times import LEAST, NOT_INTERLEAVED, drift_share
 from mprun.compare.verdicts import compare
 from mprun.records.run_record import Conditions
 from mprun.report import answer

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.measures import SAME, WIDE
+from mprun.compare.times import SAME, WIDE
 from mprun.compare.verdicts import compare
 from mprun.records.run_record import Metric
 from mprun.report import answer, cells, exports

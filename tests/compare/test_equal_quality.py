@@ -90,9 +90,6 @@ def test_a_mode_of_1_2_times_the_speed_and_1_2_times_the_steps_buys_nothing(
 ) -> None:
     variant = only(planted(tmp_path, slowed))
     quality = variant.equal_quality
-    assert quality is not None
-    assert quality.samples_ratio is not None
-    assert quality.time_ratio is not None
     # Linear interpolation between validations: off by less than 1 % on this curve.
     assert quality.samples_ratio.value == pytest.approx(1.2, rel=0.01)
     assert quality.time_ratio.value == pytest.approx(1.0, rel=0.01)
@@ -110,9 +107,6 @@ def test_a_mode_of_1_2_times_the_speed_and_1_2_times_the_steps_buys_nothing(
 def test_a_mode_that_learns_alike_is_as_much_faster_to_equal_quality(tmp_path: Path) -> None:
     comparison = planted(tmp_path, power)
     variant, quality = only(comparison), only(comparison).equal_quality
-    assert quality is not None
-    assert quality.samples_ratio is not None
-    assert quality.time_ratio is not None
     assert quality.samples_ratio.value == pytest.approx(1.0)
     assert quality.time_ratio.value == pytest.approx(10 / 12, rel=0.01)
     assert (quality.missed, quality.no_figure) == (0, "")
@@ -124,7 +118,6 @@ def test_a_mode_that_learns_alike_is_as_much_faster_to_equal_quality(tmp_path: P
 def test_a_loss_that_is_never_reached_is_said_and_is_no_gain(tmp_path: Path) -> None:
     variant = only(planted(tmp_path, lambda step: max(power(step), 0.3), ms=4.0))
     quality = variant.equal_quality
-    assert quality is not None
     assert quality.missed == 4
     assert quality.time_ratio is not None  # at the level that it did reach
     assert quality.time_ratio.value == pytest.approx(4 / 12, rel=0.05)
@@ -133,16 +126,13 @@ def test_a_loss_that_is_never_reached_is_said_and_is_no_gain(tmp_path: Path) -> 
 
 def test_a_baseline_that_is_worse_is_no_miss(tmp_path: Path) -> None:
     quality = only(planted(tmp_path, power, base_loss=slowed)).equal_quality
-    assert quality is not None
     assert quality.missed == 0
-    assert quality.samples_ratio is not None
     assert quality.samples_ratio.value == pytest.approx(1 / 1.2, rel=0.01)
 
 
 def test_few_validations_have_no_figure_but_what_they_need(tmp_path: Path) -> None:
     comparison = planted(tmp_path, slowed, epochs=3)
     quality = only(comparison).equal_quality
-    assert quality is not None
     assert quality.samples_ratio is None
     assert quality.time_ratio is None
     assert "3 validations in a run, 4 are needed" in quality.no_figure
@@ -175,7 +165,6 @@ def test_a_damaged_file_of_metrics_is_no_curve(tmp_path: Path, damage: str) -> N
             (path / "metrics.jsonl").write_text(text[damage], encoding="utf-8")
         runs.append(run_of(mode, 0, path, history=history))
     quality = only(compare(runs, margin=0.005, relative_margin=0.02)).equal_quality
-    assert quality is not None
     assert quality.samples_ratio is None
     assert quality.no_figure.startswith("1 of 1 pair without a figure")
 
@@ -188,8 +177,6 @@ def test_runs_without_validation_have_no_figure_and_no_note(tmp_path: Path) -> N
 
 def test_an_emulated_mode_has_samples_and_no_time(tmp_path: Path) -> None:
     quality = only(planted(tmp_path, slowed, execution="emulated")).equal_quality
-    assert quality is not None
-    assert quality.samples_ratio is not None
     assert quality.samples_ratio.value == pytest.approx(1.2, rel=0.01)
     assert quality.time_ratio is None
     assert quality.seconds is None
@@ -199,8 +186,6 @@ def test_times_without_a_verdict_have_no_interval_here_either(tmp_path: Path) ->
     variant = only(planted(tmp_path, slowed, started_at="unknown"))
     quality = variant.equal_quality
     assert variant.no_time_verdict
-    assert quality is not None
-    assert quality.time_ratio is not None
     assert quality.time_ratio.interval is None
     assert quality.samples_ratio is not None
     assert quality.samples_ratio.interval is not None
@@ -209,8 +194,6 @@ def test_times_without_a_verdict_have_no_interval_here_either(tmp_path: Path) ->
 
 def test_a_larger_batch_counts_samples_not_steps(tmp_path: Path) -> None:
     quality = only(planted(tmp_path, power, batch_size=256)).equal_quality
-    assert quality is not None
-    assert quality.samples_ratio is not None
     assert quality.samples_ratio.value == pytest.approx(2.0)
 
 
@@ -223,7 +206,6 @@ def test_the_step_lies_between_validations_in_proportion() -> None:
     found = steps_to_target(late, falling, tolerance=0.0)
     assert found == (400, 300, True)
     found = steps_to_target(late, falling, tolerance=0.25)  # the target is 0.7
-    assert found is not None
     assert found.ours == pytest.approx(350)
     assert found.theirs == pytest.approx(250)
 
@@ -237,7 +219,6 @@ def test_the_first_time_counts_and_what_follows_does_not() -> None:
 def test_a_rise_before_the_target_is_crossed_from_the_lowest_so_far() -> None:
     bumpy = curve([1.0, 0.6, 0.9, 0.4])
     found = steps_to_target(bumpy, curve([1.0, 0.9, 0.8, 0.5]), tolerance=0.0)
-    assert found is not None
     assert found.ours == pytest.approx(350)
 
 
@@ -250,7 +231,6 @@ def test_losses_that_are_not_finite_do_not_count() -> None:
 
 def test_a_loss_below_0_has_a_tolerance_too() -> None:
     found = steps_to_target(curve([-1.0, -2.0, -3.0, -3.9]), curve([-1.0, -2.0, -3.0, -4.0]), 0.1)
-    assert found is not None
     assert not found.is_missed
     assert found.theirs == pytest.approx(350)  # -3.9 + 0.4
 
@@ -283,10 +263,8 @@ def test_a_wrong_claim_is_rare(noise: float, pace: float) -> None:
             losses *= 1 + rng.normal(0, noise, losses.shape)
             ours, theirs = (curve(row.tolist()) for row in losses)
             found = steps_to_target(ours, theirs, 0.02)
-            assert found is not None
             ratios.append(found.ours / found.theirs)
         interval = geometric_mean(ratios).interval
-        assert interval is not None
         above += interval.low > pace
         below += interval.high < pace
     most = 0.025 + 4 * math.sqrt(0.025 * 0.975 / REPETITIONS) + 0.01

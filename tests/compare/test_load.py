@@ -137,16 +137,11 @@ def test_runs_that_cannot_count_are_skipped_with_the_reason(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "summary.json is not valid JSON"),
         (b'{"schema_version": 1, "status": "comp', "summary.json is not valid JSON"),
-        (b"\xff\xfe\x00", "summary.json is not valid JSON"),
-        (b"[]", "is damaged: Expected `object`"),
         (b'{"name": "another program\'s"}', "is damaged: Object missing required field"),
-        (b'{"schema_version": 1}', "is damaged: Object missing required field `status`"),
         (b'{"schema_version": ' + b"[" * 100_000, "is damaged: "),
-        (b'{"schema_version": 1' + b"0" * 5000 + b"}", "summary.json"),
     ],
-    ids=["empty", "cut", "no text", "list", "foreign", "bare", "deep", "long number"],
+    ids=["cut", "foreign", "deep"],
 )
 def test_damaged_and_foreign_summaries_are_skipped(content: bytes, reason: str) -> None:
     Path("run").mkdir()

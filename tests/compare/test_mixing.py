@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.mixing import ASPECTS, check_mixing, code_text, data_text, hardware_text
+from mprun.compare.notes import ASPECTS, check_mixing, code_text, data_text, hardware_text
 from mprun.config.settings import fields
 from mprun.errors import UsageError
 from tests.compare.folders import run_of

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.compare.comparison import Estimate, Interval
-from mprun.compare.measures import SAME, WIDE, RatioVerdict, judge_ratio
 from mprun.compare.statistics import geometric_mean
+from mprun.compare.times import SAME, WIDE, RatioVerdict, judge_ratio
 from mprun.console.formatting import distinct_form
 
 

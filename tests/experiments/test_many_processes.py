@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from mprun.cli.main import main
 from mprun.compare.load import find_runs
-from mprun.compare.measures import OVERLAPPED
+from mprun.compare.times import OVERLAPPED
 from mprun.compare.verdicts import compare
 from mprun.config.study_request import study_request
 from mprun.console import stdout_console

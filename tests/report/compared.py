@@ -21,7 +21,7 @@ from mprun.compare.comparison import (
     Verdict,
 )
 from mprun.records.files import jsonable
-from mprun.records.run_record import LossScaleRow, StepTimes, Substitution, Summary
+from mprun.records.run_record import StepTimes, Substitution, Summary
 from tests.summaries import example, set_fields
 
 MODES = (
@@ -29,26 +29,20 @@ MODES = (
     *("fp16_true", "bf16_sr", "half_sr_full", "bf16_mixed x2", "bf16_mixed+hmp", "bf16_mixed x4"),
 )
 EMULATED = ("tf32", "half_sr_full")
-SCALING = ("fp16_mixed", "half_sr")
 WORDS: tuple[Outcome, ...] = ("equivalent", "better", "worse", "inconclusive")
 
 HOSTILE = "<script>alert('x')</script>\"&|$\\frac{1}{`[red]_x\x1b[31m\u202e ]]> <!-- {{ 7*7 }}"
 """A label that is markup in every language the report is written in."""
 
 
-def lines(steps: int = 30, seed: int = 0, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Steps of a run whose loss falls, a validation at the end, a skipped step in the middle."""
+def lines(steps: int = 30, seed: int = 0) -> list[dict[str, Any]]:
+    """Steps of a run whose loss falls, a validation at the end."""
     found: list[dict[str, Any]] = [
         {
             "kind": "step",
             "step": n,
             "epoch": 1,
             "loss": 2.0 / (1 + 0.3 * n) + 0.01 * math.sin(n + seed),
-            "lr": 0.001,
-            "loss_scale": scale if n < steps // 2 else max(1.0, scale / 2),
-            "skipped": scale > 1 and n == steps // 2,
-            "step_time_ms": 10 + math.sin(1.7 * n + seed),
-            "data_time_ms": 0.25,
         }
         for n in range(1, steps + 1)
     ]
@@ -69,8 +63,6 @@ def summary(label: str, seed: int) -> Summary:
     set_fields(found, variant=label, precision=label.split(" ")[0], seed=seed, batch_size=128)
     found.execution = "emulated" if label in EMULATED else "native"
     found.step_time_ms = StepTimes(median=10.0, p10=9.0, p90=11.0, n=27, warmup=3)
-    if label in SCALING:
-        found.loss_scale = LossScaleRow(kind="dynamic", initial=65536.0, final=32768.0)
     return found
 
 
@@ -80,8 +72,7 @@ def variant(label: str, index: int, folder: Path | None = None, seeds: int = 3) 
     for seed in range(seeds):
         path = (folder or Path("runs")) / f"{index}-{seed}"
         if folder is not None:
-            scale = 65536.0 if label in SCALING else 1.0
-            write_run(path, lines(seed=seed, scale=scale), f"precision: {{name: m{index}}}\n")
+            write_run(path, lines(seed=seed), f"precision: {{name: m{index}}}\n")
         runs.append(Run(path, summary(label, seed)))
     native, many = label not in EMULATED, seeds > 1
 

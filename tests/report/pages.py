@@ -18,14 +18,14 @@ LONG = "x" * 300
 """A name or a path without a place to break it."""
 
 
-def without_png(*_: object) -> bytes:
-    return b""
+def without_png(*_: object) -> dict[str, bytes]:
+    return {"png": b""}
 
 
 def drawn(found: Comparison, names: Sequence[str] = NAMES) -> list[Plot]:
     """These plots for a page, which takes no PNG."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(canvas, "_file", without_png)
+        patch.setattr(canvas, "_framed", without_png)
         return draw(found, names)
 
 
@@ -102,5 +102,5 @@ class Pages(dict[str, str]):
         if kind in KINDS:
             self[kind] = page(*self.drawn(kind))
         else:
-            self[kind] = made(FURTHER[kind](self._folder / kind), ["difference", "memory"])
+            self[kind] = made(FURTHER[kind](self._folder / kind), ["difference", "loss"])
         return self[kind]

@@ -12,7 +12,7 @@ import pytest
 
 from mprun.compare.comparison import Advice, Skipped
 from mprun.report import cells
-from mprun.report.exports import configs
+from mprun.report.exports import config_changes
 from tests.report.compared import HOSTILE, comparison
 from tests.report.pages import KINDS, made
 
@@ -108,12 +108,10 @@ def test_drawings_are_xml_with_a_title(pages: dict[str, str], kind: str) -> None
     assert drawings
     for text in drawings:
         root = ElementTree.fromstring(text)
-        if root.get("class") in ("plot", "plot narrow"):
-            assert root.get("role") == "img"
-            assert root[0].tag.endswith("title")
-            assert root.get("aria-labelledby") == root[0].get("id")
-        else:
-            assert root.get("aria-hidden") == "true"
+        assert root.get("class") == "plot"
+        assert root.get("role") == "img"
+        assert root[0].tag.endswith("title")
+        assert root.get("aria-labelledby") == root[0].get("id")
 
 
 @pytest.mark.representative("ten", "losses", "hostile")
@@ -164,17 +162,12 @@ def test_a_verdict_has_a_sign_and_its_reason_is_folded(pages: dict[str, str]) ->
 
 def test_every_plot_stands_in_a_figure_with_a_caption(pages: dict[str, str]) -> None:
     found = parsed(pages["ten"])
-    assert found.tags.count("figure") == found.tags.count("figcaption") == 6
-    for kind in ("plot", "plot narrow"):  # the second for phones
-        assert found.attributes.count(("svg", "class", kind)) == 6
+    assert found.tags.count("figure") == found.tags.count("figcaption") == 3
+    assert found.attributes.count(("svg", "class", "plot")) == 3
 
 
-def test_configurations_are_whole_for_the_baseline_and_changes_for_the_others(
-    pages: dict[str, str],
-) -> None:
-    found = parsed(pages["two"])
-    assert "precision: {name: m0}" in "".join(found.texts)
-    assert ["precision.name", "m0", "m1"] in found.cells_of_rows
+def test_settings_that_differ_from_the_baseline_s_are_shown(pages: dict[str, str]) -> None:
+    assert ["precision.name", "m0", "m1"] in parsed(pages["two"]).cells_of_rows
 
 
 def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
@@ -186,11 +179,10 @@ def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
     assert all(f"{shown}{label}" in everything for label in compared)
     for place in (
         f"on {shown}, against",  # the data
-        f"Machine{shown}",
+        f"Machine{shown}{shown}",  # the hardware and the code
         f"Better: {shown}",  # a reason
         f"seed 0: {shown}",  # an error
         f"{shown} in {shown}: {shown}",  # a substitution
-        f"mprun{cells.plain(HOSTILE, 60)}",  # a version, cut
     ):
         assert place in re.sub(r"\n", "", everything), place
     assert "{{ 7*7 }}" in "".join(found.texts)
@@ -228,7 +220,7 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     gone = replace(found.variants[1], runs=(), failed=found.variants[1].runs)
     left = replace(found, variants=(found.variants[0], gone))
-    text = "".join(parsed(made(left, ["difference", "loss", "memory"])).texts)
+    text = "".join(parsed(made(left, ["difference", "loss"])).texts)
     assert "0 of 3" in text
     assert "no run of it completed" in text
 
@@ -241,18 +233,11 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
     [
         ("a: [1, 2\n", "it is not valid YAML"),
         ("- 1\n", "it is not a mapping"),
-        ("a: !!python/object/apply:os.system [echo]\n", "it is not valid YAML"),
-        ("a: " + "[" * 3000 + "]" * 3000, "it is "),
-        ("a: &a\n  b: *a\n", "it is nested more than 50 deep"),
-        ("a: &a [x, x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
-         "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
-         "d: [*c, *c, *c, *c, *c, *c, *c, *c, *c]\n",
-         "it has more than 10,000 values"),
         ("a: " + "x" * 300_000, "it is larger than 256 KiB"),
         ("\udcff", "it is not valid YAML (line 1: not text (UTF-8))"),
         (None, "it cannot be read (No such file or directory)"),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_that_cannot_be_shown_is_told(
     tmp_path: Path, text: str | None, problem: str
 ) -> None:
@@ -261,7 +246,7 @@ def test_a_configuration_that_cannot_be_shown_is_told(
     path.unlink()
     if text is not None:
         path.write_bytes(text.encode(errors="surrogateescape"))
-    read = configs(found)
+    read = config_changes(found)
     assert problem in read[1].problem
     assert read[0].problem == ""
 
@@ -275,7 +260,7 @@ def test_changes_are_of_fields_that_make_a_variant(tmp_path: Path) -> None:
     )
     for v, text in zip(found.variants, texts, strict=True):
         (v.runs[0].path / "config.yaml").write_text(text)
-    assert configs(found)[1].changes == (
+    assert config_changes(found)[1].changes == (
         ("train.lr", "0.1", "0.2"),
         ("train.clip", "null", "true"),
         ("list", "[1,2]", "[1]"),

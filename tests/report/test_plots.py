@@ -18,13 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.cli.main import main
 from mprun.compare.comparison import Comparison, Estimate, Run
-from mprun.records.run_record import read_summary
-from mprun.report.plots import NAMES, canvas, draw, series, training_plots
+from mprun.report.plots import NAMES, canvas, draw, training_plots
 from mprun.report.plots.canvas import Plot
 from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
-from tests.report.compared import HOSTILE, comparison, lines, of_losses, variant, write_run
+from tests.report.compared import HOSTILE, comparison, lines, of_losses
 from tests.report.pages import Pages
 
 
@@ -46,36 +44,13 @@ def said(plot: Plot) -> str:
 # ---- what is read --------------------------------------------------------------------------------
 
 
-def test_timed_steps_are_those_the_run_took_its_median_of(tmp_path: Path) -> None:
-    """Oracle: the statistics that a real run made of the steps it knew to be timed."""
-    run = tmp_path / "run"
-    words = ["recipe=mnist", "data.source=generated", "recipe.model.units=8", "device=cpu"]
-    sizes = ["data.train_limit=250", "data.eval_limit=10", "train.batch_size=16", "train.epochs=3"]
-    assert main([*words, *sizes, f"run.dir={run}"]) == 0
-    summary = read_summary(run)
-    assert summary.data.train_samples % 16, "an epoch is to end with a partial batch"
-    logs = series.read(of_runs(run))
-    times = series.timed(logs.series[0][0])
-    assert logs.notes == ()
-    assert len(times) == summary.step_time_ms.n
-    # A recorded quantile is the mean of a bin that is 0.1 % wide.
-    assert statistics.median(times.tolist()) == pytest.approx(summary.step_time_ms.median, rel=1e-3)
-
-
-def of_runs(*folders: Path) -> Comparison:
-    """A comparison of one variant with these runs."""
-    runs = tuple(Run(folder, read_summary(folder)) for folder in folders)
-    return replace(comparison(1), variants=(replace(variant("fp32", 0), runs=runs),))
-
-
 @given(
     st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), min_size=1, max_size=5),
     st.integers(1, 40),
 )
 def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], points: int) -> None:
     curves_ = [(np.arange(1.0, len(y) + 1), np.array(y)) for y in runs]
-    found = series.band(curves_, points)
-    assert found is not None
+    found = training_plots.band(curves_, points)
     width = math.ceil(max(map(len, runs)) / points)
     assert found.width == width
     assert len(found.x) <= points
@@ -92,29 +67,21 @@ def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], po
 
 def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_none() -> None:
     x = np.array([1.0, 2.0, np.nan, np.inf, -5.0, 1e300, 3.0])
-    found = series.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
-    assert found is not None
+    found = training_plots.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
     assert found.x.tolist() == [1.0, 3.0]
     assert found.middle.tolist() == [1.0, 3.0]
-    assert series.band([(x, np.full(7, np.inf))]) is None
-    assert series.band([]) is None
+    assert training_plots.band([(x, np.full(7, np.inf))]) is None
+    assert training_plots.band([]) is None
 
 
 def test_a_long_run_is_thinned(tmp_path: Path) -> None:
-    write_run(tmp_path / "0-0", lines(5000))
-    logs = series.read(replace(comparison(1), variants=(in_folder(tmp_path, 1),)))
-    band = training_plots.loss_band(logs.series[0])
-    assert band is not None
-    assert len(band.x) <= series.MAX_POINTS
-    assert band.width == math.ceil(5000 / series.MAX_POINTS)
-
-
-def in_folder(folder: Path, runs: int) -> Any:
-    """The first variant, its runs in folders that were written already."""
-    found = variant("fp32", 0, seeds=runs)
-    return replace(
-        found, runs=tuple(Run(folder / f"0-{i}", r.summary) for i, r in enumerate(found.runs))
-    )
+    run = comparison(1, tmp_path, seeds=1).variants[0].runs[0]
+    write_again(run, lines(5000))
+    (losses,), problems = training_plots.read([run])
+    assert problems == []
+    band = training_plots.band([losses.training])
+    assert len(band.x) <= training_plots.MAX_POINTS
+    assert band.width == math.ceil(5000 / training_plots.MAX_POINTS)
 
 
 @pytest.mark.representative(0, 3, 5)
@@ -138,23 +105,7 @@ def test_lines_with_wrong_types_are_no_steps(tmp_path: Path) -> None:
         for run in v.runs:
             text = "".join(json.dumps(x) + "\n" for x in (row, {"kind": 3}, {"kind": "step"}))
             (run.path / "metrics.jsonl").write_text(text)
-    drawn = plots(found, "loss", "step-time")
-    assert drawn["loss"].caption == "No run logged a finite loss."
-    assert drawn["step-time"].svg, "the table's percentiles are known"
-
-
-def test_constant_and_changing_loss_scales(tmp_path: Path) -> None:
-    found = comparison(3, tmp_path)  # half_sr scales, and skips a step in each of three runs
-    plot = plots(found, "loss-scale")["loss-scale"]
-    assert "skipped steps (3 in all)" in plot.caption
-    assert texts(plot).count("half_sr") == 1
-    assert "fp32" not in texts(plot)
-    for run in found.variants[2].runs:
-        write_again(run, [x for x in lines(scale=8.0) if x["step"] < 10])
-    still = plots(found, "loss-scale")["loss-scale"]
-    assert not still.svg
-    assert still.caption.startswith("It stayed at 8 from the first step to the last")
-    assert not plots(comparison(2, tmp_path / "more"), "loss-scale")
+    assert plots(found, "loss")["loss"].caption == "No run logged a finite loss."
 
 
 def write_again(run: Run, rows: list[dict[str, Any]]) -> None:
@@ -175,18 +126,16 @@ def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) ->
     found = comparison(10)
     for name, plot in ten.items():
         assert plot.png.startswith(b"\x89PNG\r\n\x1a\n")
-        shown = {text.removesuffix(" (emulated)") for text in texts(plot)}
-        if name in ("metric-time", "step-time", "memory"):
-            assert {v.label for v in found.variants} <= shown, name
-        if name in ("loss", "difference"):
-            assert {v.label for v in found.variants[1:]} <= shown, name
+        shown = {text.partition(":")[0].removesuffix(" (emulated)") for text in texts(plot)}
+        named = found.variants if name == "metric-time" else found.variants[1:]
+        assert {v.label for v in named} <= shown, name
 
 
 def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]) -> None:
     line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
     for name, plot in ten.items():
         width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
-        drawing = ElementTree.fromstring(plot.narrow_svg)
+        drawing = ElementTree.fromstring(plot.svg)
         _, _, wide, high = map(float, drawing.get("viewBox", "").split())
         around = 2 * canvas.MARGIN_IN
         assert width == pytest.approx((wide / 72 + around) * canvas.PNG_DPI, abs=2), name
@@ -195,7 +144,7 @@ def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]
 
 def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
     def draw_one() -> Any:
-        made, (axes,) = canvas.panels(1, canvas.WIDTH_IN)
+        made, (axes,) = canvas.panels(1)
         axes.plot([1, 2], label="parameters")
         axes.set_title("panel")
         canvas.legend_above(made, axes)
@@ -218,7 +167,7 @@ def height(element: ElementTree.Element) -> float:
 
 
 def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
-    assert "tf32 (emulated)" in texts(ten["metric-time"])
+    assert "tf32 (emulated): worse" in texts(ten["difference"])
     index = [v.label for v in comparison(10).variants].index("tf32")
     line = f"stroke: var(--series-{index})"
     hollow = [x for x in markers(ten["metric-time"]) if line in x and "fill: var(--paper)" in x]
@@ -237,11 +186,8 @@ def markers(plot: Plot) -> list[str]:
 def test_axes_have_titles_with_units(ten: dict[str, Plot]) -> None:
     for name, title in {
         "metric-time": "time per step (ms)",
-        "difference": "test accuracy minus that of fp32 (percentage points)",
+        "difference": "(percentage points)",
         "loss": "optimizer step",
-        "step-time": "time per step (ms)",
-        "memory": "alive at the peak of a training step (MiB)",
-        "loss-scale": "loss scale",
     }.items():
         assert title in texts(ten[name]), name
     assert "test accuracy (%)" in texts(ten["metric-time"])
@@ -278,7 +224,7 @@ def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with pytest.raises(RuntimeError, match="inside"):
         canvas.picture_files("x", canvas.PictureFrame("x", ""), _failing)
-    draw(comparison(1, tmp_path), ["memory"])
+    draw(comparison(1, tmp_path), ["difference"])
     assert dict(matplotlib.rcParams) == before
 
 
@@ -321,14 +267,9 @@ LACKING: dict[str, tuple[Change, dict[str, str]]] = {
     "no runs": (each(runs=()), {"loss": "No run logged a finite loss"}),
     "no times": (each(step_time_ms=None), {"metric-time": "No variant has both"}),
     "no metric": (each(metric=None), {"metric-time": "No variant has both"}),
-    "no memory": (each(memory_bytes={}), {"memory": "The memory of a step is not known"}),
-    "null memory": (
-        each(memory_bytes={"peak": None, "activations": None}),
-        {"memory": "The memory of a step is not known"},
-    ),
     "no pairs": (each(difference=None), {"difference": "No other variant has a seed in common"}),
     "metric gone": (each(metric=NAN, difference=NAN), {"metric-time": "No variant has both"}),
-    "all emulated": (each(execution="emulated"), {"metric-time": "Hollow", "step-time": "Hollow"}),
+    "all emulated": (each(execution="emulated"), {"metric-time": "Hollow"}),
     "a regression": (of_losses, {"difference": "Training loss minus that of fp32"}),
 }
 
@@ -355,30 +296,6 @@ def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path: Path) -> 
     loss = plots(found, "loss")["loss"]
     assert "bf16_mixed: 2 runs logged losses that are not finite; they are left out." in loss.notes
     assert loss.svg
-
-
-def test_too_few_steps_are_said(tmp_path: Path) -> None:
-    found = each(step_time_ms=None)(comparison(2, tmp_path))
-    for v in found.variants:
-        for run in v.runs:
-            write_again(run, lines(3))
-    assert (
-        plots(found, "step-time")["step-time"].caption
-        == "No run has timed steps beyond its warm-up."
-    )
-
-
-def test_steps_beyond_the_axis_are_counted(tmp_path: Path) -> None:
-    found = comparison(1, tmp_path)
-    rows = lines(200)
-    rows[150]["step_time_ms"] = 1e5
-    for run in found.variants[0].runs:
-        write_again(run, rows)
-    times = training_plots.timed_steps(series.read(found).series, found.variants)
-    assert times is not None
-    assert times.high < 20
-    assert times.outside >= 3
-    assert f"{times.outside} steps (" in said(plots(found, "step-time")["step-time"])
 
 
 @pytest.mark.representative(0, 6)

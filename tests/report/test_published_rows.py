@@ -16,7 +16,6 @@ from mprun.compare.verdicts import compare
 from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.report import exports
 from mprun.report import published_rows as published
-from mprun.report.comparison_report import footer
 from mprun.report.exports import page
 from mprun.report.plots import draw
 from tests.compare.folders import run_of, runs_of
@@ -100,14 +99,12 @@ def test_a_figure_of_one_text_is_shown_beside_that_text_alone() -> None:
 
 def test_a_model_of_ones_own_has_no_published_rows() -> None:
     assert published.rows(study("own")) == []
-    assert published.lines(study("own")) == []
 
 
-@pytest.mark.parametrize("kind", ["terminal", "page", "markdown", "json"])
-def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["page", "markdown", "json"])
+def test_they_are_in_every_file(kind: str) -> None:
     found = study()
     text = {
-        "terminal": lambda: "\n".join(footer(found)),
         "page": lambda: html.unescape(page(found, draw(found, ["difference"]))).replace(
             "\xa0", " "
         ),
@@ -117,8 +114,7 @@ def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
     wanted = ("0.8749", "0.4217", "more than 2 times", "1.5 to 5.5 times", "V100", "HPU", "Keras'")
     assert [x for x in wanted if x not in text] == []
     assert "bf16" in text
-    if kind != "terminal":
-        assert "0.8607" in text, "epoch 4"
+    assert "0.8607" in text, "epoch 4"
 
 
 def test_no_verdict_depends_on_them() -> None:

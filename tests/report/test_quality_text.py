@@ -51,10 +51,7 @@ def test_a_gain_that_more_samples_eat_is_named_in_the_answer_and_in_every_file()
     assert "so its speed buys nothing" in exports.markdown(found)
     assert "so its speed buys nothing" in page(found, [])
     (line,) = (x for x in footer(found) if "equal validation loss" in x)
-    assert line.startswith(
-        "bf16_mixed to equal validation loss: 12,000 samples in 1.25 s (fp32 10,000 in 1.25 s); "
-        "1.20x"
-    )
+    assert "; needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples" in line
 
 
 def test_a_real_gain_has_its_figures_and_no_warning() -> None:
@@ -88,15 +85,15 @@ def test_an_open_time_is_called_open() -> None:
 
 def test_without_validations_nothing_is_said() -> None:
     found = comparison(4)
-    assert answer.lines(found) == []
     assert answer.warnings(found) == []
     assert not any("validation loss" in s.sentence for s in answer.variant_sentences(found))
 
 
 def test_a_mode_without_times_has_its_samples() -> None:
-    (line,) = answer.lines(needing(1.2, None))
-    assert line.startswith("bf16_mixed to equal validation loss: 12,000 samples (fp32 10,000)")
-    assert "the time" not in line
+    found = needing(1.2, None)
+    clause = answer.clause(found, found.variants[1])
+    assert clause.startswith("needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples of fp32")
+    assert "the time" not in clause
 
 
 def test_the_files_for_programs_have_the_figures() -> None:

@@ -19,7 +19,7 @@ from mprun.console.fitted_table import FittedTable
 from mprun.numerics.step_events import PHASES
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.plots.measurement_plots import SHADED, memory_plot, stretches, thinned
-from mprun.report.theme import LIGHT
+from mprun.report.theme import MEMORY
 from mprun.results.memory_result import (
     NAMES,
     MemoryRecord,
@@ -102,7 +102,7 @@ def lines(table: FittedTable) -> list[list[str]]:
 
 def test_names_are_those_of_the_counter() -> None:
     assert tuple(NAMES) == MEMORY_CATEGORIES
-    assert len(LIGHT.memory) == len(MEMORY_CATEGORIES)
+    assert len(MEMORY) == len(MEMORY_CATEGORIES)
     assert set(SHADED) < set(PHASES)
 
 
@@ -174,7 +174,7 @@ def test_a_picture_in_two_formats() -> None:
     image = matplotlib.image.imread(io.BytesIO(files["memory.png"]))
     colours = {tuple(c) for c in (image[..., :3] * 255).round().astype(int).reshape(-1, 3)[::3]}
     for category in ("parameters", "gradients", "activations"):
-        colour = LIGHT.memory[MEMORY_CATEGORIES.index(category)]
+        colour = MEMORY[MEMORY_CATEGORIES.index(category)]
         wanted = tuple(int(colour[n : n + 2], 16) for n in (1, 3, 5))
         assert wanted in colours, category
     text = files["memory.svg"].decode()

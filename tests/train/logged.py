@@ -58,7 +58,7 @@ def curves_of(run: Path) -> Curves:
 
 def parameters_of(run: Path) -> dict[str, Any]:
     """The configuration of the record, with dotted names."""
-    return LoggedRun(folder=run, configuration=read_config(run)[1]).parameters
+    return LoggedRun(folder=run, configuration=read_config(run)).parameters
 
 
 def tags_of(run: Path) -> dict[str, str]:

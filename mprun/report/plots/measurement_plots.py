@@ -1,4 +1,4 @@
-"""The plots of measurements: a step's memory over its ops, exponents by layer, loss scales tried.
+"""The plots of measurements: a step's memory over its ops, exponents by layer.
 
 A model of hundreds of layers gives a picture that nobody scrolls through. Of each kind the layers
 that float16 changes most are drawn, in the order of the model; `numerics.json` has all.
@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,15 +19,14 @@ from matplotlib.image import AxesImage
 
 from mprun.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.plots.canvas import NARROW_IN, PictureFrame, figure, legend_above, picture_files
-from mprun.report.theme import FORMATS, LIGHT
+from mprun.report.plots.canvas import PictureFrame, figure, legend_above, picture_files
+from mprun.report.theme import FORMATS, LIGHT, MEMORY
 from mprun.results.memory_result import (
     NAMES,
     MemoryRecord,
     ModeMemory,
 )
 from mprun.results.numerics_result import (
-    LossScaleResult,
     NumericsResult,
     NumericsRow,
     fp16_db,
@@ -60,7 +58,7 @@ def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
 
 def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figure:
     """A panel for each mode that was counted; `alike` has how many others share its count."""
-    made = figure((2.6 if len(modes) < 3 else 1.9) * len(modes) + 0.5, NARROW_IN)
+    made = figure((2.6 if len(modes) < 3 else 1.9) * len(modes) + 0.5)
     axes_of = list(made.subplots(len(modes), 1, sharey=True, squeeze=False)[:, 0])
     highest = max(mode.bytes["peak"] for mode in modes)
     unit = unit_for(highest)
@@ -85,7 +83,7 @@ def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int) -> None
         shown,
         [[row[i] / unit for i in shown] for row in rows],
         labels=[NAMES[category][0] for category in MEMORY_CATEGORIES],
-        colors=LIGHT.memory,
+        colors=MEMORY,
         step="mid" if len(shown) < points else None,
         lw=0,
     )
@@ -146,48 +144,39 @@ TITLES = {
     "weight_gradients": "gradients of weights, unscaled",
     "updates": "updates",
 }
-LIMITS = {
-    "fp16": ((-24, "smallest"), (-14, "smallest normal"), (16, "overflow")),
-    "bf16": ((-133, "smallest"), (-126, "smallest normal"), (128, "overflow")),
-}
+LIMITS = {"fp16": (-24, -14, 16), "bf16": (-133, -126, 128)}
+"""The exponents of a format's smallest number, its smallest normal one, and its overflow."""
+NAMES_OF_FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
 LEAST = 1e-6
 """Smaller shares are not drawn."""
 MAX_ROWS = 12
 """The most layers drawn of a kind."""
 MAX_NAME = 20
 ROW_IN = 0.15
-LETTER_SHARE, ROW_POINTS = 0.019, 9
-"""A letter of a line's label, as a share of the width; the height of a row of labels."""
 
 
-def numerics_plots(result: NumericsResult, title: str) -> dict[str, bytes]:
-    """The plots that there is data for: name of a file to its content."""
+def numerics_plot(result: NumericsResult, title: str) -> dict[str, bytes]:
+    """`numerics.png` and `numerics.svg`: name to content."""
     frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
-    files = picture_files("numerics", frame, lambda: exponents(result))
-    if result.loss_scale.tried_db:
-        frame = PictureFrame(f"Loss scales of {title}", SCALES_CAPTION)
-        files |= picture_files("loss_scale", frame, lambda: scales(result.loss_scale))
-    return files
+    return picture_files("numerics", frame, lambda: exponents(result))
 
 
 def exponents(result: NumericsResult) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
     panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
     if not panels:  # only zeros
-        return figure(1, NARROW_IN)
+        return figure(1)
     low, high = _span([row for _, rows in panels for row in rows])
-    recommended = result.loss_scale.recommended
-    limits = [_limits(low, high, recommended if "gradients" in x else None) for x, _ in panels]
-    label_rows = [max((limit.row + 1 for limit in lines), default=0) for lines in limits]
     heights = [len(rows) for _, rows in panels]
-    titles_in = sum(0.3 + ROW_POINTS / 72 * count for count in label_rows)
-    made = figure(1.3 + titles_in + ROW_IN * sum(heights), NARROW_IN)
+    made = figure(1.5 + 0.3 * len(panels) + ROW_IN * sum(heights))
     axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for n, (kind, rows) in enumerate(panels):
-        image = _draw_shares(axes[n], rows, low, high)
-        _draw_limits(axes[n], limits[n])
-        title = _panel_title(kind, len(rows), len(_rows(result, kind)))
-        axes[n].set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows[n])
+    for panel, (kind, rows) in zip(axes, panels, strict=True):
+        image = _draw_shares(panel, rows, low, high)
+        scale = result.loss_scale.recommended if "gradients" in kind else None
+        _draw_limits(panel, low, high, scale)
+        panel.set_title(_panel_title(kind, len(rows), len(_rows(result, kind))), loc="left")
+    lines = {line.get_label(): line for panel in axes for line in panel.lines}
+    made.legend(lines.values(), lines, loc="outside upper left", ncols=2, fontsize=8)
     bar = made.colorbar(image, ax=list(axes), location="bottom", aspect=40, pad=0.01)
     bar.ax.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
     bar.set_label("share of the row's non-zero values (%)")
@@ -244,55 +233,17 @@ def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) 
     return image
 
 
-class _Limit(NamedTuple):
-    """A limit of a format, as a line with a label above the panel."""
-
-    place: float
-    text: str
-    style: str
-    colour: str
-    row: int
-    """Of its label, so that labels do not overlap."""
-    is_left: bool
-    """Whether its label stands left of the line: there is no room at the right."""
-
-
-def _limits(low: int, high: int, scale: float | None) -> list[_Limit]:
-    """The formats' limits that are shown; dashed, float16's limits at a loss scale."""
-    lines = [
-        (float(at), f"{name}: {limit}", "-", LIGHT.series[FORMATS[name]])
-        for name, limits in LIMITS.items()
-        for at, limit in limits
-    ]
+def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> None:
+    """The formats' limits that lie in the picture; dashed, float16's at a loss scale."""
+    lines = [(name, 0.0, "-") for name in LIMITS]
     if scale is not None:
-        colour, shift = LIGHT.series[FORMATS["fp16"]], math.log2(scale)
-        lines += [(at - shift, f"{x}, scaled", "--", colour) for at, x in LIMITS["fp16"]]
-    shown: list[_Limit] = []
-    ends: list[float] = []  # of the last label in each row
-    for place, text, style, colour in sorted(lines):
-        if low <= place <= high + 1:
-            wide = len(text) * LETTER_SHARE * (high + 1 - low)
-            is_left = place + wide > high + 1
-            begin = place - wide * is_left
-            row = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
-            ends[row : row + 1] = [begin + wide]
-            shown.append(_Limit(place, text, style, colour, row, is_left))
-    return shown
-
-
-def _draw_limits(panel: Axes, limits: Sequence[_Limit]) -> None:
-    for limit in limits:
-        panel.axvline(limit.place, color=limit.colour, lw=1, ls=limit.style)
-        panel.annotate(
-            limit.text,
-            (limit.place, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-2 if limit.is_left else 2, 2 + ROW_POINTS * limit.row),
-            textcoords="offset points",
-            ha="right" if limit.is_left else "left",
-            fontsize=7,
-            color=limit.colour,
-        )
+        lines.append(("fp16", math.log2(scale), "--"))
+    for name, shift, style in lines:
+        text = f"{NAMES_OF_FORMATS[name]}'s limits{', loss scaled' if style == '--' else ''}"
+        for place in LIMITS[name]:
+            if low <= place - shift <= high + 1:
+                colour = LIGHT.series[FORMATS[name]]
+                panel.axvline(place - shift, color=colour, lw=1, ls=style, label=text)
 
 
 def _caption(result: NumericsResult) -> str:
@@ -306,37 +257,8 @@ def _caption(result: NumericsResult) -> str:
     )
     return (
         "A row is a layer's tensor, a column a power of two, the colour the share of the row's "
-        "values with that exponent. Solid lines: the limits of float16 and bfloat16; values left "
-        "of the smallest become 0, left of the smallest normal they lose bits, right of the "
-        f"overflow they become infinite.{dashed} Limits of bfloat16 (2^-133, 2^-126, 2^128) that "
-        "are not drawn lie outside the picture."
+        "values with that exponent. Solid lines: the limits of float16 (2^-24, 2^-14, 2^16) and "
+        "bfloat16 (2^-133, 2^-126, 2^128), where they lie in the picture; values left of a "
+        "format's first limit become 0, left of the second they lose bits, right of the third "
+        f"they become infinite.{dashed}"
     )
-
-
-SCALES_CAPTION = (
-    "The error of float16 gradients at each power of two as loss scale, as a ratio of signal to "
-    "noise: the higher, the better. Shaded: a gradient overflowed."
-)
-
-
-def scales(advice: LossScaleResult) -> Figure:
-    """The SQNR of float16 gradients at each loss scale that was tried."""
-    tried = {math.log2(float(scale)): db for scale, db in advice.tried_db.items()}
-    finite = {power: db for power, db in tried.items() if math.isfinite(db)}
-    made = figure(3, NARROW_IN)
-    panel: Axes = made.subplots()
-    panel.plot(list(finite), list(finite.values()), "o-", color=LIGHT.ink, ms=4)
-    for power in tried.keys() - finite.keys():
-        panel.axvspan(power - 0.5, power + 0.5, color=LIGHT.bad, alpha=0.2, lw=0)
-    marked = (
-        (advice.recommended, LIGHT.good, "recommended"),
-        (advice.best_tried, LIGHT.series[0], "best tried"),
-    )
-    for scale, colour, name in marked:
-        if scale is not None:
-            panel.axvline(math.log2(scale), color=colour, ls="--", label=name)
-    panel.set_xlabel("log2 of the loss scale")
-    panel.set_ylabel("signal over noise of\nfloat16 gradients, dB")
-    if panel.get_legend_handles_labels()[1]:
-        legend_above(made, panel)
-    return made

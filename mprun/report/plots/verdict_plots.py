@@ -13,22 +13,19 @@ from mprun.compare.comparison import Comparison, StepPercentiles, Variant
 from mprun.report import cells
 from mprun.report.plots.canvas import (
     MAX_LABEL,
-    TIMES_FACTOR,
     Plot,
     counts,
     figure,
-    is_narrow,
     label,
     mark,
-    name_rows,
     name_variants,
     seeds,
     spread_axis,
 )
 from mprun.report.theme import LIGHT, colour
 
-NAMES_IN_A_ROW = 3
-"""Of the legend above the metric against time."""
+TIMES_FACTOR = 8.0
+"""Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
 
 
 def against_time(comparison: Comparison) -> Plot:
@@ -56,7 +53,7 @@ def against_time(comparison: Comparison) -> Plot:
         notes.append("Hollow markers are emulated: their times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: {name} against time per step",
-        lambda width_in: _draw_against_time(comparison, points, width_in),
+        lambda: _draw_against_time(comparison, points),
     )
 
 
@@ -82,7 +79,7 @@ def differences(comparison: Comparison) -> Plot | None:
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: paired differences of {comparison.metric} from "
         f"{baseline}",
-        lambda width_in: _draw_differences(comparison, width_in),
+        lambda: _draw_differences(comparison),
     )
 
 
@@ -109,8 +106,8 @@ def _points(comparison: Comparison) -> list[_Point]:
     return points
 
 
-def _draw_against_time(comparison: Comparison, points: Sequence[_Point], width_in: float) -> Figure:
-    made = figure(4.3, width_in)
+def _draw_against_time(comparison: Comparison, points: Sequence[_Point]) -> Figure:
+    made = figure(4.3)
     axes: Axes = made.subplots()
     for point in points:
         line: dict[str, Any] = {"color": colour(point.row), "linewidth": 0.9, "zorder": 3.0}
@@ -124,12 +121,9 @@ def _draw_against_time(comparison: Comparison, points: Sequence[_Point], width_i
     spread_axis(axes, "x", [point.step.median for point in points], TIMES_FACTOR)
     axes.set_xlabel("time per step (ms)")
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
     axes.margins(x=0.16, y=0.14)
     variants = {point.row: point.variant for point in points}
-    name_variants(
-        made, variants, loc="outside upper left", ncols=2 if is_narrow(width_in) else NAMES_IN_A_ROW
-    )
+    name_variants(made, variants, loc="outside upper left", ncols=2)
     return made
 
 
@@ -144,9 +138,9 @@ def _draw_margin(axes: Axes, comparison: Comparison) -> None:
     axes.axhspan(low, high, color=LIGHT.wash, linewidth=0, zorder=0)
 
 
-def _draw_differences(comparison: Comparison, width_in: float) -> Figure:
+def _draw_differences(comparison: Comparison) -> Figure:
     rows = list(enumerate(comparison.variants))[1:]
-    made = figure(0.75 + (0.42 if is_narrow(width_in) else 0.33) * len(rows), width_in)
+    made = figure(0.75 + 0.42 * len(rows))
     axes: Axes = made.subplots()
     scale = cells.DIFFERENCE_SCALE
     margin = comparison.margin * scale
@@ -159,27 +153,23 @@ def _draw_differences(comparison: Comparison, width_in: float) -> Figure:
         line: dict[str, Any] = {"color": colour(index), "solid_capstyle": "butt", "zorder": 3}
         for interval, width in ((difference.interval, 1.0), (variant.equivalence, 3.2)):
             if interval is not None:
-                axes.plot(
-                    [end * scale for end in interval], [index, index], linewidth=width, **line
-                )
+                ends = [end * scale for end in interval]
+                axes.plot(ends, [index, index], linewidth=width, **line)
         axes.plot([difference.value * scale], [index], **mark(variant, index), zorder=4)
-    verdicts = [v.verdict.word for _, v in rows]
-    names = [label(v) for _, v in rows]
-    if is_narrow(width_in):
-        names = [f"{name}: {verdict}" for name, verdict in zip(names, verdicts, strict=True)]
-    else:
-        right = axes.secondary_yaxis("right")
-        right.set_yticks([i for i, _ in rows], verdicts, color=LIGHT.muted)
-        right.spines["right"].set_visible(False)
-        right.tick_params(length=0)
-    name_rows(axes, names, first=1)
-    unit = {"difference %": "%", "points": "percentage points"}.get(
-        cells.difference_unit(comparison), ""
-    )
+    _name_rows(axes, [f"{label(v)}: {v.verdict.word}" for _, v in rows])
+    is_share = cells.difference_unit(comparison) == "difference %"
     name = cells.plain(comparison.baseline, MAX_LABEL)
-    blank = "\n" if is_narrow(width_in) else " "
     axes.set_xlabel(
-        f"{cells.metric_name(comparison)} minus that of {name}"
-        + (f"{blank}({unit})" if unit else "")
+        f"{cells.metric_name(comparison)} minus that of {name}\n"
+        f"({'%' if is_share else 'percentage points'})"
     )
     return made
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Rows 1, 2, ... from the top, each with its name above: a phone has no room beside them."""
+    axes.set_yticks([])
+    for row, name in enumerate(names, start=1):
+        axes.text(0, row - 0.2, name, transform=axes.get_yaxis_transform(), va="bottom")
+    axes.set_ylim(len(names) + 0.6, 0.4)
+    axes.spines["left"].set_visible(False)
