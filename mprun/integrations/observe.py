@@ -57,7 +57,7 @@ from mprun.integrations.step_probes import (
 )
 from mprun.integrations.step_probes import nonfinite_names as names_of
 from mprun.numerics.audit import Audit
-from mprun.numerics.nonfinite.step_capture import StepCapture
+from mprun.numerics.nonfinite.saved_step import StepCapture
 from mprun.numerics.step_events import StepHooks, StepListener, entries, plain_optimizers
 from mprun.precision import Precision
 from mprun.records.run_config import variant_hash

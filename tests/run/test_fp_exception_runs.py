@@ -252,8 +252,6 @@ def test_halt_ends_the_run_with_a_line_that_names_op_and_module(
         "location": line_of("6e4 * 6e4"),
     }
     (details,) = recorded("run")["exceptions"]
-    assert len(details["before"]) == 20
-    assert details["before"][-1]["module"] == "2"
     assert details["inputs"][0]["dtype"] == details["outputs"][0]["dtype"] == "float16"
     assert details["inputs"][0]["shape"] == [16, 4, 8]
     assert details["outputs"][0]["inf"] == details["in_float64"]["shape"][0] * 4 * 8

@@ -42,7 +42,6 @@ from mprun.numerics.nonfinite.step_monitor import (
 )
 from mprun.numerics.step_events import StepListener, plain_optimizers
 from mprun.precision import Precision, WrappedArithmetic
-from mprun.precision.update import ScaledOptimizer
 
 logger = logging.getLogger("mprun")
 
@@ -282,9 +281,7 @@ class WatchedPrecision(Precision):
         factor = None if scale is None else float(scale)
         monitor, response = self._exceptions.monitor, self._exceptions.response
         monitor.check_gradients()
-        # mprun's own optimizers run no ops but those that make their kernels: those stay compiled.
-        with nullcontext() if isinstance(optimizer, ScaledOptimizer) else self._watched():
-            skipped = super().step(optimizer)
+        skipped = super().step(optimizer)  # not watched: what it wrote is checked afterwards
         by_scale = skipped is not None and bool(skipped) and self.loss_scale.kind == "dynamic"
         outcome = monitor.end_step(by_scale, factor)
         self._following.close()

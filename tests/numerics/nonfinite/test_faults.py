@@ -128,9 +128,6 @@ def test_an_overflow_in_a_named_layer_s_forward_pass() -> None:
     assert e.reached[:2] == ("the model's output", "the loss")
     assert "gradient of last.weight" in e.reached
     assert "parameter first.weight" in e.reached
-    assert e.before[-1].op == "mul"  # the first of the two
-    assert e.before[-1].high == given.high
-    assert [x.op for x in e.before] == ["addmm", "mul"]
 
 
 def test_an_overflow_of_autocast_s_cast_is_the_cast_s() -> None:
@@ -400,10 +397,9 @@ def test_an_overflow_in_an_optimizer_of_mprun(kind: Any, engine: str) -> None:
     assert (e.kind, e.phase, e.module, e.module_kind) == ("overflow", "optimizer", "last", "Linear")
     assert e.reached == ("parameter last.weight",)
     assert e.outputs[0].inf == WIDTH * WIDTH
-    if engine == "c":  # no op of PyTorch's
-        assert e.op == f"{kind.__name__}.step"
-        assert e.outputs[0].name == "parameter last.weight"
-        assert [x.name for x in e.inputs] == ["gradient of last.weight"]
+    assert e.op == f"{kind.__name__}.step"
+    assert e.outputs[0].name == "parameter last.weight"
+    assert [x.name for x in e.inputs] == ["gradient of last.weight"]
 
 
 def test_a_parameter_that_an_optimizer_clamped() -> None:
@@ -426,8 +422,7 @@ def test_an_overflow_in_an_optimizer_of_pytorch(how: dict[str, bool]) -> None:
 
     e = only(train(model, optimizer=large, loss=loss))
     assert (e.kind, e.phase, e.module, e.module_kind) == ("overflow", "optimizer", "last", "Linear")
-    names = {"foreach": "_foreach_add_", "fused": "_fused_sgd_", "single": "add_"}
-    assert e.op == names[next((name for name, on in how.items() if on), "single")]
+    assert e.op == "SGD.step"
     assert e.reached == ("parameter last.weight",)
     assert {x.shape for x in e.outputs} == {(WIDTH, WIDTH)}
 
@@ -440,7 +435,7 @@ def test_a_second_moment_that_overflows_names_the_state() -> None:
         return output.sum() * 1e25
 
     e = train(model, optimizer=optimizer, loss=loss).findings[0]
-    assert (e.kind, e.op, e.phase) == ("overflow", "addcmul_", "optimizer")
+    assert (e.kind, e.op, e.phase) == ("overflow", "Adam.step", "optimizer")
     assert e.reached == ("exp_avg_sq of first.weight",) or e.reached[0].startswith("exp_avg_sq of")
     assert all(what.startswith("exp_avg_sq") for what in e.reached)
 
