@@ -8,7 +8,7 @@ numbers and makes others is the origin of an exception. Later NaN and infinities
     op_call            what an op reads and writes, its range of values, the op again in float64
     nonfinite_watcher  the mode that sees every op: its line of Python; whether it is an origin, a
                        consequence, or a constant like a mask's -inf
-    step_monitor       which gradients, weights, buffers and state it reached; the step's verdict; the
+    step_monitor       which gradients, weights, buffers and state it reached; the verdict; the
                        response: log, halt, skip
     loops              the two entries: any training loop, and mprun's run
     saved_step         what a step needs to run again, remembered in a loop that is not inspected,

@@ -216,7 +216,7 @@ class StateCheck:
 
 
 def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str | None:
-    """Why an optimizer divided by 0: a moment is 0, and so is its `eps` in the parameter's dtype."""
+    """Why an optimizer divided by 0: a moment is 0, and its `eps` is 0 in the parameter's dtype."""
     eps = group.get("eps")
     if not isinstance(eps, float) or not eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
         return None
