@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,14 +48,15 @@ from mprun.integrations.observed_record import (
     split_of,
 )
 from mprun.integrations.step_probes import (
+    NonfiniteStep,
     StepProbes,
     all_finite,
     device_of,
     gradients,
     mode_name,
+    nonfinite_names,
     observed_row,
 )
-from mprun.integrations.step_probes import nonfinite_names as names_of
 from mprun.numerics.audit import Audit
 from mprun.numerics.nonfinite.saved_step import StepCapture
 from mprun.numerics.step_events import StepHooks, StepListener, entries, plain_optimizers
@@ -78,17 +79,6 @@ NO_STEP = (
 
 LOSS = ("the loss",)
 """What is not finite, by name."""
-
-
-@dataclass(frozen=True)
-class NonfiniteStep:
-    """The first step with a NaN or an infinity."""
-
-    step: int
-    names: tuple[str, ...]
-    """What was not finite, in the model's order, up to 20."""
-    file: Path | None
-    """The saved step, for `mprun replay`."""
 
 
 class Observation(StepListener):
@@ -376,10 +366,10 @@ class Observation(StepListener):
         """
         weights = dict(self._model.named_parameters())
         held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
-        names = names or tuple(names_of(held))
+        names = names or tuple(nonfinite_names(held))
         if not names:
             return
-        names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MAX_NAMES]
+        names = (*(f"{n}, before the step" for n in nonfinite_names(weights)), *names)[:MAX_NAMES]
         file = None
         if self._capture is not None:
             file = self._save(step, f"{names[0]} is not finite")

@@ -11,9 +11,8 @@ remembered until it ends (`StepCapture`), as references where that is enough:
     gradients       references to those that backward passes bring to the model's outputs
 
 Nothing of this changes a result: no random number is drawn, no op enters the autograd graph, and
-no hook returns a value. A step of one call takes 0.25 ms longer, 0.35 ms with the statistics of
-seven batch normalizations (`benchmarks.observe`, on a core of an AMD EPYC). Memory holds the inputs
-and the gradients of the outputs until the step ends.
+no hook returns a value. `benchmarks.observe` measures what it costs a step, which is a fraction of
+a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
 
 The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
 tuples and dictionaries keep their nesting; other containers become plain ones (`PlainCopy`).
@@ -30,7 +29,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import isnan
-from operator import is_not
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +38,6 @@ from torch.optim import Optimizer
 
 from mprun import __version__, devices
 from mprun._torch import (
-    copy_all,
     dispatch_modes,
     function_modes,
     original_module,
@@ -62,8 +59,7 @@ DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 SMALL_BYTES = 2**16
-"""Floating buffers up to this size are copied in every step: batch normalization writes to its
-statistics without counting the write."""
+"""Floating buffers up to this size are copied in every step."""
 MAX_CALLS = 256
 """Calls of one step that are remembered, the last ones: a loop that never steps must not collect
 its inputs for ever."""
@@ -491,58 +487,42 @@ class StepCapture(StepListener):
 class BufferCopies:
     """The buffers of a model before the current step.
 
-    Args:
-        model: whose buffers they are.
+    Small floating ones are copied in every step: batch normalization writes to its statistics
+    without counting the write. Others are copied after a counted write: a mask never is.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # once: to walk through all modules at every step would take a millisecond
         self._places = [
             (f"{path}.{key}".lstrip("."), own_buffers(module), key)
             for path, module in model.named_modules()
             for key, _ in module.named_buffers(recurse=False)
         ]
-        self._buffers: list[Tensor | None] = []
-        """Those that the lists below are for."""
-        self._copies: dict[str, Tensor] = {}
-        self._small: tuple[list[Tensor], list[Tensor]] = [], []
-        """Copies and buffers, to be copied in every step."""
-        self._counted: list[tuple[Tensor, Tensor]] = []
-        """Copies and buffers, to be copied after a write was counted."""
-        self._writes: list[int] = []
-        """How often each of these was written to when it was copied."""
+        self._copies: dict[str, tuple[Tensor, Tensor, int]] = {}
+        """Name to a buffer, its copy, and how often it was written to before."""
 
     def update(self) -> None:
         """A step begins: copy the buffers that may have changed."""
-        if not self._places:
-            return
-        buffers = [own.get(key) for _, own, key in self._places]
         with outside_of_modes() if dispatch_modes() or function_modes() else torch.no_grad():
-            if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
-                self._begin(buffers)
-                return
-            copy_all(*self._small)
-            for i, (copy, x) in enumerate(self._counted):
-                if write_count(x) != self._writes[i]:
-                    copy.copy_(x)
-                    self._writes[i] = write_count(x)
+            for name, own, key in self._places:
+                x = own.get(key)
+                if x is None:
+                    self._copies.pop(name, None)
+                else:
+                    self._copies[name] = self._copied(name, x)
+
+    def _copied(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        known, writes = self._copies.get(name), write_count(x)
+        if known is None or known[0] is not x:
+            return x, x.detach().clone(), writes
+        counts = x.nbytes > SMALL_BYTES or not x.is_floating_point()
+        if not counts or known[2] != writes:
+            known[1].copy_(x)
+        return x, known[1], writes
 
     def by_name(self) -> dict[str, Tensor]:
         """The copies, by the names of `Module.named_buffers`."""
-        return dict(self._copies)
-
-    def _begin(self, buffers: list[Tensor | None]) -> None:
-        """Other tensors are the buffers now: copy all of them."""
-        self._buffers, self._copies, self._small, self._counted = buffers, {}, ([], []), []
-        for (name, _, _), x in zip(self._places, buffers, strict=True):
-            if x is None:
-                continue
-            copy = self._copies[name] = x.detach().clone()
-            if x.nbytes > SMALL_BYTES or not x.is_floating_point():
-                self._counted.append((copy, x))
-            else:
-                self._small[0].append(copy)
-                self._small[1].append(x)
-        self._writes = [write_count(x) for _, x in self._counted]
+        return {name: copy for name, (_, copy, _) in self._copies.items()}
 
 
 def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
