@@ -75,10 +75,9 @@ NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
     "optimizer that were given to mprun.observe"
 )
-
-
 LOSS = ("the loss",)
 """What is not finite, by name."""
+ON_NONFINITE = ("off", "report", "save")
 
 
 class Observation(StepListener):
@@ -107,9 +106,9 @@ class Observation(StepListener):
     ) -> None:
         self._model, self._optimizers, self._name = model, optimizers, name
         self._precision, self._on_nonfinite = precision, on_nonfinite
-        self._device = device_of(model)
         self._probes = StepProbes(model, optimizers, memory)
-        self._clock, self._watch = clock_for(self._device), Stopwatch()
+        device = device_of(model)
+        self._clock, self._watch = clock_for(device), Stopwatch()
         self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
         # before it: what the capture does at a call is not part of the step's time
         first = [] if self._capture is None else [self._capture]
@@ -119,7 +118,7 @@ class Observation(StepListener):
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
         self.nonfinite: NonfiniteStep | None = None
         self._config = self._configuration()
-        self._record = ObservedRecord(out, self.summary, device_of(model), self._watch)
+        self._record = ObservedRecord(out, self.summary, device, self._watch)
         self._waiting: list[ObservedStep] = []
         """Steps that are not written yet; the loop may still log values of the last one."""
         self._unread: list[tuple[int, Tensor, tuple[str, ...]]] = []
@@ -229,11 +228,7 @@ class Observation(StepListener):
         flag = getattr(optimizer, "found_inf", None)
         if flag is not None:  # a loss scale decides about this step
             return
-        finite = all_finite(gradients(optimizer))
-        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
-            self._unread.append((step.step, finite, ()))
-        elif not finite:
-            self._on_nonfinite_step(step.step)
+        self._check(step.step, all_finite(gradients(optimizer)))
 
     def _check_loss(self, step: ObservedStep) -> bool:
         """Whether an output of the model or the loss is not finite: reported and saved.
@@ -243,13 +238,16 @@ class Observation(StepListener):
         if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
             self._on_nonfinite_step(step.step, names)
             return True
-        if self._on_nonfinite == "save" or self._device.type == "cpu":
-            if not all(map(bool, step.finite)):
-                self._on_nonfinite_step(step.step, LOSS)
-                return True
-        else:  # read later, so that nothing waits for it
-            self._unread += [(step.step, x, LOSS) for x in step.finite if isinstance(x, Tensor)]
-        return False
+        return any(self._check(step.step, x, LOSS) for x in step.finite)
+
+    def _check(self, step: int, finite: Tensor | bool, names: tuple[str, ...] = ()) -> bool:
+        """Report a step that is known not to be finite; see `_on_nonfinite_step`."""
+        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
+            self._unread.append((step, finite, names))  # read later, so that nothing waits for it
+            return False
+        if not finite and self.nonfinite is None:
+            self._on_nonfinite_step(step, names)
+        return not finite
 
     def on_step_end(self, skipped: bool) -> None:
         self._clock.stop()
@@ -395,9 +393,6 @@ class Observation(StepListener):
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
         return path
-
-
-ON_NONFINITE = ("off", "report", "save")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +95,3 @@ def train(
     with mprun.observe(model, optimizer, out, on_nonfinite="save") as run:
         loop(run)
     return [*model.parameters(), *model.buffers(), torch.get_rng_state()], run
-
-
-SCRIPT = """
-import torch
-from tests.integrations.stranger import Net
-
-def model():
-    return Net({kind!r})
-
-def step(model, batch):
-    x, y = batch
-    return torch.nn.functional.cross_entropy(model(x).float(), y)
-
-def strange(model, batch):
-    x, y = batch
-    return torch.log(model(x).sum() * 0)
-"""
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]))

@@ -16,8 +16,6 @@ from mprun.numerics.nonfinite.saved_step import SavedStep
 from mprun.numerics.nonfinite.step_replay import replay
 from tests.integrations.stranger import STEP, Net, train
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,13 +28,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "options", "op", "phase"),
     [
-        ("log", {}, "log", "forward"),
-        ("log", {"micro": 2}, "log", "forward"),
-        ("log", {"bf16": True}, "log", "forward"),
+        ("log", {"micro": 2, "bf16": True}, "log", "forward"),
         ("root", {}, "div", "backward"),
         ("power", {}, "pow", "forward"),
     ],
-    ids=["log", "micro-batches", "bf16 autocast", "backward only", "overflow"],
+    ids=["micro-batches in bf16", "backward only", "overflow"],
 )
 def test_the_planted_op_is_named(
     kind: str, options: dict[str, Any], op: str, phase: str, tmp_path: Path
@@ -52,18 +48,7 @@ def test_the_planted_op_is_named(
     assert "stranger.py" in (result.cause.location or "")
 
 
-def test_random_numbers_are_those_of_the_step(tmp_path: Path) -> None:
-    """Dropout of one number in 37 makes the NaN: with other random numbers there is none."""
-    _, run = train(tmp_path / "run", "dropout", fault=False)
-    assert run.nonfinite is not None
-    step = read_step(run.nonfinite.file)
-    torch.manual_seed(12345)
-    result = replay(step, Net("dropout"))
-    assert result.cause is not None
-    assert (result.cause.op, result.cause.module) == ("log", "part")
-
-
-@pytest.mark.parametrize("options", [{}, {"micro": 2}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"micro": 2, "bf16": True}], ids=str)
 def test_no_bit_of_the_training_changes(options: dict[str, Any], tmp_path: Path) -> None:
     expected, _ = train(None, "dropout", fault=False, **options)
     got, _ = train(tmp_path / "run", "dropout", fault=False, **options)
@@ -92,16 +77,6 @@ def saved_by(out: Path, model: nn.Module, loss: Callable[[], torch.Tensor]) -> S
     assert run.nonfinite is not None
     assert run.nonfinite.file is not None
     return read_step(run.nonfinite.file)
-
-
-def test_a_nan_of_the_loss_is_told_from_one_of_the_model(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    step = saved_by(tmp_path / "run", model, lambda: (model(torch.ones(2, 4)).sum() * 0).sqrt())
-    assert "the loss made it" in str(replay(step, nn.Linear(4, 1)))
-    named = replay(step, nn.Linear(4, 1), lambda model, batch: (model(batch).sum() * 0).sqrt())
-    assert named.cause is not None
-    assert named.cause.op.startswith("div")
-    assert named.cause.phase == "backward"
 
 
 def test_arguments_of_any_nesting(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Floating-point exceptions as plain data, without torch.
 
-An exception is an op that made a NaN, an infinity or a saturated number out of finite ones. The
-verdict depends on what happened to that number afterwards:
+An exception is an op that made a NaN or an infinity out of finite numbers. The verdict depends on
+what happened to that number afterwards:
 
     finding    it reached the loss, a gradient, a weight, a buffer or the optimizer's state; or it
                is an overflow, and a later op divides by it: x / inf is 0, a finite wrong number
@@ -63,7 +63,6 @@ class FpException:
     overflow          too large for the dtype, finite in float64
     invalid           NaN, in float64 too: 0/0, inf - inf, the root of a negative number
     infinite          an infinity in float64 too: 1/0, log(0), exp(1000)
-    saturated         beyond the dtype's largest number, and clamped to it
     constant          written by the program (a mask), and it reached the loss or a gradient
     outside           NaN or infinity that existed before the first op: in the data, in a weight
     """
@@ -82,7 +81,7 @@ class FpException:
     """The line of Python that ran the op; for a backward op, the line of its forward op."""
     inputs: tuple[TensorStats, ...]
     outputs: tuple[TensorStats, ...]
-    """Those that are not finite, or saturated."""
+    """Those that are not finite."""
     in_float64: TensorStats | None = None
     """The first of `outputs`, computed in float64; None where that is not possible."""
     loss_scale: float | None = None

@@ -68,7 +68,6 @@ def fp_exceptions(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     action: str = "log",
     halt_after: int = HALT_AFTER,
-    saturates: bool = False,
     first_step: int = 1,
 ) -> Iterator[NonfiniteReport]:
     """Inspect every op inside for NaN and infinities that are made of finite numbers.
@@ -80,7 +79,6 @@ def fp_exceptions(
             of the first step with one; skip, restore model and optimizer to the state before it.
         halt_after: steps lost in a row, skipped by a loss scaler or dropped, that end halt and
             skip.
-        saturates: whether 16-bit results that were clamped to the largest number count as well.
         first_step: the number of the first step inside, for the reports.
 
     Yields:
@@ -92,7 +90,7 @@ def fp_exceptions(
         ValueError: another action.
     """
     optimizers = plain_optimizers(optimizer)
-    monitor = StepMonitor(model, optimizers, Response(action, halt_after), saturates)
+    monitor = StepMonitor(model, optimizers, Response(action, halt_after))
     loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
     if any(map(is_compiled, model.modules())):
         logger.warning(COMPILED)
@@ -204,14 +202,13 @@ class WatchedRunExceptions(RunExceptions):
     """Inspects every op of every training step.
 
     Args:
-        action, halt_after, saturates: as in `fp_exceptions`.
+        action, halt_after: as in `fp_exceptions`.
         share: gives the exceptions of all processes, which respond alike.
     """
 
-    def __init__(self, action: str, halt_after: int, saturates: bool, share: Share = tuple) -> None:
+    def __init__(self, action: str, halt_after: int, share: Share = tuple) -> None:
         super().__init__()
-        self.response = Response(action, halt_after)
-        self._saturates, self._share = saturates, share
+        self.response, self._share = Response(action, halt_after), share
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return WatchedPrecision(self, *args, **kwargs)
@@ -220,9 +217,7 @@ class WatchedRunExceptions(RunExceptions):
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
     ) -> Sequence[str]:
         self.on_step_end = on_step_end
-        self.monitor = StepMonitor(
-            model, [optimizer], self.response, self._saturates, self.report, self._share
-        )
+        self.monitor = StepMonitor(model, [optimizer], self.response, self.report, self._share)
         self.following = partial(self.monitor.watcher.following, model, optimizer)
         compiled = any(map(is_compiled, model.modules()))
         return (SLOW, COMPILED) if compiled else (SLOW,)

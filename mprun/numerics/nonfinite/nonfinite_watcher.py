@@ -63,7 +63,6 @@ from mprun.precision import Precision
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
 DESCRIBED = 16
 """Inputs of one op that are described: an op over lists has one for each parameter."""
-LOW = (torch.float16, torch.bfloat16)
 DIVISIONS = ("div", "addcdiv", "reciprocal", "rsqrt")
 """Ops that make 0 of an infinity and seldom mean it; `tanh`, `exp` and masks do mean it."""
 
@@ -188,7 +187,6 @@ class NonfiniteWatcher(OpWatcher):
 
     Args:
         model: whose modules are named.
-        saturates: whether results clamped to a 16-bit dtype's largest number count.
         name: returns the name of a tensor that existed before the first op, None if it has none.
         on_scaler_check: is called before a loss scaler checks the gradients.
     """
@@ -196,7 +194,6 @@ class NonfiniteWatcher(OpWatcher):
     def __init__(
         self,
         model: nn.Module,
-        saturates: bool,
         name: Callable[[Tensor], str | None],
         on_scaler_check: Callable[[], None],
     ) -> None:
@@ -211,8 +208,7 @@ class NonfiniteWatcher(OpWatcher):
         """Those of this step, in order."""
         self._spoiled: dict[int, tuple[StorageWeakRef, Origins]] = {}
         """Storage to the origins of what is not finite in it."""
-        self._saturates, self._name = saturates, name
-        self._on_scaler_check = on_scaler_check
+        self._name, self._on_scaler_check = name, on_scaler_check
         self._lines: dict[int, CodeLine | None] = {}
         """Autograd node to the line of its forward op."""
         self._step = 0
@@ -282,9 +278,6 @@ class NonfiniteWatcher(OpWatcher):
             self._add_bad(call, site, bad)
         elif self._spoiled and site.phase != "backward" and _divides(call):
             self._note_division(call, site)
-        if self._saturates:
-            for result in results:
-                self._check_saturated(call, site, result)
         if site.phase in ("forward", "backward"):
             self._went_backward = site.phase == "backward"
 
@@ -332,22 +325,6 @@ class NonfiniteWatcher(OpWatcher):
                 if origin.exception.kind == "overflow" and origin.divided_by is None:
                     origin.divided_by = f"{call.name}{inside}, {site.phase}"
 
-    def _check_saturated(self, call: OpCall, site: OpSite, result: OpResult) -> None:
-        """Whether a result was clamped: the largest number of its dtype, made of none such."""
-        dtype = result.tensor.dtype
-        if not at_largest(dtype, result.range):
-            return
-        largest = torch.finfo(dtype).max
-        given = [known or value_range(x) for _, x, known in call.inputs() if x.dtype == dtype]
-        moved = any(at_largest(dtype, measured) for measured in given)
-        if moved or any(abs(x) >= largest for x in call.numbers()):
-            return
-        results = recomputed(call)
-        exact = None if results is None else results[result.position]
-        size = None if exact is None else stats(result.name, exact).max_abs
-        if size is None or size > largest:  # else it is that large
-            self.add(self._described(call, site, [result], "saturated", exact))
-
     def _described(
         self,
         call: OpCall,
@@ -386,11 +363,6 @@ def kind_of(measured: ValueRange | None, exact: TensorStats | None = None) -> st
     if exact is not None:
         return "invalid" if exact.nan else "infinite" if exact.inf else "overflow"
     return "invalid" if measured is not None and measured.has_nan else "overflow"
-
-
-def at_largest(dtype: torch.dtype, measured: ValueRange | None) -> bool:
-    """Whether a 16-bit tensor contains the largest number of its dtype."""
-    return measured is not None and dtype in LOW and measured.size == torch.finfo(dtype).max
 
 
 def _divides(call: OpCall) -> bool:

@@ -25,7 +25,6 @@ from mprun.numerics.nonfinite.nonfinite_watcher import (
     NonfiniteWatcher,
     Origin,
     Origins,
-    at_largest,
     kind_of,
     mark_reached,
     memory,
@@ -51,7 +50,6 @@ class StateCheck:
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
         watcher: knows the origins, and receives new ones.
-        saturates: whether 16-bit numbers at the largest of their dtype count.
     """
 
     def __init__(
@@ -59,17 +57,13 @@ class StateCheck:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         watcher: NonfiniteWatcher,
-        saturates: bool,
     ) -> None:
-        self._model, self._optimizers = model, optimizers
-        self._watcher, self._saturates = watcher, saturates
+        self._model, self._optimizers, self._watcher = model, optimizers, watcher
         self._inputs: list[weakref.ref[Tensor]] = []
         self._labels: list[tuple[Tensor, str]] = []
         self._of_gradients: dict[str, Origins] = {}
         """Parameter to the origins of its gradient, if that is not finite in this step."""
-        ranges = [(item, value_range(item.tensor)) for item in self._items()]
-        self._bad = {item.label for item, x in ranges if not is_finite(x)}
-        self._large = {item.label for item, x in ranges if at_largest(item.tensor.dtype, x)}
+        self._bad = {x.label for x in self._items() if not is_finite(value_range(x.tensor))}
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -103,25 +97,19 @@ class StateCheck:
 
     def check_after_step(self, step: int) -> None:
         """Check the tensors that the step wrote; those that were bad before are not reported."""
-        bad, large = set(), set()
+        bad = set()
         by_optimizer: dict[str, Origins] = {}
         for item in self._items():
-            measured = value_range(item.tensor)
-            if not is_finite(measured):
-                bad.add(item.label)
-                if item.label not in self._bad:
-                    kind = kind_of(measured)
-                    origins = self._origins_of(item) or by_optimizer.get(item.owner)
-                    # what spoiled a parameter spoils its state
-                    origins = by_optimizer[item.owner] = origins or self._by_optimizer(
-                        step, item, kind
-                    )
-                    self._add_bad(item, origins)
-            elif self._saturates and at_largest(item.tensor.dtype, measured):
-                large.add(item.label)
-                if item.label not in self._large:
-                    mark_reached(self._by_optimizer(step, item, "saturated"), item.label)
-        self._bad, self._large = bad, large
+            if is_finite(measured := value_range(item.tensor)):
+                continue
+            bad.add(item.label)
+            if item.label not in self._bad:
+                # what spoiled a parameter spoils its state
+                origins = self._origins_of(item) or by_optimizer.get(item.owner)
+                origins = origins or self._by_optimizer(step, item, kind_of(measured))
+                by_optimizer[item.owner] = origins
+                self._add_bad(item, origins)
+        self._bad = bad
 
     def _origins_of(self, item: StateTensor) -> Origins:
         """Of a tensor that the step spoiled: its own, its gradient's, or those of any gradient.
@@ -304,7 +292,6 @@ class StepMonitor:
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
         response: decides; None to log.
-        saturates: whether 16-bit numbers clamped to the largest of their dtype count.
         report: the exceptions are added to it.
         share: gives the exceptions of all processes, from those of this one.
     """
@@ -314,7 +301,6 @@ class StepMonitor:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         response: Response | None = None,
-        saturates: bool = False,
         report: NonfiniteReport | None = None,
         share: Share = tuple,
     ) -> None:
@@ -323,10 +309,10 @@ class StepMonitor:
         self._model, self._optimizers = model, optimizers
         self._response = response or Response("log")
         self.watcher = NonfiniteWatcher(
-            model, saturates, lambda x: self._state.name_of(x), self.check_gradients
+            model, lambda x: self._state.name_of(x), self.check_gradients
         )
         """The mode to enter."""
-        self._state = StateCheck(model, optimizers, self.watcher, saturates)
+        self._state = StateCheck(model, optimizers, self.watcher)
         self._step = 0
         self._snapshot: Snapshot | None = None
         self._checked_gradients = False
@@ -408,7 +394,7 @@ def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpExcept
     harmed = [what for what in origin.reached if not (origin.deliberate and what == OUTPUT)]
     if origin.deliberate and not harmed:
         return None
-    harmful = harmed or origin.exception.kind == "saturated" or origin.divided_by
+    harmful = harmed or origin.divided_by
     undone = skipped and not origin.lasts and _by_loss_scale(origin.exception, loss_scale)
     return replace(
         origin.exception,

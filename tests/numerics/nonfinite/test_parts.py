@@ -221,7 +221,7 @@ def test_code_of_libraries_is_distinguished_from_the_user_s() -> None:
 
 
 def test_views_share_their_origins_and_memory_given_out_again_has_none() -> None:
-    watcher = NonfiniteWatcher(nn.Linear(1, 1), False, lambda x: None, lambda: None)
+    watcher = NonfiniteWatcher(nn.Linear(1, 1), lambda x: None, lambda: None)
     origins = frozenset({Origin(exception())})
     for _ in range(100):
         x = torch.ones(1000)
