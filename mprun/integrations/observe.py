@@ -69,8 +69,9 @@ from mprun.train.stopwatch import Stopwatch
 logger = logging.getLogger("mprun")
 
 WRITE_EVERY_S = 1.0
+"""A crash loses the lines of at most a second, and fast loops do not write at every step."""
 MAX_NAMES = 20
-"""Of the gradients that are not finite."""
+"""Of the gradients that are not finite: one NaN of the loss spoils all of them."""
 NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
     "optimizer that were given to mprun.observe"

@@ -201,7 +201,7 @@ def mode_name(row: PrecisionRow) -> str:
 
 
 AUDITED_STEP = 2
-RECORDED_STEPS = (3, 4)
+RECORDED_STEPS = (3, 4)  # optimizers have made their state by then
 
 
 class StepProbes(StepListener):
