@@ -94,7 +94,8 @@ def fp_exceptions(
     loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
     if any(map(is_compiled, model.modules())):
         logger.warning(COMPILED)
-    with watcher.following(model, *optimizers, listeners=[loop]), watcher:
+    # the loop first: it ends the last step before the monitor sees the inputs of the next one
+    with watcher.following(model, *optimizers, listeners=[loop, monitor]), watcher:
         try:
             yield monitor.report
         except BaseException:
@@ -126,13 +127,7 @@ class _Loop(StepListener):
             return
         if self._stepped or self.monitor.watcher.scaler_overflowed:
             self.end_step()
-        if not path:
-            self.monitor.inputs(inputs)
         self.monitor.save()
-
-    def on_forward_end(self, path: str, outputs: Any) -> None:
-        if not path:
-            self.monitor.outputs(outputs)
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepped:
@@ -218,7 +213,8 @@ class WatchedRunExceptions(RunExceptions):
     ) -> Sequence[str]:
         self.on_step_end = on_step_end
         self.monitor = StepMonitor(model, [optimizer], self.response, self.report, self._share)
-        self.following = partial(self.monitor.watcher.following, model, optimizer)
+        follow = self.monitor.watcher.following
+        self.following = partial(follow, model, optimizer, listeners=[self.monitor])
         compiled = any(map(is_compiled, model.modules()))
         return (SLOW, COMPILED) if compiled else (SLOW,)
 
@@ -253,14 +249,6 @@ class WatchedPrecision(Precision):
         self._exceptions.monitor.save()
         self._in_step = True
         super().begin_step(step)
-
-    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._in_step:  # evaluation
-            return super().forward(model, *args, **kwargs)
-        self._exceptions.monitor.inputs((args, kwargs))
-        output = super().forward(model, *args, **kwargs)
-        self._exceptions.monitor.outputs(output)
-        return output
 
     def _scaled(self, loss: Tensor) -> Tensor:
         with self._watched():  # a scale can be too large for the loss itself

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun._torch import in_backward
 from mprun.numerics.nonfinite.fp_exception import UNSEEN, FpException, NonfiniteReport
 from mprun.numerics.nonfinite.nonfinite_watcher import (
     NonfiniteWatcher,
@@ -31,6 +32,7 @@ from mprun.numerics.nonfinite.nonfinite_watcher import (
 )
 from mprun.numerics.nonfinite.op_call import is_finite, stats, value_range
 from mprun.numerics.op_watcher import tensors_of
+from mprun.numerics.step_events import StepListener
 from mprun.precision.policy import dtype_name
 
 
@@ -286,8 +288,10 @@ class Response:
         return replace(outcome, dropped=dropped, stop_reason=reason)
 
 
-class StepMonitor:
+class StepMonitor(StepListener):
     """Inspects one step after another, and responds.
+
+    `watcher.following(..., listeners=[monitor])` tells it the model's inputs and outputs.
 
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
@@ -332,12 +336,13 @@ class StepMonitor:
             with self.watcher.muted():
                 self._snapshot = Snapshot(self._model, *self._optimizers)
 
-    def inputs(self, inputs: Any) -> None:
-        """The model is called with these."""
-        self._state.inputs(tensors_of(inputs))
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        if not path and not in_backward():  # of a part, or a recomputation
+            self._state.inputs(tensors_of(inputs))
 
-    def outputs(self, outputs: Any) -> None:
-        """The model returned these."""
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        if path or in_backward():
+            return
         for x in tensors_of(outputs):
             if not is_finite(value_range(x)):
                 origins = self.watcher.origins_of(x)
