@@ -513,12 +513,6 @@ def write_count(x: Tensor) -> int:
     return 0 if x.is_inference() else int(x._version)
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into the target of its index, of the same shape, dtype and device."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
 def add_to_all(targets: list[Tensor], number: float | Tensor) -> None:
     """Add a number, or a scalar on the targets' device, to each of one or more tensors.
 

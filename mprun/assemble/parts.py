@@ -102,9 +102,8 @@ def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
     debug = plan.config.debug
     if debug.fp_exceptions == "off":
         return RunExceptions()
-    saturates = plan.policy.overflow == "saturate"
     share = partial(of_all_processes, ranks or Ranks())
-    return WatchedRunExceptions(debug.fp_exceptions, debug.halt_after, saturates, share)
+    return WatchedRunExceptions(debug.fp_exceptions, debug.halt_after, share)
 
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:

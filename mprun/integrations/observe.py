@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,16 +48,17 @@ from mprun.integrations.observed_record import (
     split_of,
 )
 from mprun.integrations.step_probes import (
+    NonfiniteStep,
     StepProbes,
     all_finite,
     device_of,
     gradients,
     mode_name,
+    nonfinite_names,
     observed_row,
 )
-from mprun.integrations.step_probes import nonfinite_names as names_of
 from mprun.numerics.audit import Audit
-from mprun.numerics.nonfinite.step_capture import StepCapture
+from mprun.numerics.nonfinite.saved_step import StepCapture
 from mprun.numerics.step_events import StepHooks, StepListener, entries, plain_optimizers
 from mprun.precision import Precision
 from mprun.records.run_config import variant_hash
@@ -68,27 +69,16 @@ from mprun.train.stopwatch import Stopwatch
 logger = logging.getLogger("mprun")
 
 WRITE_EVERY_S = 1.0
+"""A crash loses the lines of at most a second, and fast loops do not write at every step."""
 MAX_NAMES = 20
-"""Of the gradients that are not finite."""
+"""Of the gradients that are not finite: one NaN of the loss spoils all of them."""
 NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
     "optimizer that were given to mprun.observe"
 )
-
-
 LOSS = ("the loss",)
 """What is not finite, by name."""
-
-
-@dataclass(frozen=True)
-class NonfiniteStep:
-    """The first step with a NaN or an infinity."""
-
-    step: int
-    names: tuple[str, ...]
-    """What was not finite, in the model's order, up to 20."""
-    file: Path | None
-    """The saved step, for `mprun replay`."""
+ON_NONFINITE = ("off", "report", "save")
 
 
 class Observation(StepListener):
@@ -117,9 +107,9 @@ class Observation(StepListener):
     ) -> None:
         self._model, self._optimizers, self._name = model, optimizers, name
         self._precision, self._on_nonfinite = precision, on_nonfinite
-        self._device = device_of(model)
         self._probes = StepProbes(model, optimizers, memory)
-        self._clock, self._watch = clock_for(self._device), Stopwatch()
+        device = device_of(model)
+        self._clock, self._watch = clock_for(device), Stopwatch()
         self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
         # before it: what the capture does at a call is not part of the step's time
         first = [] if self._capture is None else [self._capture]
@@ -129,7 +119,7 @@ class Observation(StepListener):
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
         self.nonfinite: NonfiniteStep | None = None
         self._config = self._configuration()
-        self._record = ObservedRecord(out, self.summary, device_of(model), self._watch)
+        self._record = ObservedRecord(out, self.summary, device, self._watch)
         self._waiting: list[ObservedStep] = []
         """Steps that are not written yet; the loop may still log values of the last one."""
         self._unread: list[tuple[int, Tensor, tuple[str, ...]]] = []
@@ -239,11 +229,7 @@ class Observation(StepListener):
         flag = getattr(optimizer, "found_inf", None)
         if flag is not None:  # a loss scale decides about this step
             return
-        finite = all_finite(gradients(optimizer))
-        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
-            self._unread.append((step.step, finite, ()))
-        elif not finite:
-            self._on_nonfinite_step(step.step)
+        self._check(step.step, all_finite(gradients(optimizer)))
 
     def _check_loss(self, step: ObservedStep) -> bool:
         """Whether an output of the model or the loss is not finite: reported and saved.
@@ -253,13 +239,16 @@ class Observation(StepListener):
         if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
             self._on_nonfinite_step(step.step, names)
             return True
-        if self._on_nonfinite == "save" or self._device.type == "cpu":
-            if not all(map(bool, step.finite)):
-                self._on_nonfinite_step(step.step, LOSS)
-                return True
-        else:  # read later, so that nothing waits for it
-            self._unread += [(step.step, x, LOSS) for x in step.finite if isinstance(x, Tensor)]
-        return False
+        return any(self._check(step.step, x, LOSS) for x in step.finite)
+
+    def _check(self, step: int, finite: Tensor | bool, names: tuple[str, ...] = ()) -> bool:
+        """Report a step that is known not to be finite; see `_on_nonfinite_step`."""
+        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
+            self._unread.append((step, finite, names))  # read later, so that nothing waits for it
+            return False
+        if not finite and self.nonfinite is None:
+            self._on_nonfinite_step(step, names)
+        return not finite
 
     def on_step_end(self, skipped: bool) -> None:
         self._clock.stop()
@@ -376,10 +365,10 @@ class Observation(StepListener):
         """
         weights = dict(self._model.named_parameters())
         held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
-        names = names or tuple(names_of(held))
+        names = names or tuple(nonfinite_names(held))
         if not names:
             return
-        names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MAX_NAMES]
+        names = (*(f"{n}, before the step" for n in nonfinite_names(weights)), *names)[:MAX_NAMES]
         file = None
         if self._capture is not None:
             file = self._save(step, f"{names[0]} is not finite")
@@ -405,9 +394,6 @@ class Observation(StepListener):
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
         return path
-
-
-ON_NONFINITE = ("off", "report", "save")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -37,7 +37,7 @@ from mprun._torch import is_compiled, original_module
 from mprun.console.formatting import size_text
 from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
-from mprun.integrations.step_probes import device_of
+from mprun.integrations.step_probes import NonfiniteStep, device_of
 from mprun.numerics.audit import Audit
 from mprun.precision import NativeArithmetic
 from mprun.records.files import write_atomic
@@ -59,9 +59,6 @@ from mprun.train.callbacks import StepLine
 from mprun.train.clock import StepTime
 from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
 from mprun.train.stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from mprun.integrations.observe import NonfiniteStep
 
 logger = logging.getLogger("mprun")
 

@@ -20,18 +20,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import (
-    is_compiled,
-    storage_key,
-    tree_leaves,
-)
+from mprun._torch import is_compiled, storage_key, tree_leaves
 from mprun.errors import first_line
 from mprun.numerics.audit import Audit, audit
 from mprun.numerics.cast_counts import CastCounts
@@ -43,6 +41,17 @@ from mprun.precision.policy import Policy, dtype_name, policy
 from mprun.precision.switches import tf32_is_on
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import PrecisionRow
+
+
+@dataclass(frozen=True)
+class NonfiniteStep:
+    """The first step with a NaN or an infinity."""
+
+    step: int
+    names: tuple[str, ...]
+    """What was not finite, in the model's order, up to 20."""
+    file: Path | None
+    """The saved step, for `mprun replay`."""
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -193,7 +202,7 @@ def mode_name(row: PrecisionRow) -> str:
 
 
 AUDITED_STEP = 2
-RECORDED_STEPS = (3, 4)
+RECORDED_STEPS = (3, 4)  # optimizers have made their state by then
 
 
 class StepProbes(StepListener):

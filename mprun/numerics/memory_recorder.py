@@ -31,6 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,13 +47,7 @@ from mprun._torch import (
     without_compiled_code,
 )
 from mprun.numerics._torch_fakes import FakeTensorMode, conversions_replace_parameters
-from mprun.numerics.op_watcher import (
-    OpFault,
-    OpWatcher,
-    RunOp,
-    floating_dtypes,
-    tensors_of,
-)
+from mprun.numerics.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
 from mprun.numerics.process_memory import (
     LiveStorage,
     MemoryPoint,
@@ -134,9 +129,8 @@ def fake_tensors() -> Iterator[None]:
             without_compiled_code(),
             conversions_replace_parameters(),
         ):
-            warnings.filterwarnings(
-                "ignore", "Accessing the data pointer of FakeTensor"
-            )  # a copy's
+            # a copy's
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
         log.setLevel(level)
@@ -199,24 +193,23 @@ class MemoryRecorder(OpWatcher, StepListener):
             inputs: tensors of the batch that exist before; counted as activations.
             followed: optimizers that notify this of their steps; else the caller does.
         """
-        self.begin(inputs)
-        with ExitStack() as stack:
-            stack.callback(self.end)
-            stack.enter_context(self.following(self._model, *followed, listeners=[self]))
-            for handle in self.gradient_hooks():
-                stack.callback(handle.remove)
-            with self:
-                yield
-
-    def begin(self, inputs: Iterable[Tensor]) -> None:
-        """Count what exists before the step."""
         self._classify_named("parameters", self._model.named_parameters())
         self._classify_buffers()
         self._classify_gradients()
         self._classify_state()
         self._classify(inputs, "activations", INPUTS)
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            stack.enter_context(self.following(self._model, *followed, listeners=[self]))
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    hook = partial(self._on_gradient, _owner(name))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    stack.callback(handle.remove)
+            stack.enter_context(self)
+            yield
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The step is over: storages that die from now on are not counted."""
         self._classify_buffers()  # a module may have put new ones in their place
         for finalizer in self._finalizers:  # they would keep the model alive
@@ -309,19 +302,9 @@ class MemoryRecorder(OpWatcher, StepListener):
         if (dead := self._alive.pop(key, None)) is not None:
             dead.died = len(self._points)
 
-    def gradient_hooks(self) -> Iterator[Any]:
-        """Hooks that register parameters' gradients as such."""
-
-        def on_gradient(owner: str) -> Callable[[Tensor], None]:
-            def hook(parameter: Tensor) -> None:
-                if parameter.grad is not None:
-                    self._classify([parameter.grad], "gradients", owner)
-
-            return hook
-
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(on_gradient(_owner(name)))
+    def _on_gradient(self, owner: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._classify([parameter.grad], "gradients", owner)
 
     def _classify_buffers(self) -> None:
         self._classify_named("buffers", self._model.named_buffers())

@@ -58,6 +58,9 @@ from mprun._torch import (
 
 PHASES = ("forward", "backward", "optimizer", "other")
 
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of an optimizer's step."""
+
 
 class OpContext(NamedTuple):
     """Where an op runs."""
@@ -105,9 +108,9 @@ class StepListener:
         """A loss goes backward; `loss` is without a loss scale."""
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """`optimizer.step(*args[1:], **kwargs)` begins.
+        """The gradients for `optimizer.step(*args[1:], **kwargs)` are complete.
 
-        From `StepHooks`: its gradients are complete. With a closure they are when it has returned.
+        With a closure, which makes them inside of the step, they are when it has returned.
         """
 
     def on_update_end(self, optimizer: Optimizer) -> None:
@@ -233,11 +236,14 @@ class StepTracker:
 
     def _step_hooks(
         self, listeners: Sequence[StepListener]
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.begin_update()
-            for listener in listeners:
-                listener.on_update_begin(optimizer, args, kwargs)
+    ) -> tuple[Callable[..., Any], Callable[..., None]]:
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> StepArguments | None:
+            def ready() -> None:
+                self.begin_update()
+                for listener in listeners:
+                    listener.on_update_begin(optimizer, args, kwargs)
+
+            return when_gradients_are_complete(args, kwargs, ready, self.end_update)
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self.end_update()
@@ -347,26 +353,12 @@ class StepHooks:
             self._in_call = False
             self._notify("on_forward_end", "", outputs)
 
-    def _on_update(
-        self, optimizer: Optimizer, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._begin_update(optimizer, args, kwargs)
-            return None
+    def _on_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> StepArguments | None:
+        def ready() -> None:
+            self.begin_step()
+            self._notify("on_update_begin", optimizer, args, kwargs)
 
-        def followed() -> Any:
-            loss = closure()
-            self._begin_update(optimizer, args, kwargs)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": followed}
-        return (args[0], followed, *args[2:]), kwargs
-
-    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.begin_step()
-        self._notify("on_update_begin", optimizer, args, kwargs)
+        return when_gradients_are_complete(args, kwargs, ready)
 
     def _on_updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler, for fused optimizers
@@ -390,6 +382,36 @@ class StepHooks:
             skipped, self._taken, self._in_step = not self._taken, False, False
             self._stepped.clear()
             self._notify("on_step_end", skipped)
+
+
+def when_gradients_are_complete(
+    args: Any,
+    kwargs: Any,
+    ready: Callable[[], None],
+    incomplete: Callable[[], None] = lambda: None,
+) -> StepArguments | None:
+    """Call `ready` once the gradients of `optimizer.step(*args[1:], **kwargs)` are complete.
+
+    Without a closure that is now. A closure goes forward and backward inside of the step, LBFGS's
+    several times: it is replaced by one that calls `incomplete` before it and `ready` after it.
+
+    Returns:
+        Arguments and keyword arguments in place of those given; None for no others.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        ready()
+        return None
+
+    def followed() -> Any:
+        incomplete()
+        loss = closure()
+        ready()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": followed}
+    return (args[0], followed, *args[2:]), kwargs
 
 
 def entries(model: nn.Module) -> list[nn.Module]:

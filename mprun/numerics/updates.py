@@ -1,38 +1,11 @@
-"""Updates of an optimizer's step, those that 16 bits lose, and gradients of rounding errors only.
+"""What a step adds to the weights, what 16 bits lose of it, and which gradients mean nothing.
 
-*Exact updates.* The difference of the weights before and after a step contains the update and the
-rounding of the stored result. For float32 weights and SGD at 1e-3 the rounding can be most of it,
-for 16-bit weights all of it. So the step is repeated on a copy of optimizer and weights in float64,
-and the difference is taken there. mprun's own optimizers compute in float32; so does their copy.
-
-*Lost updates.* A 16-bit weight w has neighbours at a distance, the gap (2^-10 of its size in
-float16, 2^-7 in bfloat16, both to within a factor of two). A step that moves it by u, computed in
-float32 or wider, leaves it unchanged
-
-    nearest     where |u| is below half the gap, or equal to it and w's last bit is 0 (ties to
-                even); and so at every later step
-    stochastic  with probability 1 - |u| / gap, between 0 and 1: what one step loses, another
-                gains. The expected share is the mean of these (to 2^-13 and 2^-16: mprun's rounding
-                has 13 and 16 random bits)
-    kahan       where w with its remainder, together a float32 number, does not move
-
-An update of exactly 0 loses nothing and is not counted. Everything is computed from w, its
-neighbours' patterns and u in float64: exactly, not by rounding and comparing.
-
-*Gradients that are rounding errors.* The bias of a layer before a normalisation, or of attention's
-keys, changes nothing: its gradient is 0, and float32 gives the rounding errors of sums that cancel.
-No format can be compared with such numbers. They are recognised by the float64 gradient of the same
-weights, samples and random numbers:
-
-    zero           every float32 gradient is exactly 0: a branch that is switched off, a parameter
-                   that no output depends on
-    undetermined   the float32 gradient is not 0, and its error (its difference from float64's) is
-                   more than a tenth of the true gradient, over all samples
-
-A meaningful gradient has about 100 dB in float32, one that cancels about -150 dB: the limit, 20 dB,
-is far from both. If a model cannot be computed in float64, its weights are moved by about one part
-in a million instead, three times: meaningful float32 gradients change by as little. Where all
-gradients together are that inexact, float32 itself is not good enough for the model.
+The difference of the weights before and after a step contains the update and the rounding of the
+stored result. For float32 weights and SGD at 1e-3 the rounding can be most of it, for 16-bit
+weights all of it. So the step is repeated on a copy of optimizer and weights in float64, and the
+difference is taken there (`exact_updates`). From it follows, exactly and not by rounding and
+comparing, which updates a format loses (`lost_updates`). `RoundingErrors` finds the gradients that
+are nothing but rounding errors.
 """
 
 from __future__ import annotations
@@ -73,6 +46,8 @@ class ExactUpdate(NamedTuple):
 
 def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
     """The exact update of each parameter that has a gradient by `optimizer.step()`, without a step.
+
+    mprun's own optimizers compute in float32; so does their copy.
 
     Gradients that are still scaled (`optimizer.grad_scale`, as `torch.amp.GradScaler` and mprun set
     it) are divided; if `optimizer.found_inf` is set, the step is skipped and there is no update.
@@ -175,6 +150,18 @@ class LostUpdates:
 def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) -> LostUpdates:
     """How many of `updates` each format and rule would lose.
 
+    A 16-bit weight has neighbours at a distance, the gap (2^-10 of its size in float16, 2^-7 in
+    bfloat16, both to within a factor of two). A step that moves it by u leaves it unchanged
+
+        nearest     where |u| is below half the gap, or equal to it and the last bit is 0 (ties to
+                    even); and so at every later step
+        stochastic  with probability 1 - |u| / gap, between 0 and 1: what one step loses, another
+                    gains. The expected number is the sum of these (to 2^-13 and 2^-16: mprun's
+                    rounding has 13 and 16 random bits)
+        kahan       where the weight with its remainder, together a float32 number, does not move
+
+    An update of exactly 0 loses nothing and is not counted.
+
     Args:
         weights: before the step; float16, bfloat16 or float32, or float64 of such values.
         updates: the exact change by the step, of the same shape.
@@ -247,7 +234,7 @@ def lr_factors(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 LIMIT_DB = 20.0
-"""Signal over error below which float32 does not determine a gradient."""
+"""Signal over error below which float32 does not determine a gradient: far from both kinds."""
 MOVES = 3
 """How often weights are moved where a model cannot be computed in float64."""
 MOVE = 2.0**-20
@@ -266,7 +253,19 @@ Gradients = Mapping[str, Tensor]
 
 
 class RoundingErrors:
-    """Signal and error of float32 gradients, summed over batches or steps."""
+    """Signal and error of float32 gradients, summed over batches or steps.
+
+    The bias of a layer before a normalisation changes nothing: its gradient is 0, and float32 gives
+    the rounding errors of sums that cancel. No format can be compared with such numbers. The
+    float64 gradient of the same weights, samples and random numbers shows them:
+
+        zero           every float32 gradient is exactly 0: a branch that is switched off
+        undetermined   it is not 0, and its error is more than a tenth of the true gradient
+
+    A meaningful gradient has about 100 dB in float32, one that cancels about -150 dB. If a model
+    cannot be computed in float64, its weights are moved by about one part in a million instead:
+    meaningful float32 gradients change by as little.
+    """
 
     def __init__(self) -> None:
         self.reference = FLOAT64

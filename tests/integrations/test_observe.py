@@ -136,12 +136,12 @@ def trained(loop: Loop, kind: str, out: Path | None, **options: Any) -> tuple[li
     return [*model.parameters(), *model.buffers(), *states, torch.get_rng_state()], run
 
 
-@pytest.mark.parametrize("memory", [False, True], ids=["", "memory"])
+@pytest.mark.parametrize("options", [{"on_nonfinite": "save"}, {"memory": True}], ids=str)
 @pytest.mark.parametrize("name", LOOPS)
-def test_no_bit_of_the_training_changes(name: str, memory: bool, tmp_path: Path) -> None:
+def test_no_bit_of_the_training_changes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     kind = "images" if name in ("plain", "evaluated") else "tied"
     expected, _ = trained(LOOPS[name], kind, None)
-    got, _ = trained(LOOPS[name], kind, tmp_path / "run", memory=memory)
+    got, _ = trained(LOOPS[name], kind, tmp_path / "run", **options)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert read_summary(tmp_path / "run").status == "completed"
 

@@ -1,4 +1,4 @@
-"""Steps with a NaN are saved, run again, and their op is named."""
+"""Steps with a NaN that `mprun.observe` saves: what the file holds, and that it runs again."""
 
 from __future__ import annotations
 
@@ -6,84 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mprun
 from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.saved_step import SavedStep
 from mprun.numerics.nonfinite.step_replay import replay
-from tests.integrations.stranger import STEP, Net, train
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.numerics.nonfinite.loops_with_nan import PLANTED
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("saved") / "run"
-    _, run = train(out)
-    assert run.nonfinite.file == out / f"nonfinite_step_{STEP}.pt"
-    return out / f"nonfinite_step_{STEP}.pt"
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "op", "phase"),
-    [
-        ("log", {}, "log", "forward"),
-        ("log", {"micro": 2}, "log", "forward"),
-        ("log", {"bf16": True}, "log", "forward"),
-        ("root", {}, "div", "backward"),
-        ("power", {}, "pow", "forward"),
-    ],
-    ids=["log", "micro-batches", "bf16 autocast", "backward only", "overflow"],
-)
-def test_the_planted_op_is_named(
-    kind: str, options: dict[str, Any], op: str, phase: str, tmp_path: Path
-) -> None:
-    _, run = train(tmp_path / "run", kind, **options)
-    assert run.nonfinite is not None
-    assert run.nonfinite.step == STEP
-    result = replay(read_step(run.nonfinite.file), Net(kind))
-    assert result.cause is not None
-    assert (result.cause.module, result.cause.phase, result.cause.step) == ("part", phase, STEP)
-    assert result.cause.op.startswith(op)
-    assert result.cause.inputs
-    assert "stranger.py" in (result.cause.location or "")
-
-
-def test_random_numbers_are_those_of_the_step(tmp_path: Path) -> None:
-    """Dropout of one number in 37 makes the NaN: with other random numbers there is none."""
-    _, run = train(tmp_path / "run", "dropout", fault=False)
-    assert run.nonfinite is not None
-    step = read_step(run.nonfinite.file)
-    torch.manual_seed(12345)
-    result = replay(step, Net("dropout"))
-    assert result.cause is not None
-    assert (result.cause.op, result.cause.module) == ("log", "part")
-
-
-@pytest.mark.parametrize("options", [{}, {"micro": 2}, {"bf16": True}], ids=str)
-def test_no_bit_of_the_training_changes(options: dict[str, Any], tmp_path: Path) -> None:
-    expected, _ = train(None, "dropout", fault=False, **options)
-    got, _ = train(tmp_path / "run", "dropout", fault=False, **options)
-    pairs = zip(expected, got, strict=True)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-
-
-def test_the_file_holds_the_state_before_the_step(saved: Path) -> None:
-    """The saved weights and statistics are those after 36 steps, not what step 37 made of them."""
-    step = read_step(saved)
-    assert all(x.isfinite().all() for x in step.parameters.values())
-    assert step.buffers["norm.num_batches_tracked"] == STEP - 1
-    [call] = step.calls
-    assert call.kwargs == {"scale": 1.0}
-    assert call.args[0][3, 4] == 0
-    [batch] = step.batches
-    assert torch.equal(batch[0], call.args[0])
-
-
-def saved_by(out: Path, model: nn.Module, loss: Callable[[], torch.Tensor]) -> SavedStep:
+def saved_by(out: Path, model: nn.Module, loss: Callable[[], Tensor]) -> SavedStep:
     """The step in which the loss goes backward once."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mprun.observe(model, optimizer, out, on_nonfinite="save") as run:
@@ -94,14 +27,45 @@ def saved_by(out: Path, model: nn.Module, loss: Callable[[], torch.Tensor]) -> S
     return read_step(run.nonfinite.file)
 
 
-def test_a_nan_of_the_loss_is_told_from_one_of_the_model(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    step = saved_by(tmp_path / "run", model, lambda: (model(torch.ones(2, 4)).sum() * 0).sqrt())
-    assert "the loss made it" in str(replay(step, nn.Linear(4, 1)))
-    named = replay(step, nn.Linear(4, 1), lambda model, batch: (model(batch).sum() * 0).sqrt())
-    assert named.cause is not None
-    assert named.cause.op.startswith("div")
-    assert named.cause.phase == "backward"
+class Logs(nn.Module):
+    """Batch normalization, and a logarithm that is infinite where an input is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        out: Tensor = self.last(self.norm(x) + scale * torch.log(x))
+        return out
+
+
+def test_the_file_holds_the_state_before_the_step(tmp_path: Path) -> None:
+    """The saved weights and statistics are those after 36 steps, not what step 37 made of them."""
+    model = Logs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with mprun.observe(model, optimizer, tmp_path / "run", on_nonfinite="save") as run:
+        for number in range(1, 41):
+            x = torch.rand(8, 4) + 0.1
+            x[3, 2] *= number != PLANTED
+            run.note_batch((x, 1))
+            optimizer.zero_grad()
+            model(x, scale=1.0).square().mean().backward()
+            optimizer.step()
+    assert run.nonfinite is not None
+    assert run.nonfinite.step == PLANTED
+    assert run.nonfinite.file == tmp_path / "run" / f"nonfinite_step_{PLANTED}.pt"
+    step = read_step(run.nonfinite.file)
+    assert all(x.isfinite().all() for x in step.parameters.values())
+    assert step.buffers["norm.num_batches_tracked"] == PLANTED - 1
+    [call] = step.calls
+    assert call.kwargs == {"scale": 1.0}
+    assert call.args[0][3, 2] == 0
+    [batch] = step.batches
+    assert torch.equal(batch[0], call.args[0])
+    cause = replay(step, Logs()).cause
+    assert cause is not None
+    assert (cause.op, cause.phase, cause.step) == ("log", "forward", PLANTED)
+    assert "test_replay.py" in (cause.location or "")
 
 
 def test_arguments_of_any_nesting(tmp_path: Path) -> None:
@@ -124,7 +88,7 @@ def test_arguments_of_any_nesting(tmp_path: Path) -> None:
 
 def test_a_nan_in_an_output_that_reaches_no_gradient_is_saved(tmp_path: Path) -> None:
     class Masked(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x: Tensor) -> Any:
             y = super().forward(x)
             return y.sum(), (y * 0).log() * 0
 

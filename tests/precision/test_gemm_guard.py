@@ -452,7 +452,7 @@ def test_a_guarded_mode_is_emulated() -> None:
 def test_watching_for_exceptions_keeps_random_bits_and_guard() -> None:
     """Both are parts of the arithmetic that the watch wraps."""
     emulation = EmulatedProducts("nvfp4", 0, guard("promote", NOTHING))
-    exceptions = WatchedRunExceptions("log", 20, False)
+    exceptions = WatchedRunExceptions("log", 20)
     watched = exceptions.precision("nvfp4", device="cpu", execution=emulation)
     assert watched.arithmetic.bits is emulation.bits
     assert watched.guard is emulation.guard

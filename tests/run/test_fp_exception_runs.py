@@ -30,15 +30,12 @@ from mprun.recipe import Recipe
 
 
 class Attention(nn.Module):
-    def __init__(self, fused):
+    def __init__(self):
         super().__init__()
-        self.fused = fused
         self.qkv = nn.Linear(8, 24)
 
     def forward(self, x):
         q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))
-        if self.fused:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
         hidden = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
         scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(hidden, float("-inf"))
         return (scores.softmax(-1) @ v).squeeze(1)
@@ -69,12 +66,11 @@ class Fault(nn.Module):
 class Planted(Recipe):
     kind: str
     calls: list[int]
-    fused: bool = False
     METRIC = ("loss", "min")
 
     def model(self):
         return nn.Sequential(
-            nn.Linear(8, 8), Attention(self.fused), Fault(self.kind, set(self.calls)),
+            nn.Linear(8, 8), Attention(), Fault(self.kind, set(self.calls)),
             nn.Flatten(), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 1),
         )
 
@@ -162,11 +158,10 @@ def test_off_nothing_is_different() -> None:
     assert not Path("run/fp_exceptions.json").exists()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["masked", "sdpa"])
-def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none(fused: bool) -> None:
-    words = ["precision=fp16_mixed", "loss_scale.value=65536", f"recipe.model.fused={fused}"]
-    summary = run("run", *words, "debug.fp_exceptions=halt", measured=not fused)
-    assert fused or (summary.memory_bytes.peak or 0) > 0
+def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none() -> None:
+    words = ["precision=fp16_mixed", "loss_scale.value=65536"]
+    summary = run("run", *words, "debug.fp_exceptions=halt", measured=True)
+    assert (summary.memory_bytes.peak or 0) > 0
     row = summary.fp_exceptions
     assert row is not None
     assert (summary.status, row.finding, row.absorbed) == ("completed", 0, 0)
@@ -252,8 +247,6 @@ def test_halt_ends_the_run_with_a_line_that_names_op_and_module(
         "location": line_of("6e4 * 6e4"),
     }
     (details,) = recorded("run")["exceptions"]
-    assert len(details["before"]) == 20
-    assert details["before"][-1]["module"] == "2"
     assert details["inputs"][0]["dtype"] == details["outputs"][0]["dtype"] == "float16"
     assert details["inputs"][0]["shape"] == [16, 4, 8]
     assert details["outputs"][0]["inf"] == details["in_float64"]["shape"][0] * 4 * 8
@@ -320,14 +313,6 @@ def test_a_parameter_that_an_optimizer_overflowed_is_named(
     assert first["module"] == first["reached"][0].removeprefix("parameter ").rpartition(".")[0]
 
 
-def test_saturation_is_a_finding_where_the_mode_saturates() -> None:
-    words = [*fault("forward", 2), "precision=half_sr", "execution=emulated", "loss_scale=none"]
-    run("run", *words, "precision.overflow=saturate", "debug.fp_exceptions=halt", status=1)
-    first = recorded("run")["exceptions"][0]
-    assert (first["kind"], first["op"], first["module"]) == ("saturated", "mul", "2")
-    assert first["outputs"][0]["max_abs"] == 65504.0
-
-
 # ---- skip ----------------------------------------------------------------------------------------
 
 
@@ -360,13 +345,6 @@ def test_skip_drops_the_whole_step(kind: str, words: list[str]) -> None:
     steps = [entry["step"] for entry in state["optimizer"]["state"].values()]
     assert {int(x) for x in steps} == {16 - 2}
     assert state["scheduler"]["last_epoch"] == 16 - 2
-
-
-def test_skip_gives_up_after_some_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*fault("zero", *range(2, 99)), "debug.fp_exceptions=skip", "debug.halt_after=4"]
-    summary = run("run", *words, status=1)
-    assert (summary.steps, summary.skipped_steps) == (4, 3)
-    assert "at step 5: 4 steps in a row had exceptions and were dropped" in capsys.readouterr().err
 
 
 # ---- resuming, variants --------------------------------------------------------------------------

@@ -6,15 +6,13 @@ numbers and makes others is the origin of an exception. Later NaN and infinities
 
     fp_exception       the results as plain data: exceptions, verdicts, counts
     op_call            what an op reads and writes, its range of values, the op again in float64
-    shadow             which origin spoiled which memory, and the exact numbers
-    origins            whether an op is an origin, a consequence, or a constant like a mask's -inf,
-                       and whether it reached the loss
-    nonfinite_watcher  the mode that meets every op, and the line of Python the op is from
-    step_monitor       which gradients, weights, buffers and state it reached (`StateCheck`), the
-                       step's verdict and the response: log, halt, skip
+    nonfinite_watcher  the mode that sees every op: its line of Python; whether it is an origin, a
+                       consequence, or a constant like a mask's -inf
+    step_monitor       which gradients, weights, buffers and state it reached; the verdict; the
+                       response: log, halt, skip
     loops              the two entries: any training loop, and mprun's run
-    step_capture       what a step needs to run again, remembered in a loop that is not inspected
-    saved_step         that step as a file
+    saved_step         what a step needs to run again, remembered in a loop that is not inspected,
+                       and written as a file
     step_replay        that step run again, with every op inspected
 """
 

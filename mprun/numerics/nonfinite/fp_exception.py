@@ -1,11 +1,10 @@
 """Floating-point exceptions as plain data, without torch.
 
-An exception is an op that made a NaN, an infinity or a saturated number out of finite ones. The
-verdict depends on what happened to that number afterwards:
+An exception is an op that made a NaN or an infinity out of finite numbers. The verdict depends on
+what happened to that number afterwards:
 
     finding    it reached the loss, a gradient, a weight, a buffer or the optimizer's state; or it
-               is an overflow, and a later result is finite and wrong: x / inf is 0, and float64
-               has another result
+               is an overflow, and a later op divides by it: x / inf is 0, a finite wrong number
     expected   an overflow of the scaled loss or of its backward pass, in a step that dynamic loss
                scaling skipped because of it
     absorbed   neither: an infinity that served as a mask or a limit
@@ -53,32 +52,6 @@ class TensorStats:
 
 
 @dataclass(frozen=True)
-class PastOp:
-    """An op that ran before, with its first result."""
-
-    op: str
-    phase: str
-    module: str
-    location: str | None
-    dtype: str | None
-    shape: tuple[int, ...]
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
-class WrongResult:
-    """A finite number that an op computed from an overflow, and that differs from float64's."""
-
-    op: str
-    phase: str
-    module: str
-    location: str | None
-    value: float
-    exact: float
-
-
-@dataclass(frozen=True)
 class FpException:
     """One floating-point exception."""
 
@@ -90,7 +63,6 @@ class FpException:
     overflow          too large for the dtype, finite in float64
     invalid           NaN, in float64 too: 0/0, inf - inf, the root of a negative number
     infinite          an infinity in float64 too: 1/0, log(0), exp(1000)
-    saturated         beyond the dtype's largest number, and clamped to it
     constant          written by the program (a mask), and it reached the loss or a gradient
     outside           NaN or infinity that existed before the first op: in the data, in a weight
     """
@@ -109,7 +81,7 @@ class FpException:
     """The line of Python that ran the op; for a backward op, the line of its forward op."""
     inputs: tuple[TensorStats, ...]
     outputs: tuple[TensorStats, ...]
-    """Those that are not finite, or saturated."""
+    """Those that are not finite."""
     in_float64: TensorStats | None = None
     """The first of `outputs`, computed in float64; None where that is not possible."""
     loss_scale: float | None = None
@@ -118,12 +90,10 @@ class FpException:
     """The first 50 values it spoiled: the loss, gradients, parameters, buffers, optimizer state."""
     reached_count: int = 0
     """The number of all these."""
-    before: tuple[PastOp, ...] = ()
-    """The ops that ran before it, up to 20, the last one last."""
     count: int = 1
     """How often it happened."""
-    wrong: WrongResult | None = None
-    """For an overflow: the first finite result computed from it that is wrong."""
+    divided_by: str | None = None
+    """For an overflow: the first op that divides by it; its result is 0 in place of a number."""
     reason: str | None = None
     """The cause, if more is known than the figures show."""
     process: int | None = None
@@ -158,15 +128,8 @@ class FpException:
             parts = [f"outside: {bad.name} holds {numbers}, first read by {self.where}"]
         if self.reason:
             parts.append(self.reason)
-        overflow = self.verdict == "finding" and self.kind == "overflow"
-        if overflow and self.wrong is not None:
-            at = f" in {self.wrong.module}" if self.wrong.module else ""
-            parts.append(
-                f"a later result is finite but wrong: {self.wrong.op}{at}, {self.wrong.phase}, "
-                f"is {self.wrong.value:.4g}, in float64 {self.wrong.exact:.4g}"
-            )
-        elif overflow and not self.reached:
-            parts.append("later results are finite, but could not be compared with float64")
+        if self.divided_by:
+            parts.append(f"{self.divided_by}, divides by it, which gives 0")
         if self.reached:
             rest = self.reached_count - 1
             parts.append(f"reached {self.reached[0]}" + (f" and {rest} more" if rest else ""))

@@ -42,7 +42,6 @@ from mprun.numerics.nonfinite.step_monitor import (
 )
 from mprun.numerics.step_events import StepListener, plain_optimizers
 from mprun.precision import Precision, WrappedArithmetic
-from mprun.precision.update import ScaledOptimizer
 
 logger = logging.getLogger("mprun")
 
@@ -69,7 +68,6 @@ def fp_exceptions(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     action: str = "log",
     halt_after: int = HALT_AFTER,
-    saturates: bool = False,
     first_step: int = 1,
 ) -> Iterator[NonfiniteReport]:
     """Inspect every op inside for NaN and infinities that are made of finite numbers.
@@ -81,7 +79,6 @@ def fp_exceptions(
             of the first step with one; skip, restore model and optimizer to the state before it.
         halt_after: steps lost in a row, skipped by a loss scaler or dropped, that end halt and
             skip.
-        saturates: whether 16-bit results that were clamped to the largest number count as well.
         first_step: the number of the first step inside, for the reports.
 
     Yields:
@@ -93,11 +90,12 @@ def fp_exceptions(
         ValueError: another action.
     """
     optimizers = plain_optimizers(optimizer)
-    monitor = StepMonitor(model, optimizers, Response(action, halt_after), saturates)
+    monitor = StepMonitor(model, optimizers, Response(action, halt_after))
     loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
     if any(map(is_compiled, model.modules())):
         logger.warning(COMPILED)
-    with watcher.following(model, *optimizers, listeners=[loop]), watcher:
+    # the loop first: it ends the last step before the monitor sees the inputs of the next one
+    with watcher.following(model, *optimizers, listeners=[loop, monitor]), watcher:
         try:
             yield monitor.report
         except BaseException:
@@ -129,13 +127,7 @@ class _Loop(StepListener):
             return
         if self._stepped or self.monitor.watcher.scaler_overflowed:
             self.end_step()
-        if not path:
-            self.monitor.inputs(inputs)
         self.monitor.save()
-
-    def on_forward_end(self, path: str, outputs: Any) -> None:
-        if not path:
-            self.monitor.outputs(outputs)
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepped:
@@ -205,14 +197,13 @@ class WatchedRunExceptions(RunExceptions):
     """Inspects every op of every training step.
 
     Args:
-        action, halt_after, saturates: as in `fp_exceptions`.
+        action, halt_after: as in `fp_exceptions`.
         share: gives the exceptions of all processes, which respond alike.
     """
 
-    def __init__(self, action: str, halt_after: int, saturates: bool, share: Share = tuple) -> None:
+    def __init__(self, action: str, halt_after: int, share: Share = tuple) -> None:
         super().__init__()
-        self.response = Response(action, halt_after)
-        self._saturates, self._share = saturates, share
+        self.response, self._share = Response(action, halt_after), share
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return WatchedPrecision(self, *args, **kwargs)
@@ -221,10 +212,9 @@ class WatchedRunExceptions(RunExceptions):
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
     ) -> Sequence[str]:
         self.on_step_end = on_step_end
-        self.monitor = StepMonitor(
-            model, [optimizer], self.response, self._saturates, self.report, self._share
-        )
-        self.following = partial(self.monitor.watcher.following, model, optimizer)
+        self.monitor = StepMonitor(model, [optimizer], self.response, self.report, self._share)
+        follow = self.monitor.watcher.following
+        self.following = partial(follow, model, optimizer, listeners=[self.monitor])
         compiled = any(map(is_compiled, model.modules()))
         return (SLOW, COMPILED) if compiled else (SLOW,)
 
@@ -260,14 +250,6 @@ class WatchedPrecision(Precision):
         self._in_step = True
         super().begin_step(step)
 
-    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._in_step:  # evaluation
-            return super().forward(model, *args, **kwargs)
-        self._exceptions.monitor.inputs((args, kwargs))
-        output = super().forward(model, *args, **kwargs)
-        self._exceptions.monitor.outputs(output)
-        return output
-
     def _scaled(self, loss: Tensor) -> Tensor:
         with self._watched():  # a scale can be too large for the loss itself
             return super()._scaled(loss)
@@ -282,9 +264,7 @@ class WatchedPrecision(Precision):
         factor = None if scale is None else float(scale)
         monitor, response = self._exceptions.monitor, self._exceptions.response
         monitor.check_gradients()
-        # mprun's own optimizers run no ops but those that make their kernels: those stay compiled.
-        with nullcontext() if isinstance(optimizer, ScaledOptimizer) else self._watched():
-            skipped = super().step(optimizer)
+        skipped = super().step(optimizer)  # not watched: what it wrote is checked afterwards
         by_scale = skipped is not None and bool(skipped) and self.loss_scale.kind == "dynamic"
         outcome = monitor.end_step(by_scale, factor)
         self._following.close()

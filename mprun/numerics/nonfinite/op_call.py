@@ -211,18 +211,15 @@ class OpCall(NamedTuple):
                     seen.add(id(x))
                     yield name, i, x
 
-    def inputs(self, index: int | None) -> list[NamedTensor]:
-        """The tensors it read; of an op over lists those at `index` of each list, or all (None)."""
+    def inputs(self) -> list[NamedTensor]:
+        """The tensors it read."""
         spec = op_spec(self.func)
         unread = set() if spec.reads_written else {name for _, name in spec.written}
         named = zip((a.name for a in schema_of(self.func).arguments), self.args, strict=False)
         read: list[NamedTensor] = []
         for name, value in chain(named, self.kwargs.items()):
-            tensors = list(tensors_in([value]))
-            if spec.listwise and index is not None and not isinstance(value, Tensor):
-                tensors = tensors[index : index + 1]
             if name not in unread:
-                read += [(name, x, self.before.get(id(x))) for x in tensors]
+                read += [(name, x, self.before.get(id(x))) for x in tensors_in([value])]
         return read
 
     def numbers(self) -> Iterator[float]:

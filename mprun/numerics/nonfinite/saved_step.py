@@ -1,32 +1,55 @@
-"""A training step as a file: what is needed to run it again, as tensors and plain values.
+"""A training step that can be run again: remembered while it runs, and saved as a file.
 
-A file of `torch.save` that loads with `weights_only=True`. Lists, tuples and dictionaries keep
-their nesting. Other containers become plain ones: a named tuple becomes a tuple, a dataclass or
-another mapping (Transformers' `ModelOutput` and `BatchEncoding`) a dictionary with its fields. A
-NumPy array becomes a tensor. Whatever else a model is called with cannot be saved; a mapping with
-the single key `UNSAVED` and the name of its type takes its place.
+A step with a NaN is only known when its backward pass is over. By then its random numbers are
+drawn, its running statistics have moved and its batch is about to be freed. So every step is
+remembered until it ends (`StepCapture`), as references where that is enough:
 
-Random states are those of all generators that a model may draw from: PyTorch's (the CPU's and those
-of the model's CUDA devices), Python's and, where it is imported, NumPy's. To take a snapshot draws
-no number. It costs about 50 us, most of it for Python and NumPy, whose states are 2.5 kB each.
+    inputs          references to the arguments of each call of the model (with accumulation there
+                    are several); an input that is changed in place later is noted, not copied
+    random states   before each call
+    buffers         copies from before the first call
+    gradients       references to those that backward passes bring to the model's outputs
+
+Nothing of this changes a result: no random number is drawn, no op enters the autograd graph, and
+no hook returns a value. `benchmarks.observe` measures what it costs a step, which is a fraction of
+a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
+
+The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
+tuples and dictionaries keep their nesting; other containers become plain ones (`PlainCopy`).
 """
 
 from __future__ import annotations
 
+import io
+import platform
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from mprun import devices
+from mprun import __version__, devices
+from mprun._torch import (
+    dispatch_modes,
+    function_modes,
+    original_module,
+    outside_of_modes,
+    own_buffers,
+    write_count,
+)
 from mprun.errors import UsageError
 from mprun.nested import all_tensors
+from mprun.numerics.step_events import StepListener
+from mprun.precision.policy import dtype_name
+from mprun.records.files import write_atomic
 from mprun.records.reader import converted
 
 FORMAT = "mprun step"
@@ -35,6 +58,16 @@ UNSAVED = "mprun: not saved"
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+SMALL_BYTES = 2**16
+"""Floating buffers up to this size are copied in every step."""
+MAX_CALLS = 256
+"""Calls of one step that are remembered, the last ones: a loop that never steps must not collect
+its inputs for ever."""
+MAX_CHECKED = 2**20
+"""Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer."""
+
+
+# ---- the file ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -140,8 +173,15 @@ def _faults(saved: SavedStep) -> Iterator[str]:
         yield "a tensor has no values"
 
 
+# ---- tensors and plain values --------------------------------------------------------------------
+
+
 class PlainCopy:
     """Makes tensors and plain values of anything; collects what changed.
+
+    A named tuple becomes a tuple, a dataclass or another mapping (Transformers' `ModelOutput`) a
+    dictionary, a NumPy array a tensor. A mapping with the single key `UNSAVED` and the name of the
+    type takes the place of whatever else a model is called with.
 
     Attributes:
         needs_grad: whether each saved tensor required a gradient.
@@ -220,8 +260,15 @@ def _exact(value: Any) -> Any:
     return str(value)
 
 
+# ---- random states -------------------------------------------------------------------------------
+
+
 class RandomSnapshot(NamedTuple):
-    """The states at one moment."""
+    """The states of all generators that a model may draw from, at one moment.
+
+    To take them draws no number. It costs about 50 us, most of it for Python and NumPy, whose
+    states are 2.5 kB each.
+    """
 
     cpu: Tensor
     """uint8, as of `torch.get_rng_state`."""
@@ -269,3 +316,242 @@ def restore_random(saved: dict[str, Any]) -> None:
 
         kind, keys, position, has_gauss, cached = saved["numpy"]
         np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+
+
+# ---- a step while it runs ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ObservedCall:
+    """A call of the model in the current step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: list[tuple[Tensor, int]]
+    """The tensors in the arguments, and how often each was written to before the call."""
+    random: RandomSnapshot
+    autocast: list[tuple[str, bool, torch.dtype]]
+    has_nan: list[Tensor | bool]
+    """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
+    gradients: list[list[Tensor]]
+    """Per tensor in the output that needs a gradient: those that arrived."""
+
+
+class StepCapture(StepListener):
+    """Remembers the current step of a loop that `StepHooks` follows, and saves it on demand.
+
+    Args:
+        model: the module that the loop calls.
+        optimizers: its optimizers; the file names their classes.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._model = original_module(model)
+        devices = dict.fromkeys(p.device for p in model.parameters())
+        self._devices = list(devices) or [torch.device("cpu")]
+        self._kinds = list(dict.fromkeys((self._devices[0].type, "cpu")))
+        self._buffers = BufferCopies(model)
+        self._calls: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
+        self._noted: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
+        """The batches that the loop gave, each as a call: a loop may call parts of the model."""
+        self._seen = 0
+        """Calls of this step."""
+        self._open: ObservedCall | None = None
+        self._of_leaves: list[Any] = []
+        """Handles of hooks on outputs that are parameters, which outlast the step."""
+
+    def next_step(self) -> None:
+        """The step is over: forget it."""
+        for call in self._calls:
+            for arrived in call.gradients:  # their graph may refer to this list in turn
+                arrived.clear()
+        for handle in self._of_leaves:
+            handle.remove()
+        self._of_leaves.clear()
+        self._calls.clear()
+        self._noted.clear()
+        self._seen, self._open = 0, None
+
+    def note_batch(self, batch: Any) -> None:
+        """The loop trains on this batch now: what a replay's `step(model, batch)` gets."""
+        self._noted.append(self._call((batch,), {}))
+
+    def outputs_with_nan(self) -> Iterator[str]:
+        """The small outputs of the step with a NaN: a NaN need not reach the gradients."""
+        for n, found in ((n, x) for call in self._calls for n, x in enumerate(call.has_nan)):
+            if found:
+                yield f"output {n} of the model"
+
+    def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
+        """Write the step to a file; call it before the optimizer changes the weights.
+
+        Args:
+            path: the file; it is replaced as a whole.
+            step: its number.
+            reason: why it is saved, in a few words.
+            autocast: the dtype of autocast inside of the model, if it is known: a framework may
+                enter autocast there, and not around it.
+
+        Raises:
+            ValueError: the model was not called in this step, and the loop gave no batch.
+            TypeError: a parameter is no ordinary tensor, such as one that FSDP divided.
+            OSError: the file cannot be written.
+        """
+        if not self._calls and not self._noted:
+            raise ValueError(f"step {step} cannot be saved: the model was not called in it")
+        with outside_of_modes():
+            buffer = io.BytesIO()
+            torch.save(self._saved(step, reason, autocast).as_plain(), buffer)
+        write_atomic(path, buffer.getvalue())
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._open = self._call(*inputs)
+        self._calls.append(self._open)
+        self._seen += 1
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservedCall:
+        """A call that begins now; before the first one of a step, buffers are copied."""
+        if not self._calls and not self._noted:
+            self._buffers.update()
+        return ObservedCall(
+            args,
+            kwargs,
+            [(x, write_count(x)) for x in all_tensors((args, kwargs))],
+            random_snapshot(self._devices),
+            autocast_of(self._kinds),
+            [],
+            [],
+        )
+
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        call, self._open = self._open, None
+        if call is None:  # the step ended inside of the call
+            return
+        for x in all_tensors(outputs):
+            call.has_nan.append(_has_nan(x.detach()))
+            if x.requires_grad:
+                arrived: list[Tensor] = []
+                call.gradients.append(arrived)
+                handle = x.register_hook(arrived.append)
+                if x.is_leaf:
+                    self._of_leaves.append(handle)
+
+    def _saved(self, step: int, reason: str, autocast: torch.dtype | None) -> SavedStep:
+        copy, model = PlainCopy(), self._model
+        parameters = dict(model.named_parameters())
+        calls = [_saved_call(call) for call in self._calls or self._noted]
+        batches = [copy.of(call.args[0]) for call in self._noted]
+        copies = [copy, *(of_call for _, of_call in calls)]
+        return SavedStep(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            step=step,
+            reason=reason,
+            model=type(model).__name__,
+            optimizers=[type(x).__name__ for x in self._optimizers],
+            device=str(self._devices[0]),
+            threads=torch.get_num_threads(),
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "mprun": __version__,
+            },
+            parameters={name: _checked(name, p) for name, p in parameters.items()},
+            buffers={name: _checked(name, x) for name, x in self._buffers.by_name().items()},
+            frozen=[name for name, p in parameters.items() if not p.requires_grad],
+            in_evaluation=[name for name, m in model.named_modules() if not m.training],
+            calls=[call for call, _ in calls],
+            batches=batches,
+            autocast=None if autocast is None else dtype_name(autocast),
+            notes=self._notes(copies),
+        )
+
+    def _notes(self, copies: Sequence[PlainCopy]) -> list[str]:
+        notes = []
+        if self._seen > len(self._calls):
+            notes.append(f"of {self._seen} calls of the model the last {MAX_CALLS} are saved")
+        for i, call in enumerate(self._calls or self._noted, start=1):
+            for j, (x, count) in enumerate(call.writes):
+                if write_count(x) != count:
+                    notes.append(
+                        f"tensor {j} of the model's inputs in call {i} was changed in place after "
+                        "the call: the changed values are saved"
+                    )
+        changed = {old: new for copy in copies for old, new in copy.changed.items()}
+        notes += [f"{old} was saved as {new}" for old, new in changed.items()]
+        unsaved = dict.fromkeys(kind for copy in copies for kind in copy.unsaved)
+        return notes + [f"{kind} cannot be saved" for kind in unsaved]
+
+
+class BufferCopies:
+    """The buffers of a model before the current step.
+
+    Small floating ones are copied in every step: batch normalization writes to its statistics
+    without counting the write. Others are copied after a counted write: a mask never is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # once: to walk through all modules at every step would take a millisecond
+        self._places = [
+            (f"{path}.{key}".lstrip("."), own_buffers(module), key)
+            for path, module in model.named_modules()
+            for key, _ in module.named_buffers(recurse=False)
+        ]
+        self._copies: dict[str, tuple[Tensor, Tensor, int]] = {}
+        """Name to a buffer, its copy, and how often it was written to before."""
+
+    def update(self) -> None:
+        """A step begins: copy the buffers that may have changed."""
+        with outside_of_modes() if dispatch_modes() or function_modes() else torch.no_grad():
+            for name, own, key in self._places:
+                x = own.get(key)
+                if x is None:
+                    self._copies.pop(name, None)
+                else:
+                    self._copies[name] = self._copied(name, x)
+
+    def _copied(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        known, writes = self._copies.get(name), write_count(x)
+        if known is None or known[0] is not x:
+            return x, x.detach().clone(), writes
+        counts = x.nbytes > SMALL_BYTES or not x.is_floating_point()
+        if not counts or known[2] != writes:
+            known[1].copy_(x)
+        return x, known[1], writes
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The copies, by the names of `Module.named_buffers`."""
+        return {name: copy for name, (_, copy, _) in self._copies.items()}
+
+
+def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """For each kind of device whether autocast is on, and its dtype."""
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _has_nan(x: Tensor) -> Tensor | bool:
+    """Whether a small tensor has a NaN; on a device read later, so that nothing waits for it."""
+    if not x.is_floating_point() or x.numel() > MAX_CHECKED:
+        return False
+    if not x.is_cpu or not x.is_contiguous():
+        return x.isnan().any()
+    flat = x.view(-1)
+    return isnan(float(flat.dot(flat)))  # quicker; of infinities it is infinite
+
+
+def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
+    copy = PlainCopy()
+    args, kwargs = [copy.of(x) for x in call.args], {k: copy.of(v) for k, v in call.kwargs.items()}
+    gradients = [[bare(g) for g in arrived] for arrived in call.gradients]
+    autocast = [AutocastState(kind, on, dtype_name(dtype)) for kind, on, dtype in call.autocast]
+    random = call.random.as_plain()
+    return SavedCall(args, kwargs, copy.needs_grad, random, autocast, gradients), copy
+
+
+def _checked(name: str, x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, which cannot be saved: legal are ordinary tensors"
+        )
+    return bare(x)

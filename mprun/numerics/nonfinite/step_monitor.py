@@ -1,9 +1,10 @@
 """The inspection of a step, its verdict, and the response to it: log, halt, or skip.
 
-Ops are inspected as they run. But an optimizer with kernels of its own writes to parameters unseen.
-So what outlasts a step (gradients, parameters, buffers, optimizer state) is checked after each one:
-a parameter that was finite before, with finite gradients, names the optimizer. What is not finite
-from the start (a mask in a buffer) is not reported.
+Ops are inspected as they run (`NonfiniteWatcher`), those of the optimizer excepted: optimizers with
+kernels of their own write to parameters unseen. So what outlasts a step (gradients, parameters,
+buffers, optimizer state) is checked after it: a parameter that was finite before, with finite
+gradients, names the optimizer. What is not finite from the start (a mask in a buffer) is not
+reported.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun._torch import in_backward
 from mprun.numerics.nonfinite.fp_exception import UNSEEN, FpException, NonfiniteReport
-from mprun.numerics.nonfinite.nonfinite_watcher import NonfiniteWatcher
-from mprun.numerics.nonfinite.op_call import (
-    ValueRange,
-    is_finite,
-    stats,
-    value_range,
+from mprun.numerics.nonfinite.nonfinite_watcher import (
+    NonfiniteWatcher,
+    Origin,
+    Origins,
+    kind_of,
+    mark_reached,
+    memory,
 )
-from mprun.numerics.nonfinite.origins import OriginFinder, at_largest
-from mprun.numerics.nonfinite.shadow import Origin, mark_reached, memory
+from mprun.numerics.nonfinite.op_call import is_finite, stats, value_range
 from mprun.numerics.op_watcher import tensors_of
+from mprun.numerics.step_events import StepListener
 from mprun.precision.policy import dtype_name
 
 
@@ -48,38 +51,26 @@ class StateCheck:
 
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
-        finder: knows the origins, and receives new ones.
-        saturates: whether 16-bit numbers at the largest of their dtype count.
+        watcher: knows the origins, and receives new ones.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        finder: OriginFinder,
-        saturates: bool,
+        watcher: NonfiniteWatcher,
     ) -> None:
-        self._model = model
-        self._optimizers = optimizers
+        self._model, self._optimizers, self._watcher = model, optimizers, watcher
         self._inputs: list[weakref.ref[Tensor]] = []
         self._labels: list[tuple[Tensor, str]] = []
-        self._finder = finder
-        self._saturates = saturates
-        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-        self._of_gradients: frozenset[Origin] = frozenset()
-        """The origins of this step's gradients that are not finite."""
-        self._of_optimizer: dict[str, frozenset[Origin]] = {}
-        """The origins of this step that are no ops, by the parameter they wrote to."""
-        ranges = [(item, value_range(item.tensor)) for item in self._items()]
-        self._bad = {item.label for item, x in ranges if not is_finite(x)}
-        self._large = {item.label for item, x in ranges if at_largest(item.tensor.dtype, x)}
+        self._of_gradients: dict[str, Origins] = {}
+        """Parameter to the origins of its gradient, if that is not finite in this step."""
+        self._bad = {x.label for x in self._items() if not is_finite(value_range(x.tensor))}
 
     def begin_step(self) -> None:
         """A step begins."""
-        self._of_gradients = frozenset()
-        self._of_optimizer = {}
-        self._inputs.clear()
-        self._labels.clear()
+        for of_step in (self._of_gradients, self._inputs, self._labels):
+            of_step.clear()
 
     def label(self, x: Tensor, name: str) -> None:
         """Call a tensor `name` in this step's reports; it stays in memory until the next step."""
@@ -92,94 +83,94 @@ class StateCheck:
     def name_of(self, x: Tensor) -> str | None:
         """The name of a tensor: parameter, buffer, gradient, the model's input."""
         key = memory(x)
-        for labelled, name in self._labels:
-            if memory(labelled) == key:
-                return name
-        for item in (*self._items(), *self._gradients()):
-            if memory(item.tensor) == key:
-                return item.label
-        is_input = any(memory(x) == key for x in self._live_inputs())
-        return "the model's input" if is_input else None
-
-    def eps_reason(self, owner: str) -> str | None:
-        """Why an optimizer divides by 0: its `eps` is 0 in the dtype of the parameter `owner`."""
-        for p, _, group in self._groups_of(owner):
-            eps = group.get("eps")
-            if isinstance(eps, float) and eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
-                return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
-        return None
+        named = [(item.tensor, item.label) for item in (*self._items(), *self._gradients())]
+        named += [(given, "the model's input") for given in self._live_inputs()]
+        return next((name for x, name in (*self._labels, *named) if memory(x) == key), None)
 
     def check_gradients(self, step: int) -> None:
         """Check the gradients before they are unscaled, clipped or used."""
         for item in self._gradients():
             if is_finite(measured := value_range(item.tensor)):
                 continue
-            origins = self._finder.lineage.of(item.tensor)
-            if not origins:
-                origins = frozenset({self._unseen(step, item, "backward", _kind(measured))})
-            mark_reached(origins, item.label, item.owner)
-            self._of_gradients |= origins
+            origins = self._watcher.origins_of(item.tensor)
+            origins = origins or self._unseen(step, item, "backward", kind_of(measured))
+            mark_reached(origins, item.label)
+            self._of_gradients[item.owner] = origins
 
     def check_after_step(self, step: int) -> None:
         """Check the tensors that the step wrote; those that were bad before are not reported."""
-        bad, large = set(), set()
+        bad = set()
+        by_optimizer: dict[str, Origins] = {}
         for item in self._items():
-            measured = value_range(item.tensor)
-            if not is_finite(measured):
-                bad.add(item.label)
-                if item.label not in self._bad:
-                    self._add_bad(step, item, _kind(measured))
-            elif self._saturates and at_largest(item.tensor.dtype, measured):
-                large.add(item.label)
-                if item.label not in self._large:
-                    origin = self._unseen(step, item, "optimizer", "saturated")
-                    mark_reached([origin], item.label, item.owner)
-        self._bad, self._large = bad, large
+            if is_finite(measured := value_range(item.tensor)):
+                continue
+            bad.add(item.label)
+            if item.label not in self._bad:
+                # what spoiled a parameter spoils its state
+                origins = self._origins_of(item) or by_optimizer.get(item.owner)
+                origins = origins or self._by_optimizer(step, item, kind_of(measured))
+                by_optimizer[item.owner] = origins
+                self._add_bad(item, origins)
+        self._bad = bad
 
-    def _add_bad(self, step: int, item: StateTensor, kind: str) -> None:
-        """A tensor that was finite before the step is not any more."""
-        origins = self._finder.lineage.of(item.tensor) or self._of_gradients
-        if not origins:  # what spoiled a parameter spoils its state
-            origins = self._of_optimizer.get(item.owner, frozenset())
-        if not origins:
-            origins = frozenset({self._unseen(step, item, "optimizer", kind)})
-            self._of_optimizer[item.owner] = origins
-        self._finder.lineage.put(item.tensor, origins)
-        mark_reached(origins, item.label, item.owner)
+    def _origins_of(self, item: StateTensor) -> Origins:
+        """Of a tensor that the step spoiled: its own, its gradient's, or those of any gradient.
+
+        Clipping divides by the norm of all gradients, and so spoils each of them.
+        """
+        own = self._watcher.origins_of(item.tensor) or self._of_gradients.get(item.owner)
+        return own or frozenset[Origin]().union(*self._of_gradients.values())
+
+    def _add_bad(self, item: StateTensor, origins: Origins) -> None:
+        self._watcher.spoil(item.tensor, origins)
+        mark_reached(origins, item.label)
         for origin in origins:
             origin.lasts = True
 
-    def _unseen(self, step: int, item: StateTensor, phase: str, kind: str) -> Origin:
-        """The origin of numbers that no op of PyTorch wrote."""
-        in_optimizer = phase == "optimizer"
-        optimizers = [*(x for _, x, _ in self._groups_of(item.owner)), *self._optimizers]
-        stepped = type(optimizers[0]).__name__ if optimizers else "optimizer"
-        others = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
-        gradients = [g for g in self._gradients() if g.owner == item.owner and in_optimizer]
+    def _by_optimizer(self, step: int, item: StateTensor, kind: str) -> Origins:
+        """The origin of numbers that an optimizer wrote, although the gradients are finite."""
+        owner = dict(self._parameters()).get(item.owner)
+        held = [(x, p, group) for x, p, group in self._groups() if p is owner]
+        optimizer = held[0][0] if held else next(iter(self._optimizers), None)
+        reason = next((text for found in held if (text := _eps_reason(*found))), None)
+        if reason is not None and kind == "overflow":
+            kind = "infinite"  # a division by 0, in any precision
+        return self._unseen(step, item, "optimizer", kind, optimizer, reason)
+
+    def _unseen(
+        self,
+        step: int,
+        item: StateTensor,
+        phase: str,
+        kind: str,
+        optimizer: Optimizer | None = None,
+        reason: str | None = None,
+    ) -> Origins:
+        """The origin of numbers that no op of PyTorch wrote where it was watched."""
+        of_owner = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
+        gradients = [g for g in self._gradients() if g.owner == item.owner and phase != "backward"]
         module = item.owner.rpartition(".")[0]
         exception = FpException(
             verdict="absorbed",
             kind=kind,
             step=step,
             last_step=step,
-            op=f"{stepped}.step" if in_optimizer else UNSEEN,
+            op=UNSEEN if phase == "backward" else f"{type(optimizer).__name__}.step",
             phase=phase,
             module=module,
-            module_kind=self._kinds.get(module, ""),
+            module_kind=self._watcher.kinds.get(module, ""),
             location=None,
             inputs=tuple(stats(x.label, x.tensor) for x in gradients),
-            outputs=tuple(stats(x.label, x.tensor) for x in (item, *others)),
-            before=self._finder.past,
+            outputs=tuple(stats(x.label, x.tensor) for x in (item, *of_owner)),
+            reason=reason,
         )
-        return self._finder.add(exception, item.tensor)
+        return frozenset({self._watcher.add(exception)})
 
-    def _groups_of(self, owner: str) -> Iterator[tuple[Tensor, Optimizer, dict[str, Any]]]:
-        """The parameter of this name, with each optimizer and group that has it."""
-        p = dict(self._parameters()).get(owner)
+    def _groups(self) -> Iterator[tuple[Optimizer, Tensor, dict[str, Any]]]:
+        """Each parameter that is trained, with its optimizer and group."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                if p is not None and any(p is x for x in group["params"]):
-                    yield p, optimizer, group
+                yield from ((optimizer, p, group) for p in group["params"])
 
     def _gradients(self) -> Iterator[StateTensor]:
         for name, p in self._parameters():
@@ -214,8 +205,17 @@ class StateCheck:
             yield StateTensor(f"buffer {name}", name, buffer)
 
 
-def _kind(measured: ValueRange | None) -> str:
-    return "invalid" if measured is not None and measured.has_nan else "overflow"
+def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str | None:
+    """Why an optimizer divided by 0: a moment is 0, and its `eps` is 0 in the parameter's dtype."""
+    eps = group.get("eps")
+    if not isinstance(eps, float) or not eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
+        return None
+    bad = ~torch.isfinite(p.detach())
+    state = optimizer.state.get(p, {}).values()
+    moments = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
+    if not any(bool((bad & (x == 0)).any()) for x in moments):
+        return None
+    return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
 
 
 OUTPUT = "the model's output"
@@ -288,13 +288,14 @@ class Response:
         return replace(outcome, dropped=dropped, stop_reason=reason)
 
 
-class StepMonitor:
+class StepMonitor(StepListener):
     """Inspects one step after another, and responds.
+
+    `watcher.following(..., listeners=[monitor])` tells it the model's inputs and outputs.
 
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
         response: decides; None to log.
-        saturates: whether 16-bit numbers clamped to the largest of their dtype count.
         report: the exceptions are added to it.
         share: gives the exceptions of all processes, from those of this one.
     """
@@ -304,7 +305,6 @@ class StepMonitor:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         response: Response | None = None,
-        saturates: bool = False,
         report: NonfiniteReport | None = None,
         share: Share = tuple,
     ) -> None:
@@ -312,23 +312,23 @@ class StepMonitor:
         self._share = share
         self._model, self._optimizers = model, optimizers
         self._response = response or Response("log")
-        self._finder = OriginFinder(saturates, lambda x: self._state.name_of(x))
-        self._state = StateCheck(model, optimizers, self._finder, saturates)
+        self.watcher = NonfiniteWatcher(
+            model, lambda x: self._state.name_of(x), self.check_gradients
+        )
+        """The mode to enter."""
+        self._state = StateCheck(model, optimizers, self.watcher)
         self._step = 0
         self._snapshot: Snapshot | None = None
         self._checked_gradients = False
-        self._of_outputs: frozenset[Origin] = frozenset()
+        self._of_outputs: Origins = frozenset()
         """The origins of this step's outputs of the model that are not finite."""
-        self.watcher = NonfiniteWatcher(model, self._finder.inspect, self.check_gradients)
-        """The mode to enter."""
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._step, self._checked_gradients, self._snapshot = step, False, None
         self._of_outputs = frozenset()
-        self._finder.begin_step(step)
         self._state.begin_step()
-        self.watcher.begin_step()
+        self.watcher.begin_step(step)
 
     def save(self) -> None:
         """Copy model and optimizers, for `skip`; the first call in a step counts."""
@@ -336,15 +336,16 @@ class StepMonitor:
             with self.watcher.muted():
                 self._snapshot = Snapshot(self._model, *self._optimizers)
 
-    def inputs(self, inputs: Any) -> None:
-        """The model is called with these."""
-        self._state.inputs(tensors_of(inputs))
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        if not path and not in_backward():  # of a part, or a recomputation
+            self._state.inputs(tensors_of(inputs))
 
-    def outputs(self, outputs: Any) -> None:
-        """The model returned these."""
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        if path or in_backward():
+            return
         for x in tensors_of(outputs):
             if not is_finite(value_range(x)):
-                origins = self._finder.lineage.of(x)
+                origins = self.watcher.origins_of(x)
                 mark_reached(origins, OUTPUT)
                 self._of_outputs |= origins
 
@@ -360,7 +361,7 @@ class StepMonitor:
         if is_finite(value_range(g)):
             return
         if self._of_outputs:
-            self._finder.lineage.put(g, self._of_outputs)
+            self.watcher.spoil(g, self._of_outputs)
         else:
             self._state.label(g, name)
 
@@ -383,7 +384,7 @@ class StepMonitor:
         """
         self._state.check_after_step(self._step)
         scale = loss_scale or self.watcher.loss_scale
-        judged = [_judged(self._placed(origin), skipped, scale) for origin in self._finder.new]
+        judged = [_judged(origin, skipped, scale) for origin in self.watcher.origins]
         exceptions = self._share(e for e in judged if e is not None)
         outcome = self._response.to(StepOutcome(self._step, skipped, exceptions))
         if outcome.dropped and self._snapshot is not None:
@@ -392,28 +393,13 @@ class StepMonitor:
             self.report.dropped_steps += 1
         return replace(outcome, new_findings=self.report.add_step(exceptions))
 
-    def _placed(self, origin: Origin) -> Origin:
-        """An op of the optimizer belongs to the module whose parameter it spoiled."""
-        exception = origin.exception
-        if exception.phase != "optimizer" or not origin.owner:
-            return origin
-        divided_by_0 = "div" in exception.op and exception.kind in ("infinite", "invalid")
-        module = origin.owner.rpartition(".")[0]
-        placed = replace(
-            exception,
-            module=module,
-            module_kind=self.watcher.kinds.get(module, ""),
-            reason=self._state.eps_reason(origin.owner) if divided_by_0 else None,
-        )
-        return replace(origin, exception=placed)
-
 
 def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpException | None:
     """The exception with its verdict; None for a constant that did no harm."""
     harmed = [what for what in origin.reached if not (origin.deliberate and what == OUTPUT)]
     if origin.deliberate and not harmed:
         return None
-    harmful = harmed or origin.exception.kind == "saturated" or origin.distorts
+    harmful = harmed or origin.divided_by
     undone = skipped and not origin.lasts and _by_loss_scale(origin.exception, loss_scale)
     return replace(
         origin.exception,
@@ -421,7 +407,7 @@ def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpExcept
         reached=tuple(islice(origin.reached, REACHED)),
         reached_count=len(origin.reached),
         loss_scale=loss_scale,
-        wrong=origin.wrong,
+        divided_by=origin.divided_by,
     )
 
 

@@ -124,7 +124,11 @@ def replay(
     repeated = RepeatedCalls(saved, model, device)
     repeated.monitor.begin_step(saved.step)
     watcher = repeated.monitor.watcher
-    with torch.enable_grad(), watcher.following(model, listeners=[repeated]), watcher:
+    with (
+        torch.enable_grad(),
+        watcher.following(model, listeners=[repeated, repeated.monitor]),
+        watcher,
+    ):
         if step is None:
             repeated.by_themselves()
         else:
@@ -158,11 +162,6 @@ class RepeatedCalls(StepListener):
         if self._next < len(self._saved.calls):
             restore_random(self._saved.calls[self._next].random)
         self._next += 1
-        self.monitor.inputs(inputs)
-
-    def on_forward_end(self, path: str, outputs: Any) -> None:
-        if not path and not in_backward():
-            self.monitor.outputs(outputs)
 
     def by_themselves(self) -> None:
         """Forward with the saved inputs, backward from the saved gradients."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mprun.numerics.nonfinite.fp_exception import FpException, PastOp, TensorStats
-from mprun.numerics.nonfinite.step_capture import StepCapture
+from mprun.numerics.nonfinite.fp_exception import FpException, TensorStats
+from mprun.numerics.nonfinite.saved_step import StepCapture
 from mprun.numerics.step_events import StepHooks
 
 
@@ -30,7 +29,6 @@ def exception(**fields: Any) -> FpException:
         "inputs": (TensorStats("self", "float16", (2, 3), -1.0, 300.0, 0, 0),),
         "outputs": (TensorStats("result", "float16", (2, 3), -1.0, 1.0, 0, 2),),
         "in_float64": TensorStats("result", "float64", (2, 3), -1.0, 90000.0, 0, 0),
-        "before": (PastOp("add", "forward", "fc", None, "float16", (2,), -math.inf, math.nan),),
         "reached": ("the loss", "gradient of fc.weight"),
         "reached_count": 2,
     }

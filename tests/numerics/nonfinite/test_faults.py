@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from mprun import optim
-from mprun.numerics import FpException, FpExceptionError, fp_exceptions
+from mprun.numerics import FpException, fp_exceptions
 from mprun.numerics.nonfinite import NonfiniteReport
 from mprun.precision import OpListCaster, op_lists
 
@@ -128,9 +128,6 @@ def test_an_overflow_in_a_named_layer_s_forward_pass() -> None:
     assert e.reached[:2] == ("the model's output", "the loss")
     assert "gradient of last.weight" in e.reached
     assert "parameter first.weight" in e.reached
-    assert e.before[-1].op == "mul"  # the first of the two
-    assert e.before[-1].high == given.high
-    assert [x.op for x in e.before] == ["addmm", "mul"]
 
 
 def test_an_overflow_of_autocast_s_cast_is_the_cast_s() -> None:
@@ -371,65 +368,30 @@ def test_a_dynamic_loss_scale_that_is_too_high_is_expected() -> None:
     assert (e.step, e.last_step, e.count) == (1, 6, 6)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", [SGD, optim.SGD])
-def test_halt_acts_after_some_expected_ones_in_a_row(kind: Any) -> None:
-    """A step that the scaler skips without a word to the optimizer ends with the next one."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    model, seen = stack(), []
-
-    def loss(output: Tensor) -> Tensor:
-        seen.append(1)
-        return mean_square(output.half())
-
-    optimizer = kind(model.parameters(), lr=1e-3)
-    with pytest.raises(FpExceptionError, match="3 steps in a row overflowed and were skipped"):
-        train(model, X, optimizer, 9, loss, scaler, action="halt", halt_after=3)
-    assert len(seen) == 3
-
-
 # ---- the optimizer -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["c", "eager"])
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
-def test_an_overflow_in_an_optimizer_of_mprun(kind: Any, engine: str) -> None:
-    model = stack().half()
-    optimizer = kind(too_fast(model, 1e9), lr=1e-3, engine=engine, rounding="nearest")
-    e = only(train(model, X.half(), optimizer))
-    assert (e.kind, e.phase, e.module, e.module_kind) == ("overflow", "optimizer", "last", "Linear")
-    assert e.reached == ("parameter last.weight",)
-    assert e.outputs[0].inf == WIDTH * WIDTH
-    if engine == "c":  # no op of PyTorch's
-        assert e.op == f"{kind.__name__}.step"
-        assert e.outputs[0].name == "parameter last.weight"
-        assert [x.name for x in e.inputs] == ["gradient of last.weight"]
-
-
-def test_a_parameter_that_an_optimizer_clamped() -> None:
-    model = stack().half()
-    optimizer = optim.SGD(too_fast(model, 1e9), lr=1e-3, engine="c", overflow="saturate")
-    e = only(train(model, X.half(), optimizer, saturates=True))
-    assert (e.kind, e.op, e.phase, e.module) == ("saturated", "SGD.step", "optimizer", "last")
-    assert e.outputs[0].name == "parameter last.weight"
-    assert e.outputs[0].max_abs == 65504.0
-    assert e.reached == ("parameter last.weight",)
-
-
-@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_an_overflow_in_an_optimizer_of_pytorch(how: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (optim.SGD, {"engine": "c", "rounding": "nearest"}),
+        (optim.AdamW, {"engine": "eager", "rounding": "nearest"}),
+        (SGD, {"foreach": True}),
+        (SGD, {"fused": True}),
+    ],
+    ids=["c", "eager", "foreach", "fused"],
+)
+def test_an_overflow_in_an_optimizer_names_the_parameter(kind: Any, options: Any) -> None:
     model = stack()
-    large = SGD(too_fast(model, 3e38), lr=1e-3, **how)
-
-    def loss(output: Tensor) -> Tensor:
-        return output.sum() * 100
-
-    e = only(train(model, optimizer=large, loss=loss))
-    assert (e.kind, e.phase, e.module, e.module_kind) == ("overflow", "optimizer", "last", "Linear")
-    names = {"foreach": "_foreach_add_", "fused": "_fused_sgd_", "single": "add_"}
-    assert e.op == names[next((name for name, on in how.items() if on), "single")]
+    model, x, lr = (model.half(), X.half(), 1e9) if kind is not SGD else (model, X, 3e38)
+    optimizer = kind(too_fast(model, lr), lr=1e-3, **options)
+    e = only(train(model, x, optimizer, loss=lambda output: output.float().sum() * 100))
+    assert (e.kind, e.op, e.phase) == ("overflow", f"{kind.__name__}.step", "optimizer")
+    assert (e.module, e.module_kind) == ("last", "Linear")
     assert e.reached == ("parameter last.weight",)
-    assert {x.shape for x in e.outputs} == {(WIDTH, WIDTH)}
+    assert e.outputs[0].name == "parameter last.weight"
+    assert e.outputs[0].inf == WIDTH * WIDTH
+    assert [x.name for x in e.inputs] == ["gradient of last.weight"]
 
 
 def test_a_second_moment_that_overflows_names_the_state() -> None:
@@ -440,7 +402,7 @@ def test_a_second_moment_that_overflows_names_the_state() -> None:
         return output.sum() * 1e25
 
     e = train(model, optimizer=optimizer, loss=loss).findings[0]
-    assert (e.kind, e.op, e.phase) == ("overflow", "addcmul_", "optimizer")
+    assert (e.kind, e.op, e.phase) == ("overflow", "Adam.step", "optimizer")
     assert e.reached == ("exp_avg_sq of first.weight",) or e.reached[0].startswith("exp_avg_sq of")
     assert all(what.startswith("exp_avg_sq") for what in e.reached)
 
@@ -483,24 +445,6 @@ def test_statistics_that_a_skipped_step_leaves_bad_are_a_finding() -> None:
 
 
 # ---- what came from elsewhere --------------------------------------------------------------------
-
-
-def test_a_nan_in_the_data() -> None:
-    x = X.clone()
-    x[1, 2] = math.nan
-    e = only(train(stack(), x))
-    assert (e.kind, e.op, e.phase, e.module) == ("outside", "addmm", "forward", "first")
-    assert e.outputs[0].nan == 1
-    assert "the loss" in e.reached
-
-
-def test_a_weight_that_was_bad_before() -> None:
-    model = stack()
-    with torch.no_grad():
-        model.last.bias[0] = math.inf
-    e = train(model).findings[0]
-    assert (e.kind, e.module, e.op) == ("outside", "last", "addmm")
-    assert e.outputs[0].inf == 1
 
 
 def test_the_next_step_s_consequences_are_no_new_findings() -> None:

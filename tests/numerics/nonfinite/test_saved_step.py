@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mprun.inspect.replay import read_step
-from mprun.numerics.nonfinite.saved_step import UNSAVED, SavedStep
-from mprun.numerics.nonfinite.step_capture import SMALL_BYTES, StepCapture
+from mprun.numerics.nonfinite.saved_step import SMALL_BYTES, UNSAVED, SavedStep, StepCapture
 from tests.numerics.nonfinite import capturing
 from tests.numerics.nonfinite.loops_with_nan import SCRIPTS, train, write
 
