@@ -22,8 +22,7 @@ import mprun
 from mprun._torch import tree_leaves
 from mprun.assemble import make_plan
 from mprun.config import compose
-from mprun.experiments.plan_answer import plan_answer, search_answer
-from mprun.experiments.proof import SelectedCasts
+from mprun.experiments.plan_answer import plan_answer
 from mprun.precision import op_lists
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
 from mprun.records.training_answer import TrainingAnswer
@@ -94,8 +93,10 @@ def searched(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> Traini
     composed = compose([*LINEAR, f"precision={mode}"])
     every = ("linear", "layer_norm", "gelu", "softmax", "exp", "mul")
     lists = op_lists([name for name in every if name not in fp32], fp32)
-    casts = SelectedCasts(lists, layers, 1024.0)
-    return search_answer(make_plan(composed.config, ()), casts, ("Made by a test.",))
+    plan = make_plan(composed.config, ())
+    policy = dataclasses.replace(plan.policy, casting="op_lists")
+    plan = dataclasses.replace(plan, op_lists=lists, layers=layers, policy=policy)
+    return plan_answer(plan, ("Made by a test.",))
 
 
 def own_trace(mode: str, **options: Any) -> list[Row]:
@@ -228,7 +229,7 @@ def test_op_lists_and_float32_layers_of_a_search(
     assert any(row[2] == torch.float32 for row in wanted)
     assert any(row[2] != torch.float32 for row in wanted)
     text = snippets(answer)[f"snippets/{file}"]
-    assert ("init_scale=1024.0" in text) == (mode == "fp16_mixed")
+    assert ("init_scale=65536.0" in text) == (mode == "fp16_mixed")
     check(text, file, folder, wanted)
 
 
