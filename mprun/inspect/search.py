@@ -42,10 +42,9 @@ from mprun.numerics.format_search import (
     gemm_sizes,
 )
 from mprun.numerics.op_candidates import op_candidates
-from mprun.numerics.op_search import CandidateSearch, KeptHigh, Sensitivity
+from mprun.numerics.op_search import CandidateSearch, Sensitivity
 from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes
 from mprun.numerics.tolerance import Tolerance
-from mprun.precision import backend_flags
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.policy_columns import FORMAT_MODES
@@ -108,7 +107,7 @@ class PlannedSearch:
             RunFailedError: the model's step cannot run.
         """
         low = self.low.plan
-        with self.low.executing(), backend_flags(low.policy, low.native_tf32):
+        with self.low.executing():
             search = _of_ops if low.policy.gemms == "none" else _of_gemms
             found = search(low, make_plan(self.float32.config, ()), self.settings, parts)
         names = ("recipe", "precision", "seed", "execution")
@@ -126,23 +125,19 @@ class PlannedSearch:
 
     def overrides(self, given: Sequence[str], files: Sequence[str], folder: Path) -> list[str]:
         """Those of a run that uses the files of a result."""
-        lists, layers = folder / OPS, folder / LAYERS
-        added = []
+        replaced, added = ["run"], []
         if OPS in files:
-            given = [text for text in given if key_of(text) != "op_lists"]
-            added = [f"op_lists.lower_file={lists}", f"op_lists.fp32_file={lists}"]
-            added = ["op_lists=hmp", *added]
+            replaced.append("op_lists")
+            added = ["op_lists=hmp"]  # for its third list: ops that join several tensors
+            added += [f"op_lists.{kind}_file={folder / OPS}" for kind in ("lower", "fp32")]
         if LAYERS in files:
-            added.append(f"precision.layers_file={layers}")
-        return [*(text for text in given if key_of(text) != "run"), *added]
+            added.append(f"precision.layers_file={folder / LAYERS}")
+        return [*(text for text in given if key_of(text) not in replaced), *added]
 
 
 def _closing_lines(search: OpSearch) -> Iterator[str]:
     """Which gradients do not count, and what was left open."""
     yield from unjudged(search.unjudged_parameters, search.zero_gradients, search.reference)
-    ops = search.search.get("ops")
-    if ops is not None and not ops.is_within:
-        yield "warning: the difference is above the tolerance even with every op in float32"
     for sentence in search.unsettled:
         yield f"not settled, ended by {search.ended_by}: {sentence}"
 
@@ -246,7 +241,7 @@ def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: Limite
         always=list(candidates.always),
         lower=list(candidates.lower),
     )
-    modules = found["modules"].names if search.answer == "modules" else ()
+    modules = found["modules"].high if search.answer == "modules" else ()
     return replace(search, layers=dict.fromkeys(modules, "fp32"))
 
 
@@ -305,8 +300,9 @@ def _load_trained(
 ) -> None:
     """Give the model the weights of a training: drawn weights are only its start."""
     parts(f"training {steps} steps in float32")
+    # validation data are for the search alone, and would take time after each epoch
     without = replace(float32.splits, validation=float32.splits.validation.first(0))
-    with backend_flags(float32.policy, float32.native_tf32):
+    with float32.backend_flags():  # inside the flags of the mode: float32 is IEEE here
         trained = build_parts(replace(float32, splits=without))
         if steps:
             Trainer(trained, Limits(None, steps, None)).fit()
@@ -355,9 +351,9 @@ def _above(bits: float) -> float:
 
 def _searched(
     searches: Sequence[CandidateSearch], tolerance: Tolerance, budget: float | None
-) -> dict[str, KeptHigh]:
+) -> dict[str, Selection]:
     """The smallest list of each kind, as far as it gets."""
-    found: dict[str, KeptHigh] = {}
+    found: dict[str, Selection] = {}
     with suppress(EndedEarlyError):
         for search in searches:
             search.measure()
@@ -366,16 +362,16 @@ def _searched(
     return found
 
 
-def _is_wanted(search: CandidateSearch, found: dict[str, KeptHigh]) -> bool:
+def _is_wanted(search: CandidateSearch, found: dict[str, Selection]) -> bool:
     """Whether the list of a kind is searched: no other is, where no op has to stay high."""
-    return not found or (bool(search.candidates.names) and all(x.names for x in found.values()))
+    return not found or (bool(search.candidates.names) and all(x.high for x in found.values()))
 
 
 def _plural(search: CandidateSearch) -> str:
     return f"{search.candidates.kind}s"
 
 
-def _answer(found: dict[str, KeptHigh]) -> str:
+def _answer(found: dict[str, Selection]) -> str:
     """The kind of the better list: the first, unless another is enough and costs less."""
     answer = "none"
     for kind, kept in found.items():
@@ -389,7 +385,7 @@ def _record(
     tolerance: Tolerance,
     probe: CastProbe,
     searches: Sequence[CandidateSearch],
-    found: dict[str, KeptHigh],
+    found: dict[str, Selection],
     parts: LimitedParts,
     **facts: Any,
 ) -> OpSearch:
@@ -409,10 +405,7 @@ def _record(
             ]
             for search in searches
         },
-        search={
-            kind: Selection(list(kept.names), kept.is_within, kept.harm, kept.measure, kept.cost)
-            for kind, kept in found.items()
-        },
+        search=found,
         answer=_answer(found),
         ended_by=parts.ended_by,
         unsettled=list(_unsettled(searches, found)) if parts.ended_by else [],
@@ -420,11 +413,12 @@ def _record(
     )
 
 
-def _unsettled(searches: Sequence[CandidateSearch], found: dict[str, KeptHigh]) -> Iterator[str]:
+def _unsettled(searches: Sequence[CandidateSearch], found: dict[str, Selection]) -> Iterator[str]:
     """What a search that ended early leaves open."""
     for search in searches:
-        done, of = len(search.effects), len(search.candidates.names)
-        if done < of:
-            yield f"{done} of {counted(of, search.candidates.kind)} measured"
         if _plural(search) not in found and _is_wanted(search, found):
-            yield f"the smallest list of {_plural(search)} was not searched to its end"
+            done, of = (
+                len(search.effects),
+                counted(len(search.candidates.names), search.candidates.kind),
+            )
+            yield f"{done} of {of} measured, and no list of {_plural(search)} chosen"

@@ -107,15 +107,14 @@ def _sizes(layer: nn.Linear, x: Tensor) -> dict[str, GemmSize]:
     return {name: GemmSize(m * k * n, summed) for name, (summed, needed) in rows.items() if needed}
 
 
-def gemm_bits(gemm: Gemm, summed: int, high_bits: float = BFLOAT16_BITS) -> float:
+def gemm_bits(gemm: Gemm, summed: int) -> float:
     """Bits of a number, the mean over both factors.
 
     Args:
         gemm: the formats.
         summed: numbers in a row of the factors, which may share a scale.
-        high_bits: of factors in the layer's dtype.
     """
-    own = high_bits if gemm.dtype is None else 8.0 * gemm.dtype.itemsize
+    own = BFLOAT16_BITS if gemm.dtype is None else 8.0 * gemm.dtype.itemsize
     factors = (gemm.left, gemm.right)
     return sum(own if x is None else x.bits_per_number(summed) for x in factors) / 2
 
@@ -125,21 +124,15 @@ class EffectiveBits:
 
     Args:
         sizes: of every GEMM.
-        gemms: the formats of the layers that have some.
-        high_bits: of GEMMs without a format.
+        gemms: the formats of the layers that have some; other GEMMs are bfloat16.
     """
 
     def __init__(
-        self,
-        sizes: Mapping[GemmName, GemmSize],
-        gemms: Mapping[str, LinearGemms],
-        high_bits: float = BFLOAT16_BITS,
+        self, sizes: Mapping[GemmName, GemmSize], gemms: Mapping[str, LinearGemms]
     ) -> None:
-        self._sizes, self._high_bits = sizes, high_bits
+        self._sizes = sizes
         formats = {name: getattr(gemms.get(name.layer), name.product, HIGH) for name in sizes}
-        self._bits = {
-            name: gemm_bits(gemm, sizes[name].summed, high_bits) for name, gemm in formats.items()
-        }
+        self._bits = {name: gemm_bits(gemm, sizes[name].summed) for name, gemm in formats.items()}
         self.formatted = [name for name, gemm in formats.items() if gemm.formats]
         """The GEMMs that have a format."""
 
@@ -147,7 +140,7 @@ class EffectiveBits:
         """With these GEMMs high."""
         kept = {*high}
         bits = (
-            size.operations * (self._high_bits if name in kept else self._bits[name])
+            size.operations * (BFLOAT16_BITS if name in kept else self._bits[name])
             for name, size in self._sizes.items()
         )
         return sum(bits) / sum(size.operations for size in self._sizes.values())

@@ -30,7 +30,7 @@ from mprun.numerics.op_candidates import OpCandidates, float32_share, forward_ca
 from mprun.numerics.passes import Batch, CastPlan, Loss, Passes
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
-from mprun.results.search_result import Deviation
+from mprun.results.search_result import Deviation, Selection
 
 Names = tuple[str, ...]
 SetMeasure = Callable[[Names], float]
@@ -70,9 +70,9 @@ def smallest_set(
 def _without_needless(high: Names, harm: SetMeasure) -> Names:
     """`high` without the names that can go: those that were added before the op that mattered."""
     before = None
-    while high != before:
+    while high != before:  # again: without one name, another may be needless
         before = high
-        for name in reversed(before):
+        for name in reversed(before):  # the least harmful alone first
             rest = tuple(n for n in high if n != name)
             high = rest if harm(rest) <= 1 else high
     return high
@@ -81,6 +81,7 @@ def _without_needless(high: Names, harm: SetMeasure) -> Names:
 def _swapped(high: Names, alone: Mapping[str, float], harm: SetMeasure, cost: SetMeasure) -> Names:
     """`high` with the op that overflows in place of one that only feeds it."""
     for name in high:
+        # a name that does no harm alone may feed the op that overflows, but is not to blame
         others = [n for n in alone if alone[n] > 1 and n not in high]
         sets = [tuple(other if n == name else n for n in high) for other in others]
         enough = [other for other in sets if harm(other) <= 1]
@@ -109,7 +110,7 @@ def least_harm(
 
     def removed_per_bit(name: str) -> float:
         bits = cost((name,)) - lowest
-        return alone[name] ** 2 / bits if bits > 0 else math.inf
+        return alone[name] ** 2 / bits if bits > 0 else math.inf  # free ones go first
 
     sets: list[Names] = [()]
     for name in sorted(alone, key=lambda n: -removed_per_bit(n)):
@@ -146,21 +147,6 @@ class Effect(NamedTuple):
     alone: Deviation
 
 
-@dataclass(frozen=True)
-class KeptHigh:
-    """Candidates to keep high, measured; the most harmful first."""
-
-    names: Names
-    harm: float
-    measure: Deviation
-    cost: float
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the harm is tolerated; if not, even keeping every name was not enough."""
-        return self.harm <= 1
-
-
 class CandidateSearch:
     """Measures candidates one by one, and sets of them; what was measured stays if `report` raises.
 
@@ -195,7 +181,7 @@ class CandidateSearch:
             alone = self._probe.measure(self.candidates.alone(name))
             self.effects.append(Effect(name, calls, alone))
 
-    def smallest(self, tolerance: Tolerance, budget: float | None = None) -> KeptHigh:
+    def smallest(self, tolerance: Tolerance, budget: float | None = None) -> Selection:
         """The cheapest set within the tolerance; with a budget, the set with the least harm.
 
         Errors below the noise of batches count with a budget, because it is there to spend.
@@ -212,14 +198,14 @@ class CandidateSearch:
         else:
             names = least_harm(alone, harm, cost, budget)
         measure = self.kept(names)
-        return KeptHigh(names, tolerance.harm(measure), measure, cost(names))
+        return Selection(names, tolerance.harm(measure), measure, cost(names))
 
 
 # ---- of a model ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Fp32List(KeptHigh):
+class Fp32List(Selection):
     """The smallest list to keep in float32, measured; its cost is the share of float32 numbers."""
 
     lists: OpLists
@@ -229,7 +215,7 @@ class Fp32List(KeptHigh):
     @property
     def fp32(self) -> Names:
         """Names of ops, or of modules, to keep in float32; the most harmful first."""
-        return self.names
+        return self.high
 
 
 class Sensitivity:
@@ -281,7 +267,7 @@ class Sensitivity:
     def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest list of ops in float32 that keeps to the tolerance."""
         kept = self.of_ops.smallest(tolerance.beside(self.unavoidable))
-        return Fp32List(**vars(kept), lists=self.candidates.lists(kept.names))
+        return Fp32List(**vars(kept), lists=self.candidates.lists(kept.high))
 
     def smallest_modules(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest set of modules in float32 that keeps to the tolerance."""

@@ -147,15 +147,19 @@ class SensitivityRow:
 class Selection:
     """The smallest list to keep in the higher precision."""
 
-    high: list[str]
+    high: tuple[str, ...]
     """The names; the most harmful first."""
-    is_within: bool
-    """Whether the result is within the tolerance; if not, no list is, or none within the budget."""
     harm: float
+    """With them high; at most 1 is tolerated."""
     measure: Deviation
     cost: float
     """Of ops and modules: the share of the numbers computed in the forward pass that are float32.
     Of GEMMs: effective bits."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the harm is tolerated; if not, no list does that, or none within the budget."""
+        return self.harm <= 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,20 +154,13 @@ def read() -> dict[str, Any]:
 # ---- what it finds -------------------------------------------------------------------------------
 
 
-@pytest.mark.representative("none-*", "exp_reciprocal-*")
 @pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        ("none", []),
-        ("exp", ["exp"]),
-        ("reciprocal", ["reciprocal"]),
-        ("exp_reciprocal", ["exp", "reciprocal"]),
-    ],
+    ("plant", "expected"), [("none", []), ("exp_reciprocal", ["exp", "reciprocal"])]
 )
 def test_the_planted_ops_are_on_the_list(plant: str, expected: list[str]) -> None:
     found = searched(plant)
     assert sorted(found["search"]["ops"]["high"]) == expected
-    assert found["search"]["ops"]["is_within"] is True
+    assert found["search"]["ops"]["harm"] <= 1
     lists = yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))
     assert sorted(lists["fp32"]) == expected
     row = found["everything_lower"]["measure"]
@@ -365,8 +358,7 @@ def test_ctrl_c_keeps_the_ops_that_were_measured(
     found = read()
     assert len(found["rows"]["ops"]) == 3  # the third was being measured
     assert (found["search"], found["answer"], found["ended_by"]) == ({}, "none", "Ctrl-C")
-    assert found["unsettled"][0] == "3 of 7 ops measured"
-    assert found["unsettled"][1] == "the smallest list of ops was not searched to its end"
+    assert found["unsettled"][0] == "3 of 7 ops measured, and no list of ops chosen"
     assert not Path("found/ops.yaml").exists()
     out = capsys.readouterr().out
     assert "ops, one at a time" in out
@@ -381,8 +373,7 @@ def test_ctrl_c_keeps_the_list_of_ops_while_modules_are_measured(
     found = read()
     assert found["search"]["ops"]["high"] == ["exp"]
     assert "modules" not in found["search"]
-    assert found["unsettled"][0] == "1 of 3 modules measured"
-    assert "list of modules was not searched to its end" in found["unsettled"][1]
+    assert found["unsettled"] == ["1 of 3 modules measured, and no list of modules chosen"]
     assert "exp" in yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))["fp32"]
     assert "use it: mprun" in capsys.readouterr().out
 

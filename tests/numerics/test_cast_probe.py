@@ -554,14 +554,6 @@ def test_code_that_is_run_again_in_the_backward_pass_is_cast_again() -> None:
         assert getattr(again, figure) == getattr(plain, figure)
 
 
-@pytest.mark.parametrize(
-    ("signal", "noise", "db"),
-    [(1.0, 0.1, 10.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf)],
-)
-def test_a_ratio_of_sums_of_squares(signal: float, noise: float, db: float) -> None:
-    assert sums_db(signal, noise) == pytest.approx(db)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_ratio_of_sums_that_are_not_finite_is_none(broken: float) -> None:
     assert math.isnan(sums_db(broken, 1.0))

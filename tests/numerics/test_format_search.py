@@ -120,7 +120,7 @@ def test_gemms_without_outliers_tolerate_each_format(mode: str) -> None:
     expected = [f"{layer}.{product}" for layer in "134" for product in products]
     assert [effect.name for effect in found.effects] == expected
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((), True)
+    assert (high.high, high.is_within) == ((), True)
     in_bfloat16 = found.kept(tuple(found.candidates.names))
     assert in_bfloat16.gradients_db > found.kept(()).gradients_db
 
@@ -129,18 +129,18 @@ def test_gemms_without_outliers_tolerate_each_format(mode: str) -> None:
 def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) -> None:
     found, _, tolerance = sensitivity_of(planted(product, 300.0), "nvfp4")
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((f"{OUTLIER}.{product}",), True)
+    assert (high.high, high.is_within) == ((f"{OUTLIER}.{product}",), True)
     assert (
         max(found.effects, key=lambda effect: tolerance.harm(effect.alone)).name
         == f"{OUTLIER}.{product}"
     )
     lowest = found.candidates.cost(())
-    assert lowest < found.candidates.cost(high.names) < 16
+    assert lowest < found.candidates.cost(high.high) < 16
     # A budget for one GEMM of this size more goes to the same one, a smaller budget to none.
-    one = found.smallest(tolerance, found.candidates.cost(high.names))
-    assert (one.names, one.is_within) == (high.names, True)
+    one = found.smallest(tolerance, found.candidates.cost(high.high))
+    assert (one.high, one.is_within) == (high.high, True)
     none = found.smallest(tolerance, lowest)
-    assert (none.names, none.is_within) == ((), False)
+    assert (none.high, none.is_within) == ((), False)
 
 
 @pytest.mark.representative("forward")
@@ -148,15 +148,15 @@ def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) 
 def test_eight_bits_have_the_range_for_the_same_outliers(product: str) -> None:
     """E4M3 has numbers from 2^-9 to 448."""
     found, _, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
-    assert found.smallest(tolerance).names == ()
+    assert found.smallest(tolerance).high == ()
 
 
 def test_layers_can_be_searched_as_a_whole() -> None:
     found, groups, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
     assert [effect.name for effect in found.effects] == ["1", "3", "4"]
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((OUTLIER,), True)
-    assert groups.of(high.names) == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
+    assert (high.high, high.is_within) == ((OUTLIER,), True)
+    assert groups.of(high.high) == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
 
 
 def test_a_budget_never_does_more_harm_than_a_smaller_one() -> None:
@@ -165,7 +165,7 @@ def test_a_budget_never_does_more_harm_than_a_smaller_one() -> None:
     harms = []
     for budget in (lowest, (lowest + 16) / 2, 16.0):
         high = found.smallest(tolerance, budget)
-        assert found.candidates.cost(high.names) <= budget
+        assert found.candidates.cost(high.high) <= budget
         harms.append(tolerance.whole_harm(high.measure))
     assert harms == sorted(harms, reverse=True)
     assert harms[-1] < harms[0]

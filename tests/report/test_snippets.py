@@ -358,13 +358,6 @@ def test_rounding_of_every_result_is_named_as_missing() -> None:
         assert "# no equivalent: it was measured with emulated arithmetic" in text
 
 
-def test_lists_of_a_search_are_those_that_it_measured() -> None:
-    answer = searched("bf16_mixed", {}, ("exp", "softmax"))
-    assert answer.lists is not None
-    assert set(answer.lists.fp32) == {"exp", "softmax"}
-    assert set(answer.lists.lower) == {"linear", "layer_norm", "gelu", "mul"}
-
-
 def test_text_of_a_record_stays_text(folder: Path) -> None:
     hostile = ('"""\nimport os\nraise SystemExit', "a\\", "# \x1b[31m")
     answer = dataclasses.replace(

@@ -49,7 +49,7 @@ def row(name: str, harm: float, alone: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(*high: str, **more: Any) -> dict[str, Any]:
-    row = {"high": list(high), "is_within": True, "harm": 0.1, "measure": measure()}
+    row = {"high": list(high), "harm": 0.1, "measure": measure()}
     return {**row, "cost": 0.25, **more}
 
 
@@ -159,7 +159,7 @@ def test_the_outcome_marks_the_answer() -> None:
             {
                 **GEMMS,
                 "budget": 8.0,
-                "search": {"GEMMs": outcome("fc.forward", cost=7.125, is_within=False, harm=2.5)},
+                "search": {"GEMMs": outcome("fc.forward", cost=7.125, harm=2.5)},
             },
             "At most 8 effective bits: fc.forward in bfloat16 does the least harm that was found, "
             "not within the tolerance (2.5 times as much); 7.12 effective bits over all linear "
@@ -167,7 +167,7 @@ def test_the_outcome_marks_the_answer() -> None:
         ),
         ({"search": {}, "answer": "none"}, "No answer yet: the search ended before it had one."),
         (
-            {"search": {"ops": outcome("exp", is_within=False)}},
+            {"search": {"ops": outcome("exp", harm=2.0)}},
             "No list of ops is enough: with every op in float32 the difference is still too large.",
         ),
     ],
@@ -177,7 +177,7 @@ def test_the_answer_is_a_sentence(changes: dict[str, Any], text: str) -> None:
 
 
 def test_modules_that_are_not_enough_are_no_outcome() -> None:
-    result = search(search={"ops": outcome("exp"), "modules": outcome("fc.1", is_within=False)})
+    result = search(search={"ops": outcome("exp"), "modules": outcome("fc.1", harm=2.0)})
     assert "fc.1" not in shown(outcome_table(result))
 
 
@@ -202,7 +202,7 @@ def test_the_files_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_not_enough_says_so() -> None:
-    result = search(search={"ops": outcome("exp", is_within=False)})
+    result = search(search={"ops": outcome("exp", harm=2.0)})
     assert "# THIS EXCEEDS THE TOLERANCE" in texts(result)[OPS]
 
 
