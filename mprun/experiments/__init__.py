@@ -1,1 +1,1 @@
-"""Many runs, or a close look at one: sweep, advise, double, search-ops; trace, numerics, memory."""
+"""Many runs: sweep, advise, double; a run that is planned and not trained."""

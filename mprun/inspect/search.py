@@ -263,10 +263,9 @@ def _of_gemms(
     candidates = groups.candidates(low.device.type)
     measured = CandidateSearch(probe, candidates, parts)
     unavoidable = groups.moved_weights(probe)
-    everything, bfloat16 = (
-        CastResult(measured.kept(names), candidates.cost(names), "bf16_mixed")
-        for names in ((), tuple(candidates.names))
-    )
+    every = tuple(candidates.names)
+    everything = CastResult(measured.kept(()), candidates.cost(()))
+    bfloat16 = CastResult(measured.kept(every), candidates.cost(every), "bf16_mixed")
     tolerance = _asked(settings).beside(unavoidable, SLACK_DB)
     found = _searched([measured], tolerance, budget)
     search = _record(
@@ -274,7 +273,7 @@ def _of_gemms(
         low=mode,
         high="bfloat16",
         unavoidable=unavoidable,
-        everything_lower=replace(everything, name=""),
+        everything_lower=everything,
         given=bfloat16,
         budget=budget,
     )

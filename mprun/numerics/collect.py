@@ -39,7 +39,12 @@ from torch.optim import Optimizer
 from mprun._torch import in_backward, outside_of_modes, viewed, write_count
 from mprun.numerics.gradients import ROOT, LargestGradients, Noise, noise_of
 from mprun.numerics.histograms import Histogram, histogram
-from mprun.numerics.loss_scale_advice import LayerGradients, ScaleAdvice, recommend
+from mprun.numerics.loss_scale_advice import (
+    LayerGradients,
+    ScaleAdvice,
+    judge,
+    recommend,
+)
 from mprun.numerics.op_watcher import tensors_of
 from mprun.numerics.step_events import StepListener
 from mprun.numerics.updates import (
@@ -51,6 +56,7 @@ from mprun.numerics.updates import (
     power,
 )
 from mprun.precision.formats import BlockFormat, Format
+from mprun.results.numerics_result import ScaleVerdict
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
@@ -136,6 +142,11 @@ class Statistics(StepListener):
     def recommended_loss_scale(self, headroom: float = 2.0) -> ScaleAdvice | None:
         """The loss scale to take in float16; None where gradients allow no advice: `recommend`."""
         return recommend(self.gradients(), headroom)
+
+    def judge(self, scale: float) -> ScaleVerdict | None:
+        """Whether a loss scale is too low, too high or fine; None where there is no advice."""
+        advice = self.recommended_loss_scale()
+        return None if advice is None else judge(scale, advice)
 
     # ---- measuring -------------------------------------------------------------------------------
 

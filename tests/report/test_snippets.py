@@ -89,7 +89,7 @@ def answer_of(mode: str, *more: str) -> TrainingAnswer:
     return plan_answer(make_plan(composed.config, ()), ("Made by a test.",))
 
 
-def searched(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> TrainingAnswer:
+def with_lists(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> TrainingAnswer:
     composed = compose([*LINEAR, f"precision={mode}"])
     every = ("linear", "layer_norm", "gelu", "softmax", "exp", "mul")
     lists = op_lists([name for name in every if name not in fp32], fp32)
@@ -207,7 +207,7 @@ def test_each_snippet_computes_in_the_dtypes_of_mprun(file: str, mode: str, fold
     assert stored == {getattr(torch, answer_of(mode).columns["param_dtype"])}
 
 
-SEARCHED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+LISTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "ops": ({}, ("exp", "softmax")),
     "layers": ({"norm": "fp32", "last": "fp32"}, ()),
 }
@@ -215,14 +215,12 @@ SEARCHED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 @pytest.mark.representative(*OTHERS, "trainer.py-ops-bf16_mixed")
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
-@pytest.mark.parametrize("kind", SEARCHED)
+@pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.usefixtures("group")
-def test_op_lists_and_float32_layers_of_a_search(
-    file: str, kind: str, mode: str, folder: Path
-) -> None:
-    layers, fp32 = SEARCHED[kind]
-    answer = searched(mode, layers, fp32)
+def test_op_lists_and_float32_layers(file: str, kind: str, mode: str, folder: Path) -> None:
+    layers, fp32 = LISTS[kind]
+    answer = with_lists(mode, layers, fp32)
     assert answer.lists is not None
     lists = op_lists(answer.lists.lower, answer.lists.fp32, answer.lists.promote)
     wanted = own_trace(mode, layers=layers, op_lists=lists)
