@@ -59,11 +59,11 @@ def _search(
     with stop.deferred():  # a signal ends the search at the next part, with what was measured
         with measuring(folder) as report:
             try:
-                found = planned.measure(LimitedParts(stop, report))
+                result = planned.measure(LimitedParts(stop, report))
             except EndedEarlyError:
                 raise _nothing_measured(stop) from None
-        show(found, folder)
-        files = [name for name in found.files if name != FILE]
+        show(result, folder)
+        files = [name for name in result.files if name != FILE]
         if files:
             own = [] if config_dir is None else ["--config-dir", str(config_dir)]
             use = planned.overrides(overrides, files, folder)

@@ -109,19 +109,19 @@ class PlannedSearch:
         low = self.low.plan
         with self.low.executing():
             search = _of_ops if low.policy.gemms == "none" else _of_gemms
-            found = search(low, make_plan(self.float32.config, ()), self.settings, parts)
+            record = search(low, make_plan(self.float32.config, ()), self.settings, parts)
         names = ("recipe", "precision", "seed", "execution")
         described = self.low.described(*names, "hardware", "versions", "backend", "data")
         content = {
             "schema_version": SCHEMA_VERSION,
             **described,
             "settings": asdict(self.settings),
-            **asdict(found),
+            **asdict(record),
         }
         config = low.config
         about = f"recipe {config.recipe.name}, precision {config.precision.name}"
-        files = {FILE: Result(content).json, **answer_files(found, about)}
-        return Result(content, [*search_parts(found), *_closing_lines(found)], files)
+        files = {FILE: Result(content).json, **answer_files(record, about)}
+        return Result(content, [*search_parts(record), *_closing_lines(record)], files)
 
     def overrides(self, given: Sequence[str], files: Sequence[str], folder: Path) -> list[str]:
         """Those of a run that uses the files of a result."""
@@ -230,9 +230,9 @@ def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: Limite
     given = probe.measure(CastPlan(build_caster(low), arithmetic=arithmetic))
     tolerance = _asked(settings).beside(measured.unavoidable)
     searches = (measured.of_ops, measured.of_modules)
-    found = _searched(searches, tolerance, None)
+    lists = _searched(searches, tolerance, None)
     search = _record(
-        *(samples, tolerance, probe, searches, found, parts),
+        *(samples, tolerance, probe, searches, lists, parts),
         low=dtype_name(dtype),
         high="float32",
         unavoidable=measured.unavoidable,
@@ -241,7 +241,7 @@ def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: Limite
         always=list(candidates.always),
         lower=list(candidates.lower),
     )
-    modules = found["modules"].high if search.answer == "modules" else ()
+    modules = lists["modules"].high if search.answer == "modules" else ()
     return replace(search, layers=dict.fromkeys(modules, "fp32"))
 
 
@@ -267,9 +267,9 @@ def _of_gemms(
     everything = CastResult(measured.kept(()), candidates.cost(()))
     bfloat16 = CastResult(measured.kept(every), candidates.cost(every), "bf16_mixed")
     tolerance = _asked(settings).beside(unavoidable, SLACK_DB)
-    found = _searched([measured], tolerance, budget)
+    lists = _searched([measured], tolerance, budget)
     search = _record(
-        *(samples, tolerance, probe, [measured], found, parts),
+        *(samples, tolerance, probe, [measured], lists, parts),
         low=mode,
         high="bfloat16",
         unavoidable=unavoidable,
@@ -352,29 +352,29 @@ def _searched(
     searches: Sequence[CandidateSearch], tolerance: Tolerance, budget: float | None
 ) -> dict[str, Selection]:
     """The smallest list of each kind, as far as it gets."""
-    found: dict[str, Selection] = {}
+    lists: dict[str, Selection] = {}
     with suppress(EndedEarlyError):
         for search in searches:
             search.measure()
-            if _is_wanted(search, found):
-                found[_plural(search)] = search.smallest(tolerance, budget)
-    return found
+            if _is_wanted(search, lists):
+                lists[_plural(search)] = search.smallest(tolerance, budget)
+    return lists
 
 
-def _is_wanted(search: CandidateSearch, found: dict[str, Selection]) -> bool:
+def _is_wanted(search: CandidateSearch, lists: dict[str, Selection]) -> bool:
     """Whether the list of a kind is searched: no other is, where no op has to stay high."""
-    return not found or (bool(search.candidates.names) and all(x.high for x in found.values()))
+    return not lists or (bool(search.candidates.names) and all(x.high for x in lists.values()))
 
 
 def _plural(search: CandidateSearch) -> str:
     return f"{search.candidates.kind}s"
 
 
-def _answer(found: dict[str, Selection]) -> str:
+def _answer(lists: dict[str, Selection]) -> str:
     """The kind of the better list: the first, unless another is enough and costs less."""
     answer = "none"
-    for kind, kept in found.items():
-        if answer == "none" or (kept.is_within and kept.cost < found[answer].cost):
+    for kind, kept in lists.items():
+        if answer == "none" or (kept.is_within and kept.cost < lists[answer].cost):
             answer = kind
     return answer
 
@@ -384,7 +384,7 @@ def _record(
     tolerance: Tolerance,
     probe: CastProbe,
     searches: Sequence[CandidateSearch],
-    found: dict[str, Selection],
+    lists: dict[str, Selection],
     parts: LimitedParts,
     **facts: Any,
 ) -> OpSearch:
@@ -404,18 +404,18 @@ def _record(
             ]
             for search in searches
         },
-        search=found,
-        answer=_answer(found),
+        search=lists,
+        answer=_answer(lists),
         ended_by=parts.ended_by,
-        unsettled=list(_unsettled(searches, found)) if parts.ended_by else [],
+        unsettled=list(_unsettled(searches, lists)) if parts.ended_by else [],
         **facts,
     )
 
 
-def _unsettled(searches: Sequence[CandidateSearch], found: dict[str, Selection]) -> Iterator[str]:
+def _unsettled(searches: Sequence[CandidateSearch], lists: dict[str, Selection]) -> Iterator[str]:
     """What a search that ended early leaves open."""
     for search in searches:
-        if _plural(search) not in found and _is_wanted(search, found):
+        if _plural(search) not in lists and _is_wanted(search, lists):
             done, of = (
                 len(search.effects),
                 counted(len(search.candidates.names), search.candidates.kind),
