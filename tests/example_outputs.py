@@ -36,12 +36,11 @@ from mprun.records.run_record import TimeBudget
 from mprun.report import tables
 from mprun.report.comparison_report import short_notes
 from mprun.results.doctor_result import OPS, Format, Mode, renderables
-from mprun.results.search_result import OpSearch, Proof
-from mprun.results.search_tables import answer_sentence, outcome_table, proof_lines, rows_table
+from mprun.results.search_result import OpSearch, answer_sentence, outcome_table, rows_table
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
 from tests.experiments import comparison, variant
-from tests.results.test_search_tables import CONTENT, PROOF, measure, outcome, row
+from tests.results.test_search_result import CONTENT, measure, outcome, row
 from tests.summaries import example as example_summary
 
 SMALL = [
@@ -242,27 +241,14 @@ def search_ops(_: Example) -> str:
     search = msgspec.convert(
         {
             **CONTENT,
-            "everything_lower": {"measure": measure(worst_parameter="places"), "time_ratio": None},
-            "float32": {"time_ratio": None},
-            "ops": [row(name, 2.0, measure()) | {"time_ratio": None} for name in ("pow", "mean")],
+            "everything_lower": {"measure": measure(worst_parameter="places")},
+            "rows": {"ops": [row(name, 2.0, measure()) for name in ("pow", "mean")]},
             "search": {"ops": outcome("pow"), "modules": outcome("patch_norm")},
             "answer": "modules",
         },
         OpSearch,
     )
-    proof = msgspec.convert(
-        {**PROOF, "metric": "accuracy", "is_relative": False, "verdict": "equivalent",
-         "more_seeds": None, "reason": "the 90 % interval, -0.0135 to +0.0135 points, lies inside "
-         "the margin of 0.5 points (p<0.001)"},
-        Proof,
-    )  # fmt: skip
-    parts = [
-        answer_sentence(search),
-        rows_table(search, "ops"),
-        outcome_table(search),
-        *proof_lines(proof),
-    ]
-    return shown(parts) + "\n".join(line.replace("p<0", "p=0") for line in proof_lines(proof))
+    return shown([answer_sentence(search), rows_table(search, "ops"), outcome_table(search)])
 
 
 def halted(example: Example) -> str:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.compose import parse
 from mprun.config.reference import GROUPS, Field, keys_called, leaves, walk
 from mprun.errors import UsageError, did_you_mean, first_line, hint
-from mprun.records.policy_columns import Count, Legal, Number, Positive, Share
+from mprun.records.policy_columns import Count, Legal, Positive, Share
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ PROCESSES = 4
 """Processes of a study if `launcher.processes` is null."""
 LAUNCHER = "launcher.name"
 """The field behind `launcher=NAME`."""
-SEEDS = {"sweep": 5, "advise": 10, "double": 10, "search-ops": 5}
+SEEDS = {"sweep": 5, "advise": 10, "double": 10}
 """Runs of each variant if `seeds` is null."""
 
 
@@ -127,38 +127,6 @@ class DoubleSettings:
 
 
 @dataclass
-class SearchOpsSettings:
-    """How ops that must stay in float32 are searched, and the tolerance for the others."""
-
-    tolerance: Positive = 0.01
-    """Relative difference of the loss from float32's that is tolerated."""
-    gradient_db: Annotated[float, Meta(ge=-1000, le=1000)] | None = 20.0
-    """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
-    effective_bits: Annotated[float, Meta(gt=0, le=16)] | None = None
-    """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
-    per: Annotated[str, Legal("gemm", "layer")] = "gemm"
-    """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
-    batches: Count = 4
-    """Batches of validation data used for the measurements."""
-    warmup_steps: Number = 20
-    """Steps trained in float32 before; 0 measures the initial weights."""
-    always: list[str] = field(default_factory=list)
-    """Ops that always stay in float32: [softmax, log]."""
-    modules: bool = True
-    """Whether modules are measured, and suggested if they are the better answer."""
-    timed_steps: Number = 10
-    """Timed forward and backward passes for each op and module; 0 for no times."""
-    steps: Number = 100
-    """Optimizer steps of each training of the proof; 0 for no proof."""
-    margin: Margin = MARGIN
-    """Differences of the proof's accuracies within plus or minus this do not matter."""
-    relative_margin: RelativeMargin = RELATIVE_MARGIN
-    """The same for losses, as a share of float32's."""
-    budget_min: Positive | None = None
-    """Minutes for the search; measurements that would exceed them are left out. null: no limit."""
-
-
-@dataclass
 class Settings:
     """The settings of studies, and those that several commands take.
 
@@ -175,8 +143,6 @@ class Settings:
     """How a mode is recommended."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
     """How a doubled batch is judged."""
-    search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
-    """How ops that must stay in float32 are searched."""
     seeds: Count | None = None
     """Runs of each variant; null for 5, in advise and double 10."""
     first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0

@@ -1,1 +1,1 @@
-"""Many runs: sweep, advise, double; and the runs and plans that an answer needs."""
+"""Many runs: sweep, advise, double; a run that is planned and not trained."""

@@ -115,14 +115,10 @@ class LimitedParts:
         budget, now_s = self.stop.budget, self.stop.budget.now_s
         self._longest_s = max(self._longest_s, now_s - self._began_s) if done else 0.0
         if self.stop.requested() or not budget.has_room(self._longest_s):
-            raise self.ended()
+            self.ended_by = self.stop.name
+            raise EndedEarlyError(self.ended_by)
         self._began_s = now_s
         self._report(text, done, total)
-
-    def ended(self) -> EndedEarlyError:
-        """The error that ends the job."""
-        self.ended_by = self.stop.name
-        return EndedEarlyError(self.ended_by)
 
 
 class TrialBudget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from mprun.config.quoting import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
-from mprun.experiments.proof import SelectedCasts
 from mprun.experiments.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import policy
@@ -75,23 +74,6 @@ def advised_answer(
     """What the trials of a study's variant, given by its overrides, trained in."""
     config = compose([*overrides, *study.plan.of_trials], study.config_dir).config
     return plan_answer(make_plan(config, (), load=study.load, untrusted=study.untrusted), notes)
-
-
-def search_answer(plan: Plan, casts: SelectedCasts, notes: tuple[str, ...]) -> TrainingAnswer:
-    """What a search for op lists ended with; arguments as `plan_answer`."""
-    assert casts.lists is not None
-    answer = plan_answer(plan, notes)
-    scale = answer.scale
-    if plan.config.loss_scale.value is None and scale.kind == "dynamic":
-        scale = replace(scale, value=casts.loss_scale)  # as in the trainings of the proof
-    return replace(
-        answer,
-        columns={**answer.columns, "casting": "op_lists"},
-        changes={k: v for k, v in answer.changes.items() if k != "casting"},
-        lists=_lists(casts.lists),
-        layers=dict(casts.layers),
-        scale=scale,
-    )
 
 
 def _lists(lists: OpLists) -> ListsAnswer:

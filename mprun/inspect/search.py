@@ -1,19 +1,17 @@
-"""A search for the ops of a recipe that must stay in float32.
+"""A search for what must stay in a higher precision.
 
 1  train a few steps in float32, so that weights and gradients are those of a training
 2  take a few batches of validation data
-3  measure each op and module, search the smallest list (`mprun.numerics.sensitivity`)
-4  keep modules apart instead of ops, if that leaves less in float32
-5  train with the result and in float32, in pairs (`proof.py`)
+3  measure each op, and search the smallest list to keep in float32 (`numerics/op_search.py`)
+4  do the same with modules: the answer if that leaves less in float32
 
-In a mode with formats of 8 bits or fewer, step 3 is that of `search_formats.py`: which GEMMs of
-linear layers must stay in bfloat16.
+In a mode with formats of 8 bits or fewer, the matrix products (GEMMs) of linear layers take the
+place of ops, and bfloat16 that of float32 (`numerics/format_search.py`).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,56 +27,47 @@ from mprun.assemble import (
     build_parts,
     make_plan,
 )
+from mprun.assemble.planned_memory import as_native
 from mprun.config import Composed, compose
-from mprun.config.schema import Config
-from mprun.config.settings import SEEDS, SearchOpsSettings, Settings
-from mprun.console.fitted_table import FittedTable
-from mprun.console.formatting import counted, listed
+from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
-from mprun.experiments.plan_answer import search_answer
 from mprun.experiments.planned_run import PlannedRun, plan_run
-from mprun.experiments.proof import SelectedCasts, prove, weights_after
-from mprun.inspect.search_formats import batches_of, measure_formats
 from mprun.numerics.cast_probe import CastProbe
+from mprun.numerics.format_search import (
+    BFLOAT16_BITS,
+    SLACK_DB,
+    EffectiveBits,
+    GemmGroups,
+    gemm_sizes,
+)
 from mprun.numerics.op_candidates import op_candidates
-from mprun.numerics.op_search import Fp32List, Sensitivity
-from mprun.numerics.passes import FLOAT32, CastPlan, Passes
-from mprun.numerics.set_search import CandidateSearch, Effect
+from mprun.numerics.op_search import CandidateSearch, Sensitivity
+from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes
 from mprun.numerics.tolerance import Tolerance
-from mprun.precision import backend_flags
+from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.policy_columns import FORMAT_MODES
-from mprun.report.snippets import snippets
 from mprun.results import Result
+from mprun.results.numerics_result import unjudged
 from mprun.results.search_result import (
-    CastResult,
-    Float32Time,
-    FormatSearch,
-    Fp32Selection,
-    GivenCasts,
-    OpSearch,
-    Proof,
-    RoundedWeights,
-    Selections,
-    SensitivityRow,
-)
-from mprun.results.search_tables import (
-    ALL_LOWER,
+    FILE,
     LAYERS,
     OPS,
-    comments,
-    conclusion,
-    layers_text,
-    op_search_conclusion,
-    op_search_parts,
+    CastResult,
+    OpSearch,
+    Samples,
+    SearchOpsSettings,
+    Selection,
+    SensitivityRow,
+    answer_files,
     search_parts,
-    texts,
 )
+from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
 
-FILE = "search_ops.json"
-SCHEMA_VERSION, FORMATS_SCHEMA_VERSION = 1, 2
+SCHEMA_VERSION = 3
+"""1 and 2 had times, trainings that proved the answer, and a record of its own for GEMMs."""
 HELD_OUT = "data.validation_fraction"
 """Set to `SHARE` for a recipe without validation data."""
 SHARE = 0.1
@@ -86,8 +75,9 @@ OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
 """Parts of a configuration that a mixed mode and fp32 do not share."""
 SCALE_STEP = 16.0
 """Loss scales that are tried are this factor apart."""
-NAMED = 5
-"""Up to this many ops that were not measured are named."""
+
+
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,71 +88,70 @@ class PlannedSearch:
     float32: Composed
     held_out: tuple[str, ...]
     """The override that makes validation data, if one was added."""
-    settings: Settings
-
-    @property
-    def seeds(self) -> int:
-        """Pairs of trainings of the proof."""
-        return self.settings.seeds or SEEDS["search-ops"]
+    settings: SearchOpsSettings
 
     def notes(self) -> Iterator[str]:
-        """Notes for the user about the data and the times."""
-        name, low = self.low.composed.config.recipe.name, self.low.plan
+        """Notes for the user about the data."""
+        name = self.low.composed.config.recipe.name
         for override in self.held_out:
             yield f"note: recipe={name} has no validation data of its own; {override} is set"
-        if low.splits.validation.is_empty:
+        if self.low.plan.splits.validation.is_empty:
             yield f"note: recipe={name} has no validation data: measured on training data"
-        if low.execution == "emulated":
-            yield "note: no times are measured: emulated arithmetic does not show the hardware's"
 
-    def measure(self, parts: LimitedParts) -> FoundOps | FoundFormats:
+    def measure(self, parts: LimitedParts) -> Result:
         """Measure and search, as far as it gets.
 
         Raises:
             EndedEarlyError: `parts` ended it before its first result.
-            UsageError: the model cannot be measured.
+            UsageError: the model cannot be measured, or no choice keeps to the budget of bits.
             RunFailedError: the model's step cannot run.
         """
-        if self.low.plan.policy.gemms != "none":
-            settings = self.settings.search_ops
-            found = measure_formats(self.low, self.float32, settings, parts)
-            return FoundFormats(self, found)
-        reference = make_plan(self.float32.config, ())
+        low = self.low.plan
         with self.low.executing():
-            return FoundOps(
-                self, *_search(self.low.plan, reference, self.settings.search_ops, parts)
-            )
-
-    def described(self) -> dict[str, Any]:
-        """What was searched, and with which settings."""
-        settings = self.settings.search_ops
-        own = {**asdict(settings), "per": settings.per}
-        return {
-            **self.low.described(
-                *("recipe", "precision", "seed", "execution"),
-                *("hardware", "versions", "backend", "data"),
-            ),
-            "settings": {**own, "seeds": self.seeds},
+            search = _of_ops if low.policy.gemms == "none" else _of_gemms
+            record = search(low, make_plan(self.float32.config, ()), self.settings, parts)
+        names = ("recipe", "precision", "seed", "execution")
+        described = self.low.described(*names, "hardware", "versions", "backend", "data")
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            **described,
+            "settings": asdict(self.settings),
+            **asdict(record),
         }
+        config = low.config
+        about = f"recipe {config.recipe.name}, precision {config.precision.name}"
+        files = {FILE: Result(content).json, **answer_files(record, about)}
+        return Result(content, [*search_parts(record), *_closing_lines(record)], files)
 
-    def prove(self, low: Config, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
-        """Train with the casts and in float32; None if `parts` ended it before the first pair.
+    def overrides(self, given: Sequence[str], files: Sequence[str], folder: Path) -> list[str]:
+        """Those of a run that uses the files of a result."""
+        replaced, added = ["run"], []
+        if OPS in files:
+            replaced.append("op_lists")
+            added = ["op_lists=hmp"]  # for its third list: ops that join several tensors
+            added += [f"op_lists.{kind}_file={folder / OPS}" for kind in ("lower", "fp32")]
+        if LAYERS in files:
+            added.append(f"precision.layers_file={folder / LAYERS}")
+        return [*(text for text in given if key_of(text) not in replaced), *added]
 
-        Raises:
-            RunFailedError: a training in float32 failed.
-        """
-        settings = self.settings.search_ops
-        return prove(low, self.float32.config, casts, settings, self.seeds, parts)
+
+def _closing_lines(search: OpSearch) -> Iterator[str]:
+    """Which gradients do not count, and what was left open."""
+    yield from unjudged(search.unjudged_parameters, search.zero_gradients, search.reference)
+    for sentence in search.unsettled:
+        yield f"not settled, ended by {search.ended_by}: {sentence}"
 
 
-def plan_search(overrides: list[str], config_dir: Path | None, settings: Settings) -> PlannedSearch:
+def plan_search(
+    overrides: list[str], config_dir: Path | None, settings: SearchOpsSettings
+) -> PlannedSearch:
     """Plan the mixed mode and the same run in float32.
 
     Raises:
         UsageError: an override is not legal, or the mode casts no op.
     """
     low, held_out = _with_validation_data(overrides, config_dir)
-    _check_settings(low.plan, settings.search_ops)
+    _check_settings(low.plan, settings)
     shared = [text for text in (*overrides, *held_out) if key_of(text) not in OF_THE_MODE]
     float32 = compose([*shared, "precision=fp32"], config_dir)
     return PlannedSearch(low, float32, held_out, settings)
@@ -180,9 +169,8 @@ def _check_settings(low: Plan, settings: SearchOpsSettings) -> None:
     for name in ("effective_bits", "per"):
         value = getattr(settings, name)
         if value != getattr(default, name):
-            text = getattr(value, "name", value)
             raise UsageError(
-                f"search_ops.{name}={text} has no effect with precision={low.policy.name}, which "
+                f"search_ops.{name}={value} has no effect with precision={low.policy.name}, which "
                 f"has no format of 8 bits or fewer; legal: one of {', '.join(FORMAT_MODES)} with "
                 "it, or leave it out"
             )
@@ -226,167 +214,99 @@ def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
 # ---- the search ----------------------------------------------------------------------------------
 
 
-def _search(
-    low: Plan, reference: Plan, settings: SearchOpsSettings, parts: LimitedParts
-) -> tuple[OpSearch, SelectedCasts | None]:
-    """Measure and search; the result, and its answer as trainings take it.
-
-    Args:
-        low: the plan of a mixed mode, without `precision.layers`.
-        reference: the same in fp32.
-        settings: of the search.
-        parts: is called before each measurement.
-
-    Raises:
-        EndedEarlyError: before the first op was measured.
-    """
-    parts(f"training {settings.warmup_steps} steps in float32")
-    weights = weights_after(reference, settings.warmup_steps)
-    with backend_flags(low.policy, low.native_tf32):
-        parts("measuring float32")
-        built = build_parts(low)
-        built.model.load_state_dict(weights)
-        samples, batches = batches_of(built, settings.batches, low.batch.micro)
-        arithmetic = build_arithmetic(low)
-        native = low.execution == "native"  # times of emulation are not the hardware's
-        passes = Passes(built.model, LossTerms(low.recipe), batches, forward=low.recipe.forward)
-        probe = CastProbe(passes, loss_scales(low))
-        dtype, inputs = torch_dtype(low.policy.compute_dtype), batches[0][0]
-        candidates = op_candidates(
-            *(built.model, inputs, dtype, settings.always, arithmetic), low.recipe.forward
-        )
-        timed_steps = settings.timed_steps if native else 0
-        measured = Sensitivity(probe, candidates, settings.modules, timed_steps, parts)
-        parts("measuring the casts of the configuration")
-        given = CastPlan(build_caster(low), arithmetic=arithmetic)
-        given_casts = GivenCasts(
-            low.config.op_lists.name if low.op_lists is not None else low.policy.casting,
-            measured.probe.measure(given),
-            measured.time_ratio(given),
-        )
-        float32 = Float32Time(measured.time_ratio(FLOAT32))
-        asked = Tolerance(settings.tolerance, settings.gradient_db)
-        lists = _search_lists(measured, asked, settings.modules)
-        answer = lists.answer
-        tolerance = asked.beside(measured.unavoidable)
-        result = OpSearch(
-            dtype=dtype_name(measured.candidates.dtype),
-            measured_on=samples,
-            tolerance=tolerance,
-            unjudged_parameters=list(measured.probe.rounding.undetermined),
-            zero_gradients=list(measured.probe.rounding.zero),
-            reference=measured.probe.rounding.reference,
-            unavoidable=RoundedWeights(measured.unavoidable),
-            everything_lower=CastResult(measured.lower, time_ratio=1.0),
-            given=given_casts,
-            float32=float32,
-            ops=[_row(effect, tolerance) for effect in measured.ops],
-            modules=[_row(effect, tolerance) for effect in measured.modules],
-            search=lists.selections(measured),
-            always=list(measured.candidates.always),
-            lower=list(measured.candidates.lower),
-            answer="none" if answer is None else lists.answer_name,
-            ended_by=parts.ended_by,
-            unsettled=list(_unsettled(measured, lists)),
-        )
-    if answer is None:
-        return result, None
-    layers = dict.fromkeys(answer.fp32, "fp32") if lists.by_modules else {}
-    return result, SelectedCasts(answer.lists, layers, answer.measure.loss_scale)
-
-
-@dataclass
-class _Lists:
-    """The smallest lists; None for those that were not needed, or not reached."""
-
-    ops: Fp32List | None = None
-    modules: Fp32List | None = None
-    is_complete: bool = False
-
-    @property
-    def by_modules(self) -> bool:
-        """Whether the modules are the better answer."""
-        ops, modules = self.ops, self.modules
-        return (
-            ops is not None
-            and modules is not None
-            and modules.is_within
-            and modules.cost < ops.cost
-        )
-
-    @property
-    def answer(self) -> Fp32List | None:
-        return self.modules if self.by_modules else self.ops
-
-    @property
-    def answer_name(self) -> str:
-        return "modules" if self.by_modules else "ops"
-
-    def selections(self, measured: Sensitivity) -> Selections | None:
-        """The lists as the record has them, timed."""
-        if self.ops is None:
-            return None
-        plan = measured.candidates.plan
-        ops, modules = self.ops, self.modules
-        return Selections(
-            _selection(ops, measured.time_ratio(plan(ops.fp32))),
-            _selection(modules, measured.time_ratio(plan(modules=modules.fp32)))
-            if modules
-            else None,
-        )
-
-
-def _search_lists(measured: Sensitivity, tolerance: Tolerance, with_modules: bool) -> _Lists:
-    """Measure ops and modules and search the smallest lists, as far as it gets."""
-    lists = _Lists()
-    with suppress(EndedEarlyError):
-        measured.of_ops.measure()
-        lists.ops = measured.smallest_ops(tolerance)
-        measured.of_modules.measure()
-        if lists.ops.fp32 and with_modules:
-            lists.modules = measured.smallest_modules(tolerance)
-        lists.is_complete = True
-    return lists
-
-
-def _unsettled(measured: Sensitivity, lists: _Lists) -> Iterator[str]:
-    """What a search that ended early leaves open."""
-    if lists.is_complete:
-        return
-    if text := _not_measured(measured.of_ops):
-        yield text
-    if lists.ops is None:
-        yield "the smallest list of ops was not searched to its end: there is no list"
-        return
-    if text := _not_measured(measured.of_modules):
-        yield text
-    if lists.ops.fp32:
-        yield "whether modules in float32 are a better answer than ops was not searched to its end"
-
-
-def _not_measured(search: CandidateSearch) -> str | None:
-    calls, effects = search.candidates.names, search.effects
-    names = list(calls)[len(effects) :]
-    if not names:
-        return None
-    of = counted(len(calls), search.candidates.kind)
-    return f"{len(effects)} of {of} measured, not {listed(names, NAMED)}"
-
-
-def _row(effect: Effect, tolerance: Tolerance) -> SensitivityRow:
-    return SensitivityRow(harm_alone=tolerance.harm(effect.alone), **effect._asdict())
-
-
-def _selection(smallest: Fp32List, time_ratio: float | None) -> Fp32Selection:
-    return Fp32Selection(
-        fp32=list(smallest.fp32),
-        is_within=smallest.is_within,
-        harm=smallest.harm,
-        measure=smallest.measure,
-        float32_share=smallest.cost,
-        time_ratio=time_ratio,
-        steps=list(smallest.steps),
+def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts) -> OpSearch:
+    """Search the ops, and the modules, to keep in float32."""
+    built = build_parts(low)
+    samples, passes = _passes(low, built, settings)
+    _load_trained(built, float32, settings.warmup_steps, parts)
+    arithmetic = build_arithmetic(low)
+    probe = CastProbe(passes, loss_scales(low))
+    dtype = torch_dtype(low.policy.compute_dtype)
+    model, inputs, forward = built.model, passes.batches[0][0], passes.forward
+    candidates = op_candidates(model, inputs, dtype, settings.always, arithmetic, forward)
+    measured = Sensitivity(probe, candidates, settings.modules, parts)
+    parts("measuring the casts of the configuration")
+    casts = low.config.op_lists.name if low.op_lists is not None else low.policy.casting
+    given = probe.measure(CastPlan(build_caster(low), arithmetic=arithmetic))
+    tolerance = _asked(settings).beside(measured.unavoidable)
+    searches = (measured.of_ops, measured.of_modules)
+    lists = _searched(searches, tolerance, None)
+    search = _record(
+        *(samples, tolerance, probe, searches, lists, parts),
+        low=dtype_name(dtype),
+        high="float32",
+        unavoidable=measured.unavoidable,
+        everything_lower=CastResult(measured.lower),
+        given=CastResult(given, name=casts),
+        always=list(candidates.always),
+        lower=list(candidates.lower),
     )
+    modules = lists["modules"].high if search.answer == "modules" else ()
+    return replace(search, layers=dict.fromkeys(modules, "fp32"))
+
+
+def _of_gemms(
+    low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts
+) -> OpSearch:
+    """Search the GEMMs of linear layers to keep in bfloat16."""
+    parts("counting the GEMMs")
+    mode, budget = low.policy.gemms, settings.effective_bits
+    # the plan itself would round in its layers; the formats are here put on by the search
+    built = build_parts(as_native(low))
+    samples, passes = _passes(low, built, settings)
+    gemms = model_gemms(built.model, {}, mode, low.policy.hadamard)
+    bits = EffectiveBits(gemm_sizes(built.model, lambda: passes.run(FLOAT32, 0)), gemms)
+    _check_bits(bits, mode, budget)
+    _load_trained(built, float32, settings.warmup_steps, parts)
+    probe = CastProbe(passes)
+    groups = GemmGroups(gemms, bits, settings.per)
+    candidates = groups.candidates(low.device.type)
+    measured = CandidateSearch(probe, candidates, parts)
+    unavoidable = groups.moved_weights(probe)
+    every = tuple(candidates.names)
+    everything = CastResult(measured.kept(()), candidates.cost(()))
+    bfloat16 = CastResult(measured.kept(every), candidates.cost(every), "bf16_mixed")
+    tolerance = _asked(settings).beside(unavoidable, SLACK_DB)
+    lists = _searched([measured], tolerance, budget)
+    search = _record(
+        *(samples, tolerance, probe, [measured], lists, parts),
+        low=mode,
+        high="bfloat16",
+        unavoidable=unavoidable,
+        everything_lower=everything,
+        given=bfloat16,
+        budget=budget,
+    )
+    if search.selection is None or not search.keeps_low:
+        return search  # a run in the mode without any product in its format is refused
+    return replace(search, layers=groups.layers(mode, search.selection.high))
+
+
+def _passes(
+    low: Plan, built: TrainingComponents, settings: SearchOpsSettings
+) -> tuple[Samples, Passes]:
+    """Passes on batches of validation data of the training's size, smaller if there is less."""
+    held_out = not built.validation.is_empty
+    source = built.validation if held_out else built.train
+    batches = source.some(settings.batches, low.batch.micro)
+    samples = Samples("validation" if held_out else "train", len(batches), batches[0].size)
+    pairs = [(batch.inputs, batch.content) for batch in batches]
+    return samples, Passes(built.model, LossTerms(low.recipe), pairs, forward=low.recipe.forward)
+
+
+def _load_trained(
+    built: TrainingComponents, float32: Plan, steps: int, parts: LimitedParts
+) -> None:
+    """Give the model the weights of a training: drawn weights are only its start."""
+    parts(f"training {steps} steps in float32")
+    # validation data are for the search alone, and would take time after each epoch
+    without = replace(float32.splits, validation=float32.splits.validation.first(0))
+    with float32.backend_flags():  # inside the flags of the mode: float32 is IEEE here
+        trained = build_parts(replace(float32, splits=without))
+        if steps:
+            Trainer(trained, Limits(None, steps, None)).fit()
+    parts("measuring float32")
+    built.model.load_state_dict(trained.model.state_dict())
 
 
 def loss_scales(plan: Plan) -> tuple[float, ...]:
@@ -400,114 +320,104 @@ def loss_scales(plan: Plan) -> tuple[float, ...]:
     return tuple(scales)
 
 
-# ---- the results ---------------------------------------------------------------------------------
+def _asked(settings: SearchOpsSettings) -> Tolerance:
+    return Tolerance(settings.tolerance, settings.gradient_db)
 
 
-@dataclass
-class FoundOps:
-    """The ops, or modules, that must stay in float32."""
+def _check_bits(bits: EffectiveBits, mode: str, budget: float | None) -> None:
+    """Refuse a search without a GEMM, and a budget that no choice keeps to.
 
-    planned: PlannedSearch
-    search: OpSearch
-    casts: SelectedCasts | None
-    """The answer as trainings take it; None if the search did not get as far."""
-    proof: Proof | None = None
+    Raises:
+        NotMeasurableError: a step calls no layer that the mode converts.
+        UsageError: every choice has more effective bits.
+    """
+    if not bits.formatted:
+        raise NotMeasurableError(f"a step calls no linear layer that {mode} converts")
+    lowest = bits.of(())
+    if budget is not None and budget < lowest:
+        raise UsageError(
+            f"search_ops.effective_bits={budget:g}: with every GEMM that {mode} converts in its "
+            f"format, the linear layers have {lowest:.4f} effective bits, because others stay in "
+            f"bfloat16; legal: {_above(lowest):g} to {BFLOAT16_BITS:g}, or another mode"
+        )
 
-    def prove(self, parts: LimitedParts) -> None:
-        """Train with the answer and in float32, in pairs.
 
-        Raises:
-            RunFailedError: a training in float32 failed.
-        """
-        if self.casts is None:
-            return
-        self.proof = self.planned.prove(self.planned.low.composed.config, self.casts, parts)
-        if parts.ended_by is not None:
-            pairs = 0 if self.proof is None else len(self.proof.values)
-            text = f"{pairs} of {counted(self.planned.seeds, 'pair')} of trainings of the proof"
-            unsettled = [*self.search.unsettled, f"{text} were made"]
-            self.search = replace(self.search, ended_by=parts.ended_by, unsettled=unsettled)
+def _above(bits: float) -> float:
+    """A short number that is not below."""
+    rounded = round(bits, 2)
+    return rounded if rounded >= bits else round(rounded + 0.01, 2)
 
-    def measured(self) -> Result:
-        """The answer and its tables."""
-        return self._result(op_search_parts(self.search))
 
-    def proved(self) -> Result:
-        """What the proof showed, and what was left open."""
-        return self._result(op_search_conclusion(self.search, self.proof))
+def _searched(
+    searches: Sequence[CandidateSearch], tolerance: Tolerance, budget: float | None
+) -> dict[str, Selection]:
+    """The smallest list of each kind, as far as it gets."""
+    lists: dict[str, Selection] = {}
+    with suppress(EndedEarlyError):
+        for search in searches:
+            search.measure()
+            if _is_wanted(search, lists):
+                lists[_plural(search)] = search.smallest(tolerance, budget)
+    return lists
 
-    def _result(self, parts: Iterable[FittedTable | str]) -> Result:
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            **self.planned.described(),
-            "proof": None if self.proof is None else asdict(self.proof),
-            **asdict(self.search),
-        }
-        files = {FILE: Result(content).json, **self._lists()}
-        return Result(content, list(parts), files)
 
-    def _lists(self) -> dict[str, str | bytes]:
-        """The op lists, and the answer as code for other training loops."""
-        config = self.planned.low.plan.config
-        about = f"recipe {config.recipe.name}, precision {config.precision.name}"
-        files: dict[str, str | bytes] = {**texts(self.search, about)}
-        if self.casts is not None:
-            answer = search_answer(
-                self.planned.low.plan, self.casts, tuple(comments(self.search, about))
+def _is_wanted(search: CandidateSearch, lists: dict[str, Selection]) -> bool:
+    """Whether the list of a kind is searched: no other is, where no op has to stay high."""
+    return not lists or (bool(search.candidates.names) and all(x.high for x in lists.values()))
+
+
+def _plural(search: CandidateSearch) -> str:
+    return f"{search.candidates.kind}s"
+
+
+def _answer(lists: dict[str, Selection]) -> str:
+    """The kind of the better list: the first, unless another is enough and costs less."""
+    answer = "none"
+    for kind, kept in lists.items():
+        if answer == "none" or (kept.is_within and kept.cost < lists[answer].cost):
+            answer = kind
+    return answer
+
+
+def _record(
+    samples: Samples,
+    tolerance: Tolerance,
+    probe: CastProbe,
+    searches: Sequence[CandidateSearch],
+    lists: dict[str, Selection],
+    parts: LimitedParts,
+    **facts: Any,
+) -> OpSearch:
+    """The record of a search; `facts` are the fields that depend on what was searched."""
+    return OpSearch(
+        measured_on=samples,
+        tolerance=tolerance,
+        unjudged_parameters=list(probe.rounding.undetermined),
+        zero_gradients=list(probe.rounding.zero),
+        reference=probe.rounding.reference,
+        rows={
+            _plural(search): [
+                SensitivityRow(
+                    effect.name, effect.calls, tolerance.harm(effect.alone), effect.alone
+                )
+                for effect in search.effects
+            ]
+            for search in searches
+        },
+        search=lists,
+        answer=_answer(lists),
+        ended_by=parts.ended_by,
+        unsettled=list(_unsettled(searches, lists)) if parts.ended_by else [],
+        **facts,
+    )
+
+
+def _unsettled(searches: Sequence[CandidateSearch], lists: dict[str, Selection]) -> Iterator[str]:
+    """What a search that ended early leaves open."""
+    for search in searches:
+        if _plural(search) not in lists and _is_wanted(search, lists):
+            done, of = (
+                len(search.effects),
+                counted(len(search.candidates.names), search.candidates.kind),
             )
-            files |= snippets(answer)
-        return files
-
-    def overrides(self, given: Sequence[str], folder: Path) -> list[str] | None:
-        """Those of a run that uses the result; None without one."""
-        if self.search.search is None:
-            return None
-        by_modules = self.search.answer == "modules"
-        lists = folder / (ALL_LOWER if by_modules else OPS)
-        layers = [f"precision.layers_file={folder / LAYERS}"] if by_modules else []
-        of_run = [text for text in given if key_of(text) not in ("op_lists", "run")]
-        files = [f"op_lists.lower_file={lists}", f"op_lists.fp32_file={lists}"]
-        return [*of_run, "op_lists=hmp", *files, *layers]
-
-
-@dataclass
-class FoundFormats:
-    """The GEMMs of linear layers that must stay in bfloat16."""
-
-    planned: PlannedSearch
-    search: FormatSearch
-
-    def prove(self, parts: LimitedParts) -> None:
-        """Train with the answer and in float32, in pairs, if some GEMM keeps the format.
-
-        Raises:
-            RunFailedError: a training in float32 failed.
-        """
-        search = self.search
-        if not search.keeps_a_format or search.layers is None:
-            return
-        low = copy.deepcopy(self.planned.low.composed.config)
-        low.precision.layers = dict(search.layers)
-        proof = self.planned.prove(low, SelectedCasts(None, search.layers, 1.0), parts)
-        self.search = replace(search, proof=proof, ended_by=search.ended_by or parts.ended_by)
-
-    def measured(self) -> Result:
-        """The answer and its tables, and the layers' dtypes."""
-        return self._result(search_parts(self.search))
-
-    def proved(self) -> Result:
-        """What the proof showed, and what was left open."""
-        return self._result(conclusion(self.search))
-
-    def _result(self, parts: Iterable[FittedTable | str]) -> Result:
-        described = self.planned.described()
-        content = {"schema_version": FORMATS_SCHEMA_VERSION, **described, **asdict(self.search)}
-        layers = {LAYERS: layers_text(self.search)} if self.search.high else {}
-        return Result(content, list(parts), {FILE: Result(content).json, **layers})
-
-    def overrides(self, given: Sequence[str], folder: Path) -> list[str] | None:
-        """Those of a run that uses the result; None without one."""
-        if not self.search.keeps_a_format:
-            return None
-        kept = [text for text in given if not text.startswith("run.")]
-        return [*kept, *[f"precision.layers_file={folder / LAYERS}"] * bool(self.search.high)]
+            yield f"{done} of {of} measured, and no list of {_plural(search)} chosen"

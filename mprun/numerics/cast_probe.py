@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from statistics import median, stdev
+from statistics import stdev
 
 import torch
 from torch import Tensor
@@ -114,26 +114,6 @@ class CastProbe:
         named = zip(self.passes.names, self.passes.parameters, strict=True)
         with weights_moved([p for name, p in named if name in names], most):
             return self.measure(FLOAT32)
-
-    def time_ratio(self, base: CastPlan, other: CastPlan, repeats: int) -> float | None:
-        """Time of a forward and a backward pass under `other` over that under `base`.
-
-        None where one of them fails.
-
-        Args:
-            base: the plan whose time is divided by.
-            other: the plan that is compared with it.
-            repeats: how many are timed of each, in turn; their medians are compared.
-        """
-        if any(self.passes.run(plan, 0).failure for plan in (base, other)):
-            return None
-        a: list[float] = []
-        b: list[float] = []
-        for turn in range(repeats + 1):
-            pair = ((base, a), (other, b)) if turn % 2 else ((other, b), (base, a))
-            for plan, times in pair:
-                times.append(self.passes.time_s(plan, self._scales[0]))
-        return median(b[1:]) / median(a[1:])  # the first of each is warm-up
 
     def _compare(self, n: int) -> None:
         """Compare the float32 gradients of batch number `n` with float64's."""

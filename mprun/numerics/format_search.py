@@ -3,17 +3,17 @@
 A linear layer has three matrix products (GEMMs) in a training step: forward, grad_input and
 grad_weight. An outlier in an input, a weight or a gradient does harm in two of them at most. So the
 search asks for each GEMM; it can also keep whole layers together, which takes a third of the
-measurements. It is the search of ops (`set_search.py`): *alone*, a candidate has the format and
-everything else is float32; *kept*, it is bfloat16 and all others have the format. It finds the set
-with the fewest effective bits that keeps to the tolerance, or the set with the least harm within a
-budget of them:
+measurements. It is the search of ops (`op_search.py`): *alone*, a candidate has the format and
+everything else is float32; kept high, it is bfloat16 and the others have the format. It finds the
+set with the fewest effective bits that keeps to the tolerance, or the set with the least harm
+within a budget of them:
 
     effective bits = sum(multiply-adds x bits) / sum(multiply-adds)    over all GEMMs
 
 where the bits of a GEMM are the mean over its two factors, shares of scales included. GEMMs that a
 mode leaves high (the first and the last layer) count with the bits of their dtype, so bfloat16 is
-16, and a mode of 4 bits is above 4.5. It ranks choices on any hardware, but it is no time: that
-depends on rates, which `mprun doctor` measures. Ops other than linear layers are not counted.
+16, and a mode of 4 bits is above 4.5. It ranks choices on any hardware, but it is no time. Ops
+other than linear layers are not counted.
 
 The tolerance is that of the dtypes of 16 bits, beside what weights of the format's precision cost
 by themselves: with three bits of mantissa (E4M3) a weight is moved by up to 6 %, with one bit
@@ -33,10 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from mprun.numerics.cast_probe import CastProbe
+from mprun.numerics.op_search import Candidates
 from mprun.numerics.passes import CastPlan
-from mprun.numerics.set_search import Names
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, Gemm, LinearGemms, linear_layers
+from mprun.records.mode_names import PRODUCTS, with_high_products
 from mprun.results.search_result import Deviation
 
 SLACK_DB = 6.0
@@ -106,15 +107,14 @@ def _sizes(layer: nn.Linear, x: Tensor) -> dict[str, GemmSize]:
     return {name: GemmSize(m * k * n, summed) for name, (summed, needed) in rows.items() if needed}
 
 
-def gemm_bits(gemm: Gemm, summed: int, high_bits: float = BFLOAT16_BITS) -> float:
+def gemm_bits(gemm: Gemm, summed: int) -> float:
     """Bits of a number, the mean over both factors.
 
     Args:
         gemm: the formats.
         summed: numbers in a row of the factors, which may share a scale.
-        high_bits: of factors in the layer's dtype.
     """
-    own = high_bits if gemm.dtype is None else 8.0 * gemm.dtype.itemsize
+    own = BFLOAT16_BITS if gemm.dtype is None else 8.0 * gemm.dtype.itemsize
     factors = (gemm.left, gemm.right)
     return sum(own if x is None else x.bits_per_number(summed) for x in factors) / 2
 
@@ -124,21 +124,15 @@ class EffectiveBits:
 
     Args:
         sizes: of every GEMM.
-        gemms: the formats of the layers that have some.
-        high_bits: of GEMMs without a format.
+        gemms: the formats of the layers that have some; other GEMMs are bfloat16.
     """
 
     def __init__(
-        self,
-        sizes: Mapping[GemmName, GemmSize],
-        gemms: Mapping[str, LinearGemms],
-        high_bits: float = BFLOAT16_BITS,
+        self, sizes: Mapping[GemmName, GemmSize], gemms: Mapping[str, LinearGemms]
     ) -> None:
-        self._sizes, self._high_bits = sizes, high_bits
+        self._sizes = sizes
         formats = {name: getattr(gemms.get(name.layer), name.product, HIGH) for name in sizes}
-        self._bits = {
-            name: gemm_bits(gemm, sizes[name].summed, high_bits) for name, gemm in formats.items()
-        }
+        self._bits = {name: gemm_bits(gemm, sizes[name].summed) for name, gemm in formats.items()}
         self.formatted = [name for name, gemm in formats.items() if gemm.formats]
         """The GEMMs that have a format."""
 
@@ -146,15 +140,10 @@ class EffectiveBits:
         """With these GEMMs high."""
         kept = {*high}
         bits = (
-            size.operations * (self._high_bits if name in kept else self._bits[name])
+            size.operations * (BFLOAT16_BITS if name in kept else self._bits[name])
             for name, size in self._sizes.items()
         )
         return sum(bits) / sum(size.operations for size in self._sizes.values())
-
-    def share(self, names: Collection[GemmName]) -> float:
-        """Of these GEMMs in the operations of all that have a format."""
-        whole = sum(self._sizes[name].operations for name in self.formatted)
-        return sum(self._sizes[name].operations for name in names) / whole
 
 
 def with_high(
@@ -172,25 +161,18 @@ def with_high(
 
 
 @dataclass(frozen=True)
-class GemmCandidates:
-    """The GEMMs of a model's linear layers, as candidates.
+class GemmGroups:
+    """The GEMMs of a model's linear layers, by what stays high together.
 
     Args:
         gemms: the formats of each layer that the mode converts.
         bits: counts the effective bits of a choice.
-        device_type: cpu or cuda.
         per: gemm for each by itself, layer for those of a layer together.
     """
 
     gemms: Mapping[str, LinearGemms]
     bits: EffectiveBits
-    device_type: str
     per: str = "gemm"
-
-    @property
-    def kind(self) -> str:
-        """GEMM or layer."""
-        return "GEMM" if self.per == "gemm" else self.per
 
     @cached_property
     def own(self) -> dict[str, tuple[GemmName, ...]]:
@@ -201,32 +183,38 @@ class GemmCandidates:
             found[key] = (*found.get(key, ()), name)
         return found
 
-    @property
-    def names(self) -> dict[str, int]:
-        """Name to the number of its GEMMs."""
-        return {name: len(gemms) for name, gemms in self.own.items()}
+    def of(self, names: Collection[str]) -> tuple[GemmName, ...]:
+        """The GEMMs of these names."""
+        return tuple(gemm for name in names for gemm in self.own[name])
 
-    def alone(self, name: str) -> CastPlan:
-        """This one in the format, everything else in float32."""
-        others = {*self.bits.formatted} - {*self.own[name]}
-        return CastPlan(NoCaster(), gemms=with_high(self.gemms, others))
-
-    def kept(self, names: Names) -> CastPlan:
-        """These in bfloat16, the others in the format."""
-        caster = AutocastCaster(self.device_type, torch.bfloat16)
-        return CastPlan(caster, gemms=with_high(self.gemms, self.gemms_of(names)))
-
-    def cost(self, names: Names) -> float:
-        """The effective bits with these in bfloat16."""
-        return self.bits.of(self.gemms_of(names))
-
-    def gemms_of(self, names: Collection[str]) -> tuple[GemmName, ...]:
-        """The GEMMs of these candidates."""
-        own = self.own
-        return tuple(gemm for name in names for gemm in own[name])
+    def candidates(self, device_type: str) -> Candidates:
+        """They, as candidates for bfloat16; their cost is effective bits."""
+        bfloat16 = AutocastCaster(device_type, torch.bfloat16)
+        formatted = {*self.bits.formatted}
+        return Candidates(
+            "GEMM" if self.per == "gemm" else self.per,
+            {name: len(gemms) for name, gemms in self.own.items()},
+            alone=lambda name: CastPlan(
+                NoCaster(), gemms=with_high(self.gemms, formatted - {*self.own[name]})
+            ),
+            kept=lambda names: CastPlan(bfloat16, gemms=with_high(self.gemms, self.of(names))),
+            cost=lambda names: self.bits.of(self.of(names)),
+        )
 
     def moved_weights(self, probe: CastProbe) -> Deviation:
         """Everything in float32, with weights of the format's precision."""
         weights = {f"{name}.weight" for name in self.gemms}
         steps = [of.forward.right.half_step for of in self.gemms.values() if of.forward.right]
         return probe.with_moved(weights, max(steps, default=0.0))
+
+    def layers(self, mode: str, names: Collection[str]) -> dict[str, str]:
+        """`precision.layers` of a run in the mode with these in bfloat16."""
+        high = {*self.of(names)}
+        low = {*self.bits.formatted} - high
+        return {
+            layer: with_high_products(
+                mode, {product for product in PRODUCTS if GemmName(layer, product) not in low}
+            )
+            for layer in self.gemms
+            if any(name.layer == layer for name in high)
+        }

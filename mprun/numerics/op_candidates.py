@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -159,7 +159,6 @@ class OpCandidates:
     """Movable op to how often it is called, in the order of the first calls."""
     modules: Mapping[str, int] = field(default_factory=dict)
     """Module to how many movable calls its own code makes, in the order of the first ones."""
-    _casters: dict[Hashable, OpListCaster] = field(default_factory=dict, repr=False, compare=False)
 
     def lists(self, fp32: Collection[str] = ()) -> OpLists:
         """These ops on the fp32 list, the others lower."""
@@ -189,13 +188,7 @@ class OpCandidates:
         return CastPlan(outside, {name: self.dtype}, lambda _: inside.region, self.arithmetic)
 
     def _caster(self, lists: OpLists, watcher: Watcher | None = None) -> OpListCaster:
-        """A caster for these lists; cached, because making its table takes milliseconds."""
-        if watcher is not None:
-            return OpListCaster(lists, self.dtype, self.device_type, watcher=watcher)
-        key = frozenset(lists.rules.items())
-        if key not in self._casters:
-            self._casters[key] = OpListCaster(lists, self.dtype, self.device_type)
-        return self._casters[key]
+        return OpListCaster(lists, self.dtype, self.device_type, watcher=watcher)
 
 
 def op_candidates(

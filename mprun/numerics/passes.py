@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -146,16 +145,26 @@ class Passes:
             n: which batch.
             scale: the loss is multiplied by it before the backward pass, the gradients divided.
         """
+        loss_scale = StaticLossScale(scale, self.parameters[0].device)
+        precision = Precision(
+            self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
+        )
         with ready(self.model, self._seed), plan.applied_to(self.model):
             try:
-                loss = self._forward_backward(plan, n, scale, _check_finite)
+                loss, _ = forward_backward(
+                    precision,
+                    functools.partial(self.forward, self.model),
+                    lambda output, target: self._loss(output, target).float(),
+                    *self.batches[n],
+                    before_backward=_check_finite,
+                )
             except _LossNotFiniteError as error:
                 return Pass(error.args[0], None)
             except RuntimeError as error:  # there is no kernel for a dtype, or none for two
                 if plan is FLOAT32 or is_out_of_memory(error):
                     raise
                 return Pass(math.nan, None, first_line(error))
-            return Pass(loss, [_gradient(p, scale) for p in self.parameters])
+            return Pass(float(loss), [_gradient(p, scale) for p in self.parameters])
 
     def run_in_float64(self, n: int) -> Pass:
         """Loss and gradients on batch number `n` in float64, with the same random numbers.
@@ -165,38 +174,6 @@ class Passes:
         """
         with in_float64(self.model):
             return self.run(FLOAT32, n)
-
-    def time_s(self, plan: CastPlan, scale: float = 1.0) -> float:
-        """Seconds of a forward and a backward pass on the first batch."""
-        with ready(self.model, self._seed), plan.applied_to(self.model):
-            self._wait()
-            start = time.perf_counter()
-            self._forward_backward(plan, 0, scale)
-            self._wait()
-            return time.perf_counter() - start
-
-    def _forward_backward(
-        self,
-        plan: CastPlan,
-        n: int,
-        scale: float,
-        before_backward: Callable[[Tensor], None] | None = None,
-    ) -> float:
-        loss_scale = StaticLossScale(scale, self.parameters[0].device)
-        precision = Precision(
-            self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
-        )
-        loss, _ = forward_backward(
-            precision,
-            functools.partial(self.forward, self.model),
-            lambda output, target: self._loss(output, target).float(),
-            *self.batches[n],
-            before_backward=before_backward,
-        )
-        return float(loss)
-
-    def _wait(self) -> None:
-        devices.synchronize(self.parameters[0].device)
 
 
 def _check_finite(loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""An answer of mprun (`advise`, `search-ops`) as plain data: how to train, in which precision.
+"""An answer of `mprun advise` as plain data: how to train, in which precision.
 
 `mprun.report.snippets` writes it as code for other training loops.
 """

@@ -58,7 +58,7 @@ def as_on_a_gpu() -> Iterator[pytest.MonkeyPatch]:
         ["numerics", "numerics.steps=2", "numerics.warmup=1"],
         ["trace", "precision=bf16_mixed"],
         ["memory", "precision=bf16_mixed"],
-        ["search-ops", "precision=bf16_mixed", "search_ops.steps=4", "search_ops.batches=1"],
+        ["search-ops", "precision=bf16_mixed", "search_ops.batches=1"],
         ["sweep", "precision=fp32,bf16_sr", "seeds=1", "train.max_steps=6", "compare.report=false"],
         ["double", "precision=bf16_mixed", "train.epochs=1", "compare.report=false"],
     ],

@@ -352,7 +352,6 @@ def test_an_op_without_a_kernel_is_a_measure_that_says_so() -> None:
     measure = measured.measure(plan)
     assert math.isnan(measure.loss_difference)
     assert "Low precision dtypes not supported" in measure.failure
-    assert measured.time_ratio(FLOAT32, plan, 1) is None
 
 
 def test_what_fails_in_float32_too_is_the_model_s_own_fault() -> None:
@@ -434,7 +433,6 @@ def test_flags_buffers_gradients_and_random_numbers_are_put_back(fails: bool) ->
     else:
         measured = probe(model)
         measured.measure(FP16)
-        measured.time_ratio(FLOAT32, FP16, 1)
     assert [m.training for m in (model, model.norm, model.drop, model.last)] == [
         True,
         True,
@@ -554,29 +552,6 @@ def test_code_that_is_run_again_in_the_backward_pass_is_cast_again() -> None:
     again = probe(Again()).measure(CastPlan(OpListCaster(lists, torch.bfloat16)))
     for figure in ("loss_difference", "gradients_db", "worst_db"):
         assert getattr(again, figure) == getattr(plain, figure)
-
-
-def test_time_is_a_ratio_of_medians_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up apart, the first plan takes 1, 2 and 9, the second 4, 6 and 7 seconds."""
-    times = {FLOAT32.caster: iter([50.0, 1, 9, 2]), FP16.caster: iter([50.0, 4, 7, 6])}
-    asked: list[object] = []
-
-    def time_s(self: Passes, plan: CastPlan, scale: float) -> float:
-        asked.append(plan.caster)
-        return next(times[plan.caster])
-
-    monkeypatch.setattr(Passes, "time_s", time_s)
-    assert probe(mlp()).time_ratio(FLOAT32, FP16, 3) == 6 / 2
-    one, other = FLOAT32.caster, FP16.caster
-    assert asked == [other, one, one, other, other, one, one, other]
-
-
-@pytest.mark.parametrize(
-    ("signal", "noise", "db"),
-    [(1.0, 0.1, 10.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf)],
-)
-def test_a_ratio_of_sums_of_squares(signal: float, noise: float, db: float) -> None:
-    assert sums_db(signal, noise) == pytest.approx(db)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

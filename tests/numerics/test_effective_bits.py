@@ -87,7 +87,6 @@ def test_effective_bits_by_hand() -> None:
     one = (16 * (first + last + inner / 3) + 4.5 * inner * 2 / 3) / whole
     assert bits.of([GemmName("2", "grad_input")]) == pytest.approx(one, rel=1e-15)
     assert bits.of(bits.formatted) == 16
-    assert bits.share(bits.formatted[:1]) == pytest.approx(1 / 3)
 
 
 @given(

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
-from mprun.inspect.search_formats import layers_of
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.format_search import (
     SLACK_DB,
     EffectiveBits,
-    GemmCandidates,
+    GemmGroups,
     GemmName,
     gemm_sizes,
     with_high,
 )
+from mprun.numerics.op_search import CandidateSearch
 from mprun.numerics.passes import FLOAT32, Passes
-from mprun.numerics.set_search import CandidateSearch
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
 from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
@@ -98,51 +97,51 @@ def planted(product: str, size: float) -> nn.Module:
 
 def sensitivity_of(
     net: nn.Module, mode: str, per: str = "gemm"
-) -> tuple[CandidateSearch, GemmCandidates, Tolerance]:
+) -> tuple[CandidateSearch, GemmGroups, Tolerance]:
     generator = torch.Generator().manual_seed(1)
     batches = [tuple(torch.randn(64, WIDTH, generator=generator) for _ in "xy") for _ in range(3)]
     passes = Passes(net, nn.functional.mse_loss, batches)
     gemms = model_gemms(net, {}, mode)
     before = copy.deepcopy(net.state_dict())
     bits = EffectiveBits(gemm_sizes(net, lambda: passes.run(FLOAT32, 0)), gemms)
-    probe, every = CastProbe(passes), GemmCandidates(gemms, bits, "cpu", per)
-    found = CandidateSearch(probe, every)
-    tolerance = DEFAULT.beside(every.moved_weights(probe), SLACK_DB)
+    probe, groups = CastProbe(passes), GemmGroups(gemms, bits, per)
+    found = CandidateSearch(probe, groups.candidates("cpu"))
+    tolerance = DEFAULT.beside(groups.moved_weights(probe), SLACK_DB)
     found.measure()
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert not any("forward" in vars(module) for module in net.modules())
-    return found, every, tolerance
+    return found, groups, tolerance
 
 
 @pytest.mark.representative("nvfp4", "fp8_rowwise_hp")
 @pytest.mark.parametrize("mode", FORMAT_MODES)
 def test_gemms_without_outliers_tolerate_each_format(mode: str) -> None:
-    found, every, tolerance = sensitivity_of(model(), mode)
+    found, _, tolerance = sensitivity_of(model(), mode)
     products = [p for p in PRODUCTS if getattr(GEMMS[mode], p).formats]
     expected = [f"{layer}.{product}" for layer in "134" for product in products]
     assert [effect.name for effect in found.effects] == expected
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((), True)
-    in_bfloat16 = found.kept(tuple(every.names))
+    assert (high.high, high.is_within) == ((), True)
+    in_bfloat16 = found.kept(tuple(found.candidates.names))
     assert in_bfloat16.gradients_db > found.kept(()).gradients_db
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) -> None:
-    found, every, tolerance = sensitivity_of(planted(product, 300.0), "nvfp4")
+    found, _, tolerance = sensitivity_of(planted(product, 300.0), "nvfp4")
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((f"{OUTLIER}.{product}",), True)
+    assert (high.high, high.is_within) == ((f"{OUTLIER}.{product}",), True)
     assert (
         max(found.effects, key=lambda effect: tolerance.harm(effect.alone)).name
         == f"{OUTLIER}.{product}"
     )
-    lowest = every.cost(())
-    assert lowest < every.cost(high.names) < 16
+    lowest = found.candidates.cost(())
+    assert lowest < found.candidates.cost(high.high) < 16
     # A budget for one GEMM of this size more goes to the same one, a smaller budget to none.
-    one = found.smallest(tolerance, every.cost(high.names))
-    assert (one.names, one.is_within) == (high.names, True)
+    one = found.smallest(tolerance, found.candidates.cost(high.high))
+    assert (one.high, one.is_within) == (high.high, True)
     none = found.smallest(tolerance, lowest)
-    assert (none.names, none.is_within) == ((), False)
+    assert (none.high, none.is_within) == ((), False)
 
 
 @pytest.mark.representative("forward")
@@ -150,24 +149,24 @@ def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) 
 def test_eight_bits_have_the_range_for_the_same_outliers(product: str) -> None:
     """E4M3 has numbers from 2^-9 to 448."""
     found, _, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
-    assert found.smallest(tolerance).names == ()
+    assert found.smallest(tolerance).high == ()
 
 
 def test_layers_can_be_searched_as_a_whole() -> None:
-    found, every, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
+    found, groups, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
     assert [effect.name for effect in found.effects] == ["1", "3", "4"]
     high = found.smallest(tolerance)
-    assert (high.names, high.is_within) == ((OUTLIER,), True)
-    assert every.gemms_of(high.names) == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
+    assert (high.high, high.is_within) == ((OUTLIER,), True)
+    assert groups.of(high.high) == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
 
 
 def test_a_budget_never_does_more_harm_than_a_smaller_one() -> None:
-    found, every, tolerance = sensitivity_of(planted("grad_input", 300.0), "nvfp4")
-    lowest = every.cost(())
+    found, _, tolerance = sensitivity_of(planted("grad_input", 300.0), "nvfp4")
+    lowest = found.candidates.cost(())
     harms = []
     for budget in (lowest, (lowest + 16) / 2, 16.0):
         high = found.smallest(tolerance, budget)
-        assert every.cost(high.names) <= budget
+        assert found.candidates.cost(high.high) <= budget
         harms.append(tolerance.whole_harm(high.measure))
     assert harms == sorted(harms, reverse=True)
     assert harms[-1] < harms[0]
@@ -207,48 +206,45 @@ def command(folder: str, *more: str) -> dict[str, Any]:
     return content
 
 
-def test_the_command_searches_gemms_and_proves_the_answer(
+def test_the_command_searches_gemms(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = command("found", "search_ops.steps=3", "seeds=2")
+    found = command("found")
     printed = capsys.readouterr().out
-    assert "use it: mprun" in printed
-    assert (found["schema_version"], found["format"], found["per"]) == (2, "nvfp4", "gemm")
-    rows = found["candidates"]
+    assert (found["schema_version"], found["low"], found["high"]) == (3, "nvfp4", "bfloat16")
+    rows = found["rows"]["GEMMs"]
     assert [row["name"] for row in rows] == ["2.forward", "2.grad_input", "2.grad_weight"]
-    assert [row["operations"] for row in rows] == [pytest.approx(1 / 3)] * 3
-    assert len(found["proof"]["values"]) == 2
     # 784 x 256 without the gradient of the images, 256 x 256, 256 x 10; NVFP4 has 4.5 bits
     sizes = (2 * 784 * 256, 3 * 256 * 256, 3 * 256 * 10)
     bits = (16 * sizes[0] + 4.5 * sizes[1] + 16 * sizes[2]) / sum(sizes)
-    assert found["effective_bits"]["everything"] == pytest.approx(bits, rel=1e-12)
-    assert found["effective_bits"]["bfloat16"] == 16
+    assert found["everything_lower"]["cost"] == pytest.approx(bits, rel=1e-12)
+    assert found["given"]["cost"] == 16
     assert f"{bits:.2f}" in printed
-    assert Path("found/layers.yaml").exists() == bool(found["high"])
+    kept = found["search"]["GEMMs"]["high"]
+    assert Path("found/layers.yaml").exists() == ("use it: mprun" in printed) == bool(kept)
 
 
 def test_a_run_with_the_file_has_the_products_of_the_answer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # 12.27 bits with all three GEMMs in NVFP4; each in bfloat16 costs 1.24
-    found = command("found", "search_ops.steps=0", "search_ops.effective_bits=14")
+    found = command("found", "search_ops.effective_bits=14")
     printed = capsys.readouterr().out
-    assert "at most 14 effective bits: keep 2 (" in printed
-    assert len(found["high"]) == 1
-    assert found["effective_bits"]["answer"] <= 14
+    (kept,) = found["search"]["GEMMs"]["high"]
+    assert f"At most 14 effective bits: {kept} in bfloat16 does the least harm" in printed
+    assert found["search"]["GEMMs"]["cost"] <= 14
     named = yaml.safe_load(Path("found/layers.yaml").read_text(encoding="utf-8"))
     assert layer_values(named) == found["layers"]
     (line,) = (line for line in printed.splitlines() if line.startswith("use it: "))
     words = shlex.split(line.removeprefix("use it: mprun "))
-    quick = ["train.max_steps=2", "run.dir=run", "search_ops.batches=2", "data.eval_limit=64"]
-    assert main([w for w in [*words, *quick] if not w.startswith("search_ops.")]) == 0
+    assert main([*words, "train.max_steps=2", "run.dir=run", "data.eval_limit=64"]) == 0
     summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     assert summary["converted_gemms"] == ["2"]
     net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
     net.append(nn.Linear(256, 10))
     (of_layer,) = model_gemms(net, found["layers"], "nvfp4").values()
     high = [f"2.{product}" for product in PRODUCTS if not getattr(of_layer, product).formats]
-    assert high == found["high"]
+    assert high == [kept]
 
 
 @pytest.mark.parametrize(
@@ -262,12 +258,12 @@ def test_a_run_with_the_file_has_the_products_of_the_answer(
     ],
 )
 def test_layers_of_an_answer(mode: str, high: list[str], value: str) -> None:
-    gemms = model_gemms(model(), {}, mode)
-    formatted = [
-        GemmName(layer, p) for layer in gemms for p in PRODUCTS if getattr(gemms[layer], p).formats
-    ]
+    net = model()
+    gemms = model_gemms(net, {}, mode)
+    sizes = gemm_sizes(net, lambda: net(torch.randn(16, WIDTH)).sum().backward())
     names = [GemmName("3", product) for product in high]
-    layers = layers_of(gemms, mode, formatted, names)
+    groups = GemmGroups(gemms, EffectiveBits(sizes, gemms))
+    layers = groups.layers(mode, list(map(str, names)))
     assert layers == {"3": value}
     # What a run makes of the file is what was measured.
     made = model_gemms(model(), layers, mode)

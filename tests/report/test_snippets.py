@@ -22,8 +22,7 @@ import mprun
 from mprun._torch import tree_leaves
 from mprun.assemble import make_plan
 from mprun.config import compose
-from mprun.experiments.plan_answer import plan_answer, search_answer
-from mprun.experiments.proof import SelectedCasts
+from mprun.experiments.plan_answer import plan_answer
 from mprun.precision import op_lists
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
 from mprun.records.training_answer import TrainingAnswer
@@ -90,12 +89,14 @@ def answer_of(mode: str, *more: str) -> TrainingAnswer:
     return plan_answer(make_plan(composed.config, ()), ("Made by a test.",))
 
 
-def searched(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> TrainingAnswer:
+def with_lists(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> TrainingAnswer:
     composed = compose([*LINEAR, f"precision={mode}"])
     every = ("linear", "layer_norm", "gelu", "softmax", "exp", "mul")
     lists = op_lists([name for name in every if name not in fp32], fp32)
-    casts = SelectedCasts(lists, layers, 1024.0)
-    return search_answer(make_plan(composed.config, ()), casts, ("Made by a test.",))
+    plan = make_plan(composed.config, ())
+    policy = dataclasses.replace(plan.policy, casting="op_lists")
+    plan = dataclasses.replace(plan, op_lists=lists, layers=layers, policy=policy)
+    return plan_answer(plan, ("Made by a test.",))
 
 
 def own_trace(mode: str, **options: Any) -> list[Row]:
@@ -206,7 +207,7 @@ def test_each_snippet_computes_in_the_dtypes_of_mprun(file: str, mode: str, fold
     assert stored == {getattr(torch, answer_of(mode).columns["param_dtype"])}
 
 
-SEARCHED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+LISTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "ops": ({}, ("exp", "softmax")),
     "layers": ({"norm": "fp32", "last": "fp32"}, ()),
 }
@@ -214,21 +215,19 @@ SEARCHED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 @pytest.mark.representative(*OTHERS, "trainer.py-ops-bf16_mixed")
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
-@pytest.mark.parametrize("kind", SEARCHED)
+@pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.usefixtures("group")
-def test_op_lists_and_float32_layers_of_a_search(
-    file: str, kind: str, mode: str, folder: Path
-) -> None:
-    layers, fp32 = SEARCHED[kind]
-    answer = searched(mode, layers, fp32)
+def test_op_lists_and_float32_layers(file: str, kind: str, mode: str, folder: Path) -> None:
+    layers, fp32 = LISTS[kind]
+    answer = with_lists(mode, layers, fp32)
     assert answer.lists is not None
     lists = op_lists(answer.lists.lower, answer.lists.fp32, answer.lists.promote)
     wanted = own_trace(mode, layers=layers, op_lists=lists)
     assert any(row[2] == torch.float32 for row in wanted)
     assert any(row[2] != torch.float32 for row in wanted)
     text = snippets(answer)[f"snippets/{file}"]
-    assert ("init_scale=1024.0" in text) == (mode == "fp16_mixed")
+    assert ("init_scale=65536.0" in text) == (mode == "fp16_mixed")
     check(text, file, folder, wanted)
 
 
@@ -355,13 +354,6 @@ def test_rounding_of_every_result_is_named_as_missing() -> None:
     for text in snippets(answer).values():
         assert "# no equivalent: rounding of every result" in text
         assert "# no equivalent: it was measured with emulated arithmetic" in text
-
-
-def test_lists_of_a_search_are_those_that_it_measured() -> None:
-    answer = searched("bf16_mixed", {}, ("exp", "softmax"))
-    assert answer.lists is not None
-    assert set(answer.lists.fp32) == {"exp", "softmax"}
-    assert set(answer.lists.lower) == {"linear", "layer_norm", "gelu", "mul"}
 
 
 def test_text_of_a_record_stays_text(folder: Path) -> None:

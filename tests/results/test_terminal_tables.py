@@ -19,12 +19,12 @@ from mprun.experiments.study_progress import StudyProgress
 from mprun.records.run_record import Summary
 from mprun.report import tables
 from mprun.report.comparison_report import comparison_table, short_table
-from mprun.results import doctor_result, memory_result, numerics_result, search_tables, trace_result
+from mprun.results import doctor_result, memory_result, numerics_result, search_result, trace_result
 from tests.report.compared import comparison, of_losses
 from tests.results import test_doctor_result as doctor
 from tests.results import test_memory_result as memory
 from tests.results import test_numerics_result as numerics
-from tests.results import test_search_tables as search_ops
+from tests.results import test_search_result as search_ops
 from tests.results import test_trace_result as trace
 from tests.summaries import example, set_fields
 
@@ -56,7 +56,7 @@ def of_numerics() -> numerics.NumericsResult:
 def of_search() -> search_ops.OpSearch:
     rows = [search_ops.row(name, 3.0, search_ops.measure(0.0027, 9.0)) for name in LAYERS]
     names = search_ops.outcome(*LAYERS[:4], measure=search_ops.measure(worst_parameter=LAYERS[3]))
-    return search_ops.search(modules=rows, search={"ops": names, "modules": names})
+    return search_ops.search(rows={"modules": rows}, search={"ops": names, "modules": names})
 
 
 def of_trace() -> trace.TraceRecord:
@@ -112,8 +112,8 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "numerics": lambda: numerics_result.rows_table(of_numerics(), 30),
     "loss scales": lambda: numerics_result.scales_table(of_numerics()),
     "lost updates": lambda: numerics_result.lost_table(of_numerics(), 30),
-    "sensitivity": lambda: search_tables.rows_table(of_search(), "modules"),
-    "outcome": lambda: search_tables.outcome_table(of_search()),
+    "sensitivity": lambda: search_result.rows_table(of_search(), "modules"),
+    "outcome": lambda: search_result.outcome_table(of_search()),
     "totals": lambda: trace_result.totals(of_trace()),
     "kinds of ops": lambda: trace_result.kinds_table(of_trace().rows),
     "ops": lambda: trace_result.step_table(of_trace().rows),

@@ -360,8 +360,8 @@ def _children(pid: int) -> list[int]:
             "numerics.span=3",
         ],
         [
-            *("search-ops", "precision=fp16_mixed", "search_ops.timed_steps=0"),
-            *("search_ops.batches=1", "search_ops.warmup_steps=1", "search_ops.steps=2"),
+            *("search-ops", "precision=fp16_mixed"),
+            *("search_ops.batches=1", "search_ops.warmup_steps=1"),
         ],
     ],
     ids=lambda words: words[0],
