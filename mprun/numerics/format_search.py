@@ -37,7 +37,7 @@ from mprun.numerics.op_search import Candidates
 from mprun.numerics.passes import CastPlan
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, Gemm, LinearGemms, linear_layers
-from mprun.records.mode_names import PRODUCTS, with_high_products
+from mprun.records.layer_values import PRODUCTS, with_high_products
 from mprun.results.search_result import Deviation
 
 SLACK_DB = 6.0

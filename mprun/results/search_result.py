@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import joined, listed
-from mprun.records.mode_names import SHORT_DTYPES, layers_file
+from mprun.records.layer_values import layers_file
+from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Count, Legal, Number, Positive
 
 FILE = "search_ops.json"
@@ -335,7 +336,7 @@ def outcome_table(search: OpSearch) -> FittedTable:
         figure_column("loss", cell=measured(loss)),
         figure_column("gradients", 2, measured(lambda x: decibels(x.gradients_db))),
         figure_column("worst", 3, measured(lambda x: decibels(x.worst_db))),
-        text_column("of", 1, narrow=16, cell=measured(lambda x: x.worst_parameter)),
+        text_column("of", 1, cell=measured(lambda x: x.worst_parameter)),
         figure_column(cost, 4, lambda row: search.cost_text(row.cost)),
         rows=rows,
         elsewhere=FILE,

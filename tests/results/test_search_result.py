@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.records.mode_names import layer_values
+from mprun.records.layer_values import layer_values
 from mprun.records.op_list_files import read_list
 from mprun.results.search_result import (
     LAYERS,
