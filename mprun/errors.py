@@ -207,3 +207,7 @@ def _name(code: CodeType) -> str:
     qualified: str = getattr(code, "co_qualname", code.co_name)  # new in Python 3.11
     name = qualified.rpartition("<locals>.")[2]
     return "" if name == "<module>" else name
+
+
+class NotMeasurableError(ValueError):
+    """A model or a loss that cannot be measured."""

@@ -34,7 +34,7 @@ from mprun.numerics.process_memory import (
 )
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
-from mprun.results.memory_result import ProcessLayout
+from mprun.records.step_records import ProcessLayout
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import described

@@ -23,9 +23,8 @@ from mprun.assemble.parts import build_arithmetic, build_caster
 from mprun.assemble.speed_trial import with_fastest
 from mprun.config import Composed
 from mprun.data import Batch
-from mprun.errors import MprunError, RunFailedError, UsageError
+from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
 from mprun.nested import to_dtype
-from mprun.numerics.passes import NotMeasurableError
 from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward

@@ -26,6 +26,7 @@ from mprun.numerics.process_memory import StepMemory
 from mprun.records.files import json_text
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.run_record import BatchRow
+from mprun.records.step_records import ParallelKind, ProcessLayout
 from mprun.results import Result
 from mprun.results.memory_result import (
     LargestBatch,
@@ -33,8 +34,6 @@ from mprun.results.memory_result import (
     MemorySettings,
     ModeMemory,
     OptimizerChoice,
-    ParallelKind,
-    ProcessLayout,
     PublishedMemory,
     memory_parts,
 )

@@ -30,7 +30,7 @@ from mprun.assemble import (
 from mprun.assemble.planned_memory import as_native
 from mprun.config import Composed, compose
 from mprun.console.formatting import counted
-from mprun.errors import UsageError
+from mprun.errors import NotMeasurableError, UsageError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.numerics.cast_probe import CastProbe
@@ -43,7 +43,7 @@ from mprun.numerics.format_search import (
 )
 from mprun.numerics.op_candidates import op_candidates
 from mprun.numerics.op_search import CandidateSearch, Sensitivity
-from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes
+from mprun.numerics.passes import FLOAT32, CastPlan, Passes
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype

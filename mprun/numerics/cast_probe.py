@@ -31,7 +31,8 @@ from statistics import stdev
 import torch
 from torch import Tensor
 
-from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Pass, Passes
+from mprun.errors import NotMeasurableError
+from mprun.numerics.passes import FLOAT32, CastPlan, Pass, Passes
 from mprun.numerics.tolerance import gradient_error, loss_shares, sums_db
 from mprun.numerics.updates import RoundingErrors, weights_moved
 from mprun.results.search_result import Deviation

@@ -32,10 +32,10 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
-from mprun.errors import first_line
+from mprun.errors import NotMeasurableError, first_line
 from mprun.numerics.op_trace import CallStack
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
-from mprun.numerics.passes import CastPlan, Forward, NotMeasurableError, is_out_of_memory, ready
+from mprun.numerics.passes import CastPlan, Forward, is_out_of_memory, ready
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
 from mprun.precision.apply import call
 from mprun.precision.op_lists import Entry, Watcher

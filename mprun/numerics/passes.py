@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun import devices
-from mprun.errors import first_line
+from mprun.errors import NotMeasurableError, first_line
 from mprun.numerics.float64 import in_float64
 from mprun.precision import (
     Arithmetic,
@@ -42,10 +42,6 @@ Batch = tuple[Any, Any]
 the second argument of the loss, after the output."""
 Forward = Callable[[nn.Module, Any], Any]
 """Gives a model's output for the inputs of a batch."""
-
-
-class NotMeasurableError(ValueError):
-    """A model or a loss that cannot be measured."""
 
 
 class _LossNotFiniteError(Exception):

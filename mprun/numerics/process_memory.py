@@ -42,7 +42,7 @@ import torch
 
 from mprun.precision.policy import dtype_name
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.results.memory_result import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
+from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
 
 
 @dataclass(slots=True)

@@ -26,8 +26,7 @@ from mprun.errors import first_line
 from mprun.numerics.tolerance import sums_db
 from mprun.precision.rounding import merge, merged, split
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
-from mprun.results.numerics_result import Float32Gradients, LostShares
-from mprun.results.search_result import Reference
+from mprun.records.step_records import Float32Gradients, LostShares, Reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from mprun.console.fitted_table import (
     ALWAYS,
@@ -23,8 +23,13 @@ from mprun.console.fitted_table import (
 from mprun.console.formatting import UNITS, change_text, joined, size_text, unit_for
 from mprun.records.policy_columns import Count, Legal, WorldSize
 from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
-
-ParallelKind = Literal["ddp", "fsdp2"]
+from mprun.records.step_records import (
+    MemoryPeak,
+    MemoryTimeline,
+    ModuleMemory,
+    ProcessLayout,
+    StorageMemory,
+)
 
 
 @dataclass
@@ -45,70 +50,6 @@ class MemorySettings:
     """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
     checkpointing: bool = False
     """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
-
-
-@dataclass(frozen=True)
-class ProcessLayout:
-    """How many processes share a step, and how."""
-
-    world_size: int = 1
-    parallel: ParallelKind | None = None
-    """None in a single process."""
-    checkpointing: bool = False
-    """Whether activations of blocks are recomputed in the backward pass."""
-
-
-@dataclass(frozen=True)
-class MemoryPeak:
-    """Where the most memory is alive."""
-
-    point: int
-    """The op's index in the timeline."""
-    op: str
-    phase: str
-    module: str
-
-
-@dataclass(frozen=True)
-class ModuleMemory:
-    """The memory of a module at the peak."""
-
-    module: str
-    kind: str
-    """The module's class; empty for `(inputs)`, `(loss)` and `(optimizer)`."""
-    total: int
-    parameters: int
-    buffers: int
-    gradients: int
-    optimizer_state: int
-    activations: int
-    temporary: int
-
-
-@dataclass(frozen=True)
-class StorageMemory:
-    """One of the largest storages at the peak."""
-
-    bytes: int
-    category: str
-    module: str
-    shape: list[int]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class MemoryTimeline:
-    """Bytes alive after each op; all lists have the same length."""
-
-    op: list[str]
-    phase: list[str]
-    module: list[str]
-    parameters: list[int]
-    buffers: list[int]
-    gradients: list[int]
-    optimizer_state: list[int]
-    activations: list[int]
-    temporary: list[int]
 
 
 @dataclass(frozen=True)
@@ -192,7 +133,7 @@ class MemoryRecord:
     limit_bytes: int | None
     published: PublishedMemory | None
     modes: list[ModeMemory]
-    layout: ProcessLayout = ProcessLayout()
+    layout: ProcessLayout = field(default_factory=ProcessLayout)
     """All sizes are those of one of its processes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Modes that `precision=all` leaves out, with the reason."""

@@ -20,7 +20,8 @@ from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import listed, share_text
 from mprun.records.mode_names import FURTHER_FORMATS
 from mprun.records.policy_columns import Count, Legal, NotNegative, Number
-from mprun.results.search_result import Deviation, Reference, SearchTolerance
+from mprun.records.step_records import Float32Gradients, LostShares, Reference
+from mprun.results.search_result import Deviation, SearchTolerance
 
 
 @dataclass
@@ -69,16 +70,6 @@ class Float32Loss:
     """The op that loses it; empty if it is not known."""
     module: str
     """Its module; empty for the model itself and outside of it."""
-
-
-@dataclass(frozen=True)
-class Float32Gradients:
-    """All gradients of float32, beside float64's of the same model."""
-
-    db: float
-    """The SQNR of all together."""
-    worst: str
-    """The parameter with the most of the error."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +135,6 @@ class LossScaleResult:
     tried_db: dict[str, float]
     """Loss scale, as text, to the SQNR of the gradients, in dB."""
     best_tried: float | None
-
-
-@dataclass(frozen=True)
-class LostShares:
-    """The shares of updates that weights in 16 bits would lose, by format and rounding rule."""
-
-    updated: int
-    """Updates that are not zero."""
-    lost_in_run: float | None
-    """The share that the run lost."""
-    fp16: dict[str, float | None]
-    bf16: dict[str, float | None]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mprun.console.formatting import joined, listed
 from mprun.records.layer_values import layers_file
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Count, Legal, Number, Positive
+from mprun.records.step_records import Reference
 
 FILE = "search_ops.json"
 OPS, LAYERS = "ops.yaml", "layers.yaml"
@@ -89,16 +90,6 @@ class Deviation:
     def judged_db(self) -> float:
         """The SQNR that is compared with the tolerance."""
         return self.worst_db if self.beyond_db is None else self.beyond_db
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The reference that shows which float32 gradients are only rounding errors."""
-
-    name: str
-    """float64, or float32 with moved weights."""
-    reason: str = ""
-    """Why it is not float64."""
 
 
 @dataclass(frozen=True)

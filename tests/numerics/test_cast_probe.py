@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mprun.errors import NotMeasurableError
 from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
-from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes, ready
+from mprun.numerics.passes import FLOAT32, CastPlan, Passes, ready
 from mprun.numerics.tolerance import sqnr_db, sums_db
 from mprun.numerics.updates import MOVE, MOVED, weights_moved
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mprun.errors import NotMeasurableError
 from mprun.numerics import Sensitivity, Tolerance, sensitivity
 from mprun.numerics.op_candidates import (
     HEAVY,
@@ -20,7 +21,6 @@ from mprun.numerics.op_candidates import (
     op_candidates,
     promoted,
 )
-from mprun.numerics.passes import NotMeasurableError
 from mprun.precision import OpListCaster
 from mprun.precision.op_lists.lists import known, spelled
 from mprun.results.search_result import Deviation

@@ -17,6 +17,7 @@ from mprun.console.fitted_table import FittedTable
 from mprun.numerics.collect import KINDS as COLLECTED
 from mprun.numerics.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
+from mprun.records.step_records import Reference
 from mprun.report.plots import measurement_plots
 from mprun.report.plots.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
 from mprun.results.numerics_result import (
@@ -30,7 +31,6 @@ from mprun.results.numerics_result import (
     sentences,
     unjudged,
 )
-from mprun.results.search_result import Reference
 
 SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
 
