@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("mprun", "kernels")
 SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
-"""What the library is built from: as in mprun/kernels/prebuilt.py, which compares them."""
+"""What the library is built from: as in mprun/precision/kernels/prebuilt.py, which compares them."""
 # Without contraction to fused multiply-add, and without unsafe math: the bits are PyTorch's.
 FLAGS = [
     *("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math"),
@@ -109,7 +109,7 @@ class Wheel(bdist_wheel):
 
 # Windows exports nothing without further marks, and its compiler knows no such flags.
 HAS_KERNELS = sys.platform != "win32"
-LIBRARY = Extension("mprun.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True)
+LIBRARY = Extension("mprun.precision.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True)
 setup(
     ext_modules=[LIBRARY] if HAS_KERNELS else [],
     setup_requires=[ZIG] if HAS_KERNELS and not has_compiler() else [],

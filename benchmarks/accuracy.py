@@ -21,7 +21,7 @@ import torch
 from scipy.stats import t as student
 
 from mprun.cli.main import main as mprun
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.records.run_record import Summary, read_summary
 
 

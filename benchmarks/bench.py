@@ -42,8 +42,8 @@ from benchmarks.alternate import HEAPS, heap_environment
 from benchmarks.peers import PEERS, RAW, peers_of
 from benchmarks.tasks import CASES, DATA, save_data
 from benchmarks.turns import Processes, Row, Subject
-from mprun.data import DataRequest, Splits, image_splits
-from mprun.doctor.machine import cpu_name, git_commit, usable_cores
+from mprun.train.data import DataRequest, Splits, image_splits
+from mprun.train.machine.machine import cpu_name, git_commit, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "benchmarks" / "README.md"

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.assemble.recipe_loading import recipe_of
+from mprun.train.assemble.recipe_loading import recipe_of
 from mprun.config import compose
-from mprun.data import DataRequest, TensorSet
+from mprun.train.data import DataRequest, TensorSet
 from mprun.recipe import Recipe
 
 STEPS, WARMUP, BATCH, CONTEXT = 2000, 100, 12, 64

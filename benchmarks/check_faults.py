@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import mprun
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.results.check_result import Finding
+from mprun.inspect.check.check_result import Finding
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "check_models"

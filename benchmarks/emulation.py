@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.alternate import alternate
 from benchmarks.raw_loop import mprun_blocks
-from mprun.assemble import Plan, make_plan
+from mprun.train.assemble import Plan, make_plan
 from mprun.config import compose
-from mprun.doctor.heap import steady_heap
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.precision import backend_flags
 
 MODES = (

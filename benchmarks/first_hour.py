@@ -41,8 +41,9 @@ import torch
 import mprun
 from benchmarks.alternate import alternate
 from benchmarks.raw_loop import Case, compare, planned
-from mprun import devices, observe
-from mprun.doctor.machine import hardware
+from mprun.precision import devices
+from mprun import observe
+from mprun.train.machine.machine import hardware
 from mprun.precision import backend_flags
 
 ROOT = Path(__file__).resolve().parent.parent

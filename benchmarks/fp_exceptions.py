@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
-from mprun.assemble import build_exceptions, build_parts, build_precision, make_plan
+from mprun.train.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.config import compose
-from mprun.doctor.heap import steady_heap
+from mprun.train.machine.heap import steady_heap
 from mprun.train.loop import Trainer
 
 CASES = (

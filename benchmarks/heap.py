@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.alternate import interval
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.records.run_record import Summary, read_summary
 
 STEADY = {"MALLOC_TRIM_THRESHOLD_": "4294967295", "MALLOC_MMAP_MAX_": "0"}

@@ -25,8 +25,8 @@ from torch import nn
 
 import mprun
 from benchmarks.alternate import alternate
-from mprun.doctor.heap import steady_heap
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 STEPS = 50
 """Of a block."""

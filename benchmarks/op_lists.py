@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
-from mprun.assemble import build_parts, make_plan
+from mprun.train.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.doctor.heap import steady_heap
+from mprun.train.machine.heap import steady_heap
 from mprun.train.loop import Trainer
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.tasks import CASES, Task
 from benchmarks.turns import Turns, serve
-from mprun.data import TensorSet
+from mprun.train.data import TensorSet
 
 
 def raw(task: Task, turns: Turns, channels_last: bool = False, compiled: bool = False) -> None:

@@ -93,21 +93,21 @@ norm-narrow optim/state.py The norm of float16 gradients overflows.
 torch.linalg.vector_norm(g, dtype=torch.float32) => torch.linalg.vector_norm(g)
 group-options optim/base.py All groups of parameters take the options of the first one.
 known = id(update.group), update.state["step"] => known = 0, update.state["step"]
-bonferroni compare/statistics.py Every p-value is multiplied by the number of tests.
+bonferroni study/compare/statistics.py Every p-value is multiplied by the number of tests.
 p_values[index] * (len(p_values) - rank) => p_values[index] * len(p_values)
-two-sided compare/verdicts.py The interval that decides on equivalence has the wrong level.
+two-sided study/compare/verdicts.py The interval that decides on equivalence has the wrong level.
 inside, off = 1 - 2 * equal.level, 1 - apart.level => inside, off = 1 - equal.level, 1 - apart.level
-other-hardware compare/times.py Times on unlike hardware are compared.
+other-hardware study/compare/times.py Times on unlike hardware are compared.
 for own, base in native if hardware(own) == hardware(base)] => for own, base in native]
-same-speed compare/times.py A ratio that is open is called the same speed.
+same-speed study/compare/times.py A ratio that is open is called the same speed.
 if low > 1 / SAME and high < SAME: => if low > 1 / SAME or high < SAME:
-noisy-curve compare/equal_quality.py A crossing is measured from a loss above the lowest so far.
+noisy-curve study/compare/equal_quality.py A crossing is measured from a loss above the lowest so far.
 min(row.loss, before.loss)) => row.loss)
-whole-drift compare/times.py The median step is taken to lie the whole drift from the fast end.
+whole-drift study/compare/times.py The median step is taken to lie the whole drift from the fast end.
 1 / math.sqrt(factor) if => 1 / factor if
-earlier-run compare/load.py Of two runs of one seed the earlier one counts.
+earlier-run study/compare/load.py Of two runs of one seed the earlier one counts.
 earlier, last[key] = sorted( => last[key], earlier = sorted(
-any-split compare/verdicts.py The test samples are used although some runs have none.
+any-split study/compare/verdicts.py The test samples are used although some runs have none.
 if has[name] == len(runs) => if has[name]
 equal-shares train/loop.py Micro-batches of unlike weight count alike.
 share=part.weight / weight, => share=1 / len(batch.parts),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from mprun.doctor.machine import cpu_name
+from mprun.train.machine.machine import cpu_name
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr")
 KINDS = ("ddp", "fsdp2")

@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.alternate import HEAPS, alternate
 from benchmarks.raw_loop import CASES
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 CHILD = """
 import sys
 import torch
 from benchmarks.raw_loop import CASES, mprun_blocks
-from mprun.assemble import make_plan
+from mprun.train.assemble import make_plan
 from mprun.config.compose import compose
 from mprun.precision import backend_flags
 

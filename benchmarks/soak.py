@@ -20,10 +20,10 @@ import torch
 
 from mprun.config import compose
 from mprun.config.quoting import quoted
-from mprun.doctor.machine import cpu_name, usable_cores
-from mprun.experiments.planned_run import plan_or_resume
+from mprun.train.machine.machine import cpu_name, usable_cores
+from mprun.study.planned_run import plan_or_resume
 from mprun.records.run_record import Status
-from mprun.run import run
+from mprun.train.run import run
 from mprun.train.callbacks import Callback
 from mprun.train.signals import StopSignals
 

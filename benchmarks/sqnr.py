@@ -14,10 +14,10 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from mprun.assemble import build_parts, make_plan
+from mprun.train.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.doctor.machine import cpu_name
-from mprun.numerics.tolerance import sqnr_db
+from mprun.train.machine.machine import cpu_name
+from mprun.watch.tolerance import sqnr_db
 from mprun.precision import backend_flags
 
 MODES = ("tf32", "bf16_mixed", "fp16_mixed")

@@ -19,7 +19,7 @@ import tempfile
 import time
 from datetime import date
 
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 IMPORT = "import torch, os; os._exit(0)"
 RAW = """

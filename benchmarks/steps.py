@@ -9,8 +9,8 @@ from datetime import date
 
 import torch
 
-from mprun.assemble import Plan
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.assemble import Plan
+from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.precision import backend_flags
 from mprun.train.loop import Trainer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
 from recipes.fashion_mnist import FashionMnist
 from recipes.linear import Linear

@@ -18,7 +18,7 @@ from datetime import date
 
 from benchmarks.alternate import compared
 from benchmarks.start_up import seconds
-from mprun.doctor.machine import cpu_name, usable_cores
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 SETUP = """
 import sys, warnings

@@ -36,9 +36,9 @@ from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.config.settings import CompareSettings
 from mprun.records.mode_names import ALIASES
-from mprun.report.exports import page as html_page
-from mprun.report.plots import draw
-from mprun.results.check_result import CHECKS, kinds
+from mprun.study.report.exports import page as html_page
+from mprun.study.report.plots import draw
+from mprun.inspect.check.check_result import CHECKS, kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]+)?\)")
@@ -179,7 +179,7 @@ FUNCTIONS = {f"mprun.{name}": f"mprun.cli.functions.{name}" for name in ("run", 
 def python(_: str) -> str:
     """Where mkdocstrings puts the docstrings of the public names."""
     own = [f"mprun.{n}" for n in mprun.__all__ if f"mprun.{n}" not in PACKAGES and n[0] != "_"]
-    own += [f"mprun.integrations.{name}.MprunCallback" for name in CALLBACKS]
+    own += [f"mprun.train.observe.{name}.MprunCallback" for name in CALLBACKS]
     own = [name for name in own if name not in FUNCTIONS]
     parts = ["## mprun\n"]
     for name, path in FUNCTIONS.items():  # a module has the name, too
@@ -216,7 +216,7 @@ def report(path: str) -> str:
 @cache
 def example_report() -> str:
     """The page that `mprun compare` writes about made-up runs of four modes."""
-    write_run = import_module("tests.compare.folders").write_run
+    write_run = import_module("tests.study.compare.folders").write_run
     with tempfile.TemporaryDirectory() as folder:
         for mode, (ms, accuracy, peak) in MODES.items():
             for seed in range(5):

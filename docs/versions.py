@@ -58,7 +58,7 @@ def facts() -> Record:
     """Versions, and what `mprun doctor` and `mprun memory` say here, where no time decides."""
     import torch
 
-    from mprun.doctor.machine import examine_machine, versions
+    from mprun.train.machine.machine import examine_machine, versions
     from mprun.inspect.machine_examination import examine_modes
 
     cpu, named = torch.device("cpu"), versions()

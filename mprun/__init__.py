@@ -36,13 +36,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mprun import metrics, numerics, optim
+    from mprun.train import metrics
+    from mprun import numerics, optim
     from mprun.cli.functions import check, compare, run
-    from mprun.experiments.plan_answer import load
-    from mprun.integrations.observe import observe
-    from mprun.numerics.audit import audit
-    from mprun.numerics.divergence import diff
-    from mprun.numerics.explained import assert_explained
+    from mprun.study.plan_answer import load
+    from mprun.train.observe.observe import observe
+    from mprun.watch.audit import audit
+    from mprun.inspect.divergence import diff
+    from mprun.inspect.explained import assert_explained
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
@@ -68,12 +69,12 @@ __all__ = [
 _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
-    "assert_explained": "mprun.numerics.explained",
-    "audit": "mprun.numerics.audit",
+    "assert_explained": "mprun.inspect.explained",
+    "audit": "mprun.watch.audit",
     "check": "mprun.cli.functions",
-    "diff": "mprun.numerics.divergence",
-    "load": "mprun.experiments.plan_answer",
-    "observe": "mprun.integrations.observe",
+    "diff": "mprun.inspect.divergence",
+    "load": "mprun.study.plan_answer",
+    "observe": "mprun.train.observe.observe",
     "policy": "mprun.precision.policy",
 }
 _PACKAGES = ("compare", "metrics", "numerics", "optim", "run")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 BY_ACCURACY = ("accuracy", "max")
 BY_LOSS = ("loss", "min")

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
+from mprun.train.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mprun.data import DataRequest, Splits, TensorSet
-from mprun.data.text import MAX_VOCABULARY, text_sample, text_splits
+from mprun.train.data import DataRequest, Splits, TensorSet
+from mprun.train.data.text import MAX_VOCABULARY, text_sample, text_splits
 from mprun.recipe import Recipe
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
 
-from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
-from mprun.data.image_folder import class_names, folder_splits
+from mprun.train.data import DataRequest, Splits, TensorSet, image_sample, image_splits
+from mprun.train.data.image_folder import class_names, folder_splits
 from mprun.errors import hint
 from mprun.recipe import Classification
 

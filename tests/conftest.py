@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mprun.assemble import Plan, footprint
+from mprun.train.assemble import Plan, footprint
 from mprun.config.schema import RunConfig
-from mprun.report.plots import draw
+from mprun.study.report.plots import draw
 
 settings.register_profile("any load", deadline=None)  # else an example has 0.2 s
 settings.load_profile("any load")
@@ -106,7 +106,7 @@ def quick_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mprun.run.footprint", _remembered_footprint)
         one_plot = functools.partial(draw, names=["difference"])
-        patch.setattr("mprun.report.plots.draw", one_plot)
+        patch.setattr("mprun.study.report.plots.draw", one_plot)
         patch.setattr("mprun.run.page_fault_warning", lambda summary: None)
         yield
 

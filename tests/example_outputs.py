@@ -26,21 +26,21 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
-from mprun.compare.notes import variant_notes
-from mprun.compare.times import OVERLAPPED
-from mprun.doctor.machine_findings import conclusions, findings
-from mprun.experiments.advise import advise, screened
-from mprun.experiments.double import double
-from mprun.experiments.trials import Outcome, Trial
+from mprun.study.compare.notes import variant_notes
+from mprun.study.compare.times import OVERLAPPED
+from mprun.train.machine.machine_findings import conclusions, findings
+from mprun.study.advise import advise, screened
+from mprun.study.double import double
+from mprun.study.trials import Outcome, Trial
 from mprun.records.run_record import TimeBudget
-from mprun.report import tables
-from mprun.report.comparison_report import short_notes
-from mprun.results.doctor_result import OPS, Format, Mode, renderables
-from mprun.results.search_result import OpSearch, answer_sentence, outcome_table, rows_table
-from tests.compare.folders import write_run
-from tests.doctor import WITH_BF16, examination, measured
-from tests.experiments import comparison, variant
-from tests.results.test_search_result import CONTENT, measure, outcome, row
+from mprun.study.report import tables
+from mprun.study.report.comparison_report import short_notes
+from mprun.train.machine.doctor_result import OPS, Format, Mode, renderables
+from mprun.inspect.search_result import OpSearch, answer_sentence, outcome_table, rows_table
+from tests.study.compare.folders import write_run
+from tests.train.machine import WITH_BF16, examination, measured
+from tests.study import comparison, variant
+from tests.inspect.test_search_result import CONTENT, measure, outcome, row
 from tests.summaries import example as example_summary
 
 SMALL = [

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from mprun.cli.main import BY_NAME
-from mprun.results.check_result import CHECKS
+from mprun.inspect.check.check_result import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))

@@ -83,7 +83,7 @@ def test_imports_follow_the_table() -> None:
         ("precision", "def late():\n    from mprun import numerics"),
         ("train", "import mprun.run"),
         ("compare", "import torch"),
-        ("report", "from mprun._torch import op_name"),
+        ("report", "from mprun.precision._torch import op_name"),
         ("assemble", "from hydra import compose"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_prebuilt import PARTS
+from tests.precision.kernels.test_prebuilt import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 

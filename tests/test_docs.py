@@ -21,7 +21,7 @@ from mprun.config.reference import leaves
 from mprun.config.settings import fields, take
 from mprun.config.study_request import with_every_mode
 from mprun.errors import UsageError
-from mprun.results.check_result import CHECKS, CheckSettings
+from mprun.inspect.check.check_result import CHECKS, CheckSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(

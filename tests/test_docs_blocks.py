@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.data import TensorSet
+from mprun.train.data import TensorSet
 from mprun.records.run_record import read_summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +95,6 @@ def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_modules_that_the_page_names_have_the_callback() -> None:
     text = YOUR_LOOP[0].read_text(encoding="utf-8")
     for name in ("transformers", "lightning"):
-        assert f"mprun.integrations.{name}" in text
-        module = pytest.importorskip(f"mprun.integrations.{name}")
+        assert f"mprun.train.observe.{name}" in text
+        module = pytest.importorskip(f"mprun.train.observe.{name}")
         assert module.MprunCallback

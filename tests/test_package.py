@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-# tests/kernels/test_prebuilt.py compiles the library of a wheel; it takes ten seconds.
+# tests/precision/kernels/test_prebuilt.py compiles the library of a wheel; it takes ten seconds.
 ENVIRONMENT = {**BARE, "CC": "false", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 

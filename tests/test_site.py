@@ -17,7 +17,7 @@ import yaml
 import mprun
 from mprun.cli.main import COMMANDS
 from mprun.config.reference import GROUPS, leaves
-from mprun.results.check_result import kinds
+from mprun.inspect.check.check_result import kinds
 
 pytest.importorskip("material")
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from mprun import Recipe
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 NONE = "none"
 SAMPLES = 128

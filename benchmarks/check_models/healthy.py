@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from torchvision.models.convnext import CNBlockConfig
 
 from mprun import Recipe
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 
 DEFAULTS = {"train.batch_size": 8, "train.max_steps": 60, "train.lr": 2e-3}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mprun import Recipe
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.train.data import DataRequest, Splits, image_splits
 
 
 class RmsNorm(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mprun import Recipe
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.train.data import DataRequest, Splits, image_splits
 
 WIDTH, SIDE = 64, 7
 """Numbers of a token; pixels of a patch's side: an image is 16 patches."""

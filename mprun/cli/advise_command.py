@@ -22,25 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import (
-    STUDY,
-    budget_note,
-    for_choice,
-    launcher_of,
-    report_study,
-    request_of,
-    run_study,
-    study_of,
-    study_status,
-)
-from mprun.console import print_line, stdout_console
+from mprun.cli.study_commands import STUDY, budget_note, for_choice, launcher_of, report_study, request_of, run_study, study_of, study_status
+from mprun.records.console import print_line, stdout_console
 from mprun.errors import MprunError
-from mprun.experiments.budget import Budget
-from mprun.results import Result, show
+from mprun.study.budget import Budget
+from mprun.records.result import Result, show
 
 if TYPE_CHECKING:
-    from mprun.compare.comparison import Advice, Comparison
-    from mprun.experiments.study import Study
+    from mprun.study.compare.comparison import Advice, Comparison
+    from mprun.study.study import Study
 
 COMMAND = Command("advise", ("advise", "launcher", *STUDY))
 PRESET = "advised"
@@ -52,15 +42,9 @@ def advise_command(args: Sequence[str]) -> int:
     request = request_of(COMMAND, args, "advise", "launcher", refused=refused)
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import compared
-    from mprun.experiments.advise import (
-        advise,
-        alarms_by_variant,
-        new_advise_study,
-        without_run,
-        without_trial,
-    )
-    from mprun.experiments.hydra_launch import Screening
-    from mprun.report.answer import advice_lines
+    from mprun.study.advise import advise, alarms_by_variant, new_advise_study, without_run, without_trial
+    from mprun.study.hydra_launch import Screening
+    from mprun.study.report.answer import advice_lines
 
     own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
@@ -90,7 +74,7 @@ def advise_command(args: Sequence[str]) -> int:
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose: bool) -> None:
-    from mprun.experiments.advise import copy_options, preset_text, recipe_files, write_preset
+    from mprun.study.advise import copy_options, preset_text, recipe_files, write_preset
 
     advised = next(v for v in comparison.variants if v.label == advice.label)
     trial = next(t for t in study.trials if t.name == advised.runs[0].path.name)
@@ -113,9 +97,9 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose:
 
 def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> None:
     """Write the advised mode as code for other training loops."""
-    from mprun.experiments.plan_answer import advised_answer
+    from mprun.study.plan_answer import advised_answer
     from mprun.records.files import write_files
-    from mprun.report.snippets import snippets
+    from mprun.study.report.snippets import snippets
 
     answer = advised_answer(study, overrides, notes)
     first, *others = map(Path, write_files(study.folder, snippets(answer)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mprun.console import note
+from mprun.records.console import note
 from mprun.errors import UsageError, did_you_mean, hint
 from mprun.records.listing import RUNS, STUDIES, resolved_last
 

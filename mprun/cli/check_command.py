@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mprun.cli.arguments import Arguments, Command, parse_arguments
-from mprun.console import ReportPart
+from mprun.records.console import ReportPart
 from mprun.errors import UsageError
-from mprun.results import Result, measuring, show
-from mprun.results.check_result import CheckSettings
+from mprun.records.result import Result, measuring, show
+from mprun.inspect.check.check_result import CheckSettings
 from mprun.train.signals import StopSignals, interruptible
 
 COMMAND = Command("check", (CheckSettings,))
@@ -39,7 +39,7 @@ def check_command(args: Sequence[str]) -> int:
     known = parse_arguments(COMMAND, args)
     taken, overrides = take(known.overrides, CheckSettings)
     settings = taken.own(CheckSettings)
-    from mprun.results.check_reports import refuse_folder, tell_others
+    from mprun.inspect.check.check_reports import refuse_folder, tell_others
 
     refuse_folder(settings.junit)
     measure, wanted = _planned(known, overrides, settings)
@@ -65,7 +65,7 @@ def _planned(
     Raises:
         UsageError: the arguments do not fit together, or a mode cannot be planned.
     """
-    from mprun.inspect import check, check_other_runs
+    from mprun.inspect.check import check, check_other_runs
 
     if known.observed is not None:
         if overrides or known.python or known.requirement:

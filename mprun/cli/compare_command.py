@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import VERBOSE, Command
-from mprun.console import print_line, stdout_console
-from mprun.console.formatting import counted
+from mprun.records.console import print_line, stdout_console
+from mprun.records.console.formatting import counted
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.records.listing import STUDIES
 from mprun.records.run_folder import FILE, read_study_plan
-from mprun.results import Result, show
+from mprun.records.result import Result, show
 
 if TYPE_CHECKING:
-    from mprun.compare.comparison import Comparison
+    from mprun.study.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
 
 COMMAND = Command("compare", ("compare",), instead=(), folders_of=STUDIES)
@@ -51,8 +51,8 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     Raises:
         UsageError: there is no run, or the runs cannot be compared.
     """
-    from mprun.compare.load import find_runs, others_in
-    from mprun.compare.verdicts import compare
+    from mprun.study.compare.load import find_runs, others_in
+    from mprun.study.compare.verdicts import compare
     from mprun.records.run_folder import study_of_runs
 
     runs, skipped = find_runs(paths)
@@ -118,8 +118,8 @@ def report(
     Raises:
         UsageError: the report cannot be written.
     """
-    from mprun.report import comparison_report as shown
-    from mprun.report.answer import headline
+    from mprun.study.report import comparison_report as shown
+    from mprun.study.report.answer import headline
 
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
@@ -132,7 +132,7 @@ def report(
         print_line(stdout_console(), f"{more}all figures {again} --verbose")
     if not settings.report:
         return []
-    from mprun.report.exports import write_report  # imports matplotlib
+    from mprun.study.report.exports import write_report  # imports matplotlib
 
     folder = Path(settings.dir) if settings.dir else folder
     written = write_report(comparison, folder)
@@ -147,7 +147,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
     Raises:
         UsageError: an argument is neither, or there is no run.
     """
-    from mprun.compare.load import expand
+    from mprun.study.compare.load import expand
     from mprun.config.settings import fields, take
     from mprun.config.validate import check_name
 

@@ -17,7 +17,7 @@ from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
 from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
-    from mprun.data.sources import FileState
+    from mprun.train.data.sources import FileState
 
 ACTIONS = ("fetch", "verify")
 NAMES = ("MNIST", "FashionMNIST")
@@ -38,7 +38,7 @@ def data_command(args: Sequence[str]) -> int:
     action, names, root = parse(parse_arguments(COMMAND, args).overrides)
 
     def check_or_fetch(stop: StopSignals) -> int:
-        from mprun.data.sources import find_root
+        from mprun.train.data.sources import find_root
 
         (fetch if action == "fetch" else verify)(names, find_root(root))
         return EXIT_OK
@@ -92,7 +92,7 @@ def verify(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: one is missing or damaged.
     """
-    from mprun.data.sources import check
+    from mprun.train.data.sources import check
 
     files = {name: check(name, root) for name in names}
     for name in names:
@@ -106,7 +106,7 @@ def fetch(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: a set cannot be downloaded; its files are as they were.
     """
-    from mprun.data.sources import DownloadError, check, download
+    from mprun.train.data.sources import DownloadError, check, download
 
     files, failures = {}, []
     for name in names:
@@ -139,7 +139,7 @@ def _print_files(
 
 def _conclude(files: Mapping[str, Sequence[FileState]], root: Path) -> None:
     """The last line: all files are ok, or the command that repairs the others."""
-    from mprun.data.sources import fetch_command
+    from mprun.train.data.sources import fetch_command
 
     states = [f.state for of_set in files.values() for f in of_set]
     if bad := len(states) - states.count("ok"):

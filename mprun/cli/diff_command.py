@@ -18,7 +18,7 @@ from pathlib import Path
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import UsageError
 from mprun.records.listing import RUNS
-from mprun.results import show
+from mprun.records.result import show
 
 COMMAND = Command("diff", instead=(), folders_of=RUNS)
 USAGE = "mprun diff RUN_A RUN_B, or mprun diff RUN --save FILE"

@@ -4,7 +4,7 @@
     mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
-else (`mprun.results.doctor_result` has its fields).
+else (`mprun.train.machine.doctor_result` has its fields).
 
 With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
 these rates beside the measured one, and whether formats of 8 bits or fewer pay for its layers.
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.console import print_line, report_nothing, stderr_console, warn
+from mprun.records.console import print_line, report_nothing, stderr_console, warn
 from mprun.errors import UsageError, hint
-from mprun.results import Result, measuring, show
-from mprun.results.doctor_result import DoctorSettings
+from mprun.records.result import Result, measuring, show
+from mprun.train.machine.doctor_result import DoctorSettings
 
 if TYPE_CHECKING:
-    from mprun.experiments.planned_run import PlannedRun
+    from mprun.study.planned_run import PlannedRun
 
 COMMAND = Command("doctor", (DoctorSettings,))
 

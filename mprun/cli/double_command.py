@@ -14,18 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import (
-    STUDY,
-    for_choice,
-    launcher_of,
-    report_study,
-    request_of,
-    run_study,
-    study_of,
-    study_status,
-)
-from mprun.experiments.budget import Budget
-from mprun.results import measuring, show
+from mprun.cli.study_commands import STUDY, for_choice, launcher_of, report_study, request_of, run_study, study_of, study_status
+from mprun.study.budget import Budget
+from mprun.records.result import measuring, show
 
 if TYPE_CHECKING:
     from mprun.config.study_request import StudyRequest
@@ -37,7 +28,7 @@ def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
     request = request_of(COMMAND, args, "double", refused=("compare.baseline", "compare.split"))
     from mprun.cli.compare_command import compared
-    from mprun.experiments.double import double, new_double_study
+    from mprun.study.double import double, new_double_study
 
     if request.settings.double.until_oom:
         return _largest_batch(request)
@@ -52,7 +43,7 @@ def double_command(args: Sequence[str]) -> int:
 
 
 def _largest_batch(request: StudyRequest) -> int:
-    from mprun.experiments.double import largest_batch
+    from mprun.study.double import largest_batch
 
     margin = request.settings.double.headroom
     with measuring() as report:

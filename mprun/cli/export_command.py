@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.console import print_line, stdout_console
+from mprun.records.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
 from mprun.records.listing import RUNS
 
@@ -38,7 +38,7 @@ def export_command(args: Sequence[str]) -> int:
     if not run.is_dir():
         raise UsageError(f"{run} is not a run's folder; {USAGE}")
 
-    from mprun.experiments.plan_answer import write_folder
+    from mprun.study.plan_answer import write_folder
     from mprun.records.run_record import read_summary
     from mprun.train.init_from import weights_of, write_file
 

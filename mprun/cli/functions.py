@@ -25,11 +25,11 @@ from mprun.cli.compare_command import check as check_condition
 from mprun.cli.compare_command import compared, parse
 from mprun.cli.train_command import COMMAND as TRAIN
 from mprun.errors import UsageError, printable
-from mprun.results import Result
-from mprun.results.check_result import CheckSettings
+from mprun.records.result import Result
+from mprun.inspect.check.check_result import CheckSettings
 
 if TYPE_CHECKING:
-    from mprun.console.fitted_table import FittedTable
+    from mprun.records.console.fitted_table import FittedTable
 
     Runs = str | Path | Result | Iterable[str | Path | Result]
 
@@ -54,9 +54,9 @@ def run(*overrides: str, **fields: object) -> Result:
         KeyboardInterrupt: a signal stopped it; its record is complete.
     """
     from mprun.config import compose
-    from mprun.experiments.planned_run import plan_or_resume
+    from mprun.study.planned_run import plan_or_resume
     from mprun.records.files import own_records
-    from mprun.run import run as carry_out
+    from mprun.train.run import run as carry_out
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     own_records()
@@ -93,15 +93,15 @@ def compare(*runs: Runs, **settings: object) -> Result:
         UsageError: there is no run, the runs cannot be compared, or a setting is not legal.
         ConditionMetError: `fail_if` is met.
     """
-    from mprun.report import answer
-    from mprun.report import comparison_report as shown
+    from mprun.study.report import answer
+    from mprun.study.report import comparison_report as shown
 
     given = {f"compare.{name}": value for name, value in settings.items()}
     paths, chosen = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
     comparison = compared(paths, chosen)
     check_condition(comparison, chosen.fail_if)
     if chosen.dir and chosen.report:
-        from mprun.report.exports import write_report  # imports matplotlib
+        from mprun.study.report.exports import write_report  # imports matplotlib
 
         write_report(comparison, Path(chosen.dir))
     sentences = map(printable, answer.headline(comparison))
@@ -110,7 +110,7 @@ def compare(*runs: Runs, **settings: object) -> Result:
     parts: list[FittedTable | str] = [*sentences, shown.short_table(comparison), *notes, terms]
 
     def plots() -> Mapping[str, str]:
-        from mprun.report.exports import pictures  # imports matplotlib
+        from mprun.study.report.exports import pictures  # imports matplotlib
 
         return pictures(comparison)
 
@@ -149,10 +149,10 @@ def check(
         UsageError: an override, the recipe or one of the objects cannot be used.
     """
     from mprun.config.settings import take
-    from mprun.data.random_numbers import untouched
-    from mprun.inspect.check import check_modes, plan_check
+    from mprun.train.data.random_numbers import untouched
+    from mprun.inspect.check.check import check_modes, plan_check
     from mprun.records.files import own_records
-    from mprun.results.check_reports import tell_others
+    from mprun.inspect.check.check_reports import tell_others
 
     own_records()
     objects = [x for x in given if not isinstance(x, str)]
@@ -206,10 +206,10 @@ def _flat(runs: Iterable[Runs]) -> Iterator[str | Path]:
 def _run_result(folder: Path) -> Result:
     from mprun.config.settings import CompareSettings
     from mprun.records.run_record import read_summary
-    from mprun.report import tables
+    from mprun.study.report import tables
 
     def losses() -> Mapping[str, str]:
-        from mprun.report.exports import pictures  # imports matplotlib
+        from mprun.study.report.exports import pictures  # imports matplotlib
 
         return pictures(compared([folder], CompareSettings()), ["loss"])
 

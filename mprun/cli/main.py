@@ -21,25 +21,13 @@ from mprun import cli
 from mprun.cli.arguments import Command, with_last
 from mprun.cli.standard_streams import patient_streams
 from mprun.cli.train_command import train_command
-from mprun.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    MprunError,
-    StoppedError,
-    UsageError,
-    first_line,
-    hint,
-    is_from_code,
-    place_of,
-    printable,
-)
+from mprun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, MprunError, StoppedError, UsageError, first_line, hint, is_from_code, place_of, printable
 from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
 from mprun.records.launch import Launch, launch_of
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:
-    from mprun.parallel.coordinator import GroupCoordinator
+    from mprun.train.parallel.coordinator import GroupCoordinator
 
 ORDER = (
     *("train", "sweep", "compare", "advise", "double", "check", "ls", "show", "trace"),
@@ -165,7 +153,7 @@ def in_all_processes(command: Callable[[], int]) -> int:
         return command()
     # torch reads it once: DDP's and gloo's hints to programmers go to standard error
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from mprun.parallel.coordinator import coordinator_of
+    from mprun.train.parallel.coordinator import coordinator_of
 
     try:
         with coordinator_of(launch) as coordinator:
@@ -183,8 +171,8 @@ def _silent() -> Iterator[None]:
 
 
 def _follow(coordinator: GroupCoordinator, launch: Launch) -> int:
-    from mprun.parallel.ranks import PeerLostError
-    from mprun.run import follow
+    from mprun.train.parallel.ranks import PeerLostError
+    from mprun.train.run import follow
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     warnings.simplefilter("ignore")  # the first process shows them

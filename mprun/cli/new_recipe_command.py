@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.console import print_line, stdout_console
+from mprun.records.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
 from mprun.records.files import write_new
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import UsageError
-from mprun.results import show
+from mprun.records.result import show
 
 if TYPE_CHECKING:
     from mprun.config import Composed
@@ -57,12 +57,7 @@ def replay_command(args: Sequence[str]) -> int:
 
     source = _script(scripts[0]) if scripts else _composed(rest, known.config_dir)
 
-    from mprun.inspect.replay import (
-        parts_of_recipe,
-        parts_of_script,
-        read_step,
-        replay_file,
-    )
+    from mprun.inspect.replay import parts_of_recipe, parts_of_script, read_step, replay_file
 
     saved = read_step(path)
     if isinstance(source, tuple):

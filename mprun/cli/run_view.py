@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mprun.console import RunProgress, print_line, print_table, stdout_console, warn
+from mprun.records.console import RunProgress, print_line, print_table, stdout_console, warn
 from mprun.records.run_record import Summary
-from mprun.report import tables
+from mprun.study.report import tables
 from mprun.train.callbacks import Progress
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mprun.experiments.planned_run import PlannedRun
+    from mprun.study.planned_run import PlannedRun
     from mprun.train.loop import Limits
 
 

@@ -18,19 +18,19 @@ from typing import Any
 import msgspec
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.console import print_line, stdout_console
-from mprun.console.fitted_table import FittedTable
-from mprun.console.formatting import readable
+from mprun.records.console import print_line, stdout_console
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.console.formatting import readable
 from mprun.errors import EXIT_OK, UsageError
 from mprun.records.listing import MULTIRUN_FILE, RUN_FILES, RUNS, STUDIES
 from mprun.records.reader import read_json
 from mprun.records.run_folder import FILE as STUDY_FILE
 from mprun.records.run_folder import read_study_plan
 from mprun.records.run_record import Summary, read_summary
-from mprun.results import Result, show
-from mprun.results.memory_result import MemoryRecord, memory_parts
-from mprun.results.numerics_result import NumericsResult, NumericsSettings, numerics_parts
-from mprun.results.trace_result import TraceRecord, kinds_table, totals
+from mprun.records.result import Result, show
+from mprun.inspect.memory_result import MemoryRecord, memory_parts
+from mprun.inspect.numerics_result import NumericsResult, NumericsSettings, numerics_parts
+from mprun.inspect.trace_result import TraceRecord, kinds_table, totals
 
 COMMAND = Command("show", instead=(), folders_of=(*RUNS, "observe", *STUDIES))
 USAGE = "write mprun show RUN, such as mprun show outputs/DATE/TIME"
@@ -78,7 +78,7 @@ def show_command(args: Sequence[str]) -> int:
 
 def _closing(summary: Summary, folder: Path) -> Iterator[FittedTable | str]:
     """What the run printed at its end, and how it goes on if it did not complete."""
-    from mprun.report.tables import closing
+    from mprun.study.report.tables import closing
 
     yield from closing(summary, folder)
     if summary.error is not None:
@@ -113,9 +113,9 @@ class _Report(msgspec.Struct):
 def _show_study(folder: Path, verbose: bool) -> None:
     """Compare a study's runs again, in the terms of its report; without one, all of them."""
     from mprun.cli.compare_command import compared, report, with_open_runs
-    from mprun.compare.comparison import Advice
+    from mprun.study.compare.comparison import Advice
     from mprun.config.settings import CompareSettings
-    from mprun.report.answer import advice_lines
+    from mprun.study.report.answer import advice_lines
 
     settings, command = CompareSettings(report=False), read_study_plan(folder).command
     try:
@@ -135,7 +135,7 @@ def _show_study(folder: Path, verbose: bool) -> None:
         )
     answer = ""
     if command == "double":
-        from mprun.experiments.double import double
+        from mprun.study.double import double
 
         doubling = double(comparison)
         answer = f"{doubling.answer}: {doubling.reason}"

@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.console import note, print_line, stderr_console, stdout_console
-from mprun.console.formatting import by_reason
+from mprun.records.console import note, print_line, stderr_console, stdout_console
+from mprun.records.console.formatting import by_reason
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
-from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
+from mprun.study.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
-    from mprun.compare.comparison import Comparison
+    from mprun.study.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
-    from mprun.experiments.hydra_launch import Screening, StudyLauncher
-    from mprun.experiments.study import Study, StudyResult
-    from mprun.experiments.trials import Outcome
+    from mprun.study.hydra_launch import Screening, StudyLauncher
+    from mprun.study.study import Study, StudyResult
+    from mprun.study.trials import Outcome
 
 
 STUDY = ("compare", "seeds", "first_seed")
@@ -48,7 +48,7 @@ def request_of(
 
 def launcher_of(request: StudyRequest, needs_times: str = "") -> StudyLauncher:
     """Which of Hydra's launchers runs the study; see `check_launcher`."""
-    from mprun.experiments.hydra_launch import StudyLauncher, check_launcher
+    from mprun.study.hydra_launch import StudyLauncher, check_launcher
 
     launcher = StudyLauncher(request.settings.launcher, request.hydra)
     check_launcher(launcher, needs_times)
@@ -67,7 +67,7 @@ def study_of(
         new: makes a new study.
         report: called with names and reason of the variants that a new study leaves out.
     """
-    from mprun.experiments.study import resumed_study
+    from mprun.study.study import resumed_study
 
     if request.resume is not None:
         return resumed_study(request.command, request.resume, request.trust)
@@ -96,8 +96,8 @@ def run_study(
     Raises:
         StoppedError: a signal ended it, or no run was completed.
     """
-    from mprun.experiments.hydra_launch import run_launched
-    from mprun.experiments.study_progress import StudyProgress
+    from mprun.study.hydra_launch import run_launched
+    from mprun.study.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError
 
     plan = study.plan
@@ -168,7 +168,7 @@ def report_study(
 ) -> None:
     """Show a study's comparison, and give the report to the logger of its trials; see `report`."""
     from mprun.cli.compare_command import report
-    from mprun.experiments.study import log_report
+    from mprun.study.study import log_report
 
     again = f"by mprun show {shlex.quote(str(study.folder))}"
     files = report(comparison, settings, study.folder, verbose, answer, again)

@@ -23,18 +23,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import (
-    STUDY,
-    budget_note,
-    launcher_of,
-    report_study,
-    request_of,
-    run_study,
-    study_of,
-    study_status,
-)
-from mprun.console import print_line, stderr_console
-from mprun.experiments.budget import Budget
+from mprun.cli.study_commands import STUDY, budget_note, launcher_of, report_study, request_of, run_study, study_of, study_status
+from mprun.records.console import print_line, stderr_console
+from mprun.study.budget import Budget
 
 COMMAND = Command("sweep", ("sweep", "launcher", *STUDY))
 
@@ -44,7 +35,7 @@ def sweep_command(args: Sequence[str]) -> int:
     request = request_of(COMMAND, args, "sweep", "launcher")
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import compared
-    from mprun.experiments.study import new_sweep
+    from mprun.study.study import new_sweep
 
     launcher = launcher_of(request)
     errors = stderr_console()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
-from mprun.console import print_line, print_table, stdout_console, warn
+from mprun.records.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.records.launch import launch_of
-from mprun.results import Result, show
+from mprun.records.result import Result, show
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
 
@@ -60,7 +60,7 @@ def _restarted(overrides: Sequence[str]) -> Sequence[str]:
     if not launch_of().restarts:
         return overrides
     from mprun.config.quoting import as_text, quoted
-    from mprun.parallel.coordinator import coordinator_here
+    from mprun.train.parallel.coordinator import coordinator_here
 
     folder = coordinator_here().earlier_folder()
     return overrides if folder is None else [f"run.resume={quoted(as_text(str(folder)))}"]
@@ -74,9 +74,9 @@ def _run(composed: Composed, watch: Stopwatch) -> int:
 
 def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
-    from mprun.experiments.planned_run import plan_or_resume
-    from mprun.report.tables import closing
-    from mprun.run import run
+    from mprun.study.planned_run import plan_or_resume
+    from mprun.study.report.tables import closing
+    from mprun.train.run import run
 
     plan, saved = plan_or_resume(composed)
     warn(plan.warnings)
@@ -121,7 +121,7 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 def show_sweep(folder: Path) -> int:
     from mprun.records.run_folder import TRACKERS
     from mprun.records.run_record import read_summary
-    from mprun.report.tables import sweep_table
+    from mprun.study.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
     # hydra.sweep.subdir may nest them

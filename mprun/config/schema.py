@@ -18,7 +18,7 @@ from omegaconf import II, MISSING
 from mprun.records.policy_columns import Count, Legal, NotNegative, PolicyColumns, Positive, Share
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
-"""The kinds that `mprun.devices` knows."""
+"""The kinds that `mprun.precision.devices` knows."""
 
 
 @dataclass

@@ -8,35 +8,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from mprun.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
-from mprun.assemble.initial_summary import variant_label
-from mprun.assemble.optimizer import optimizer_name
+from mprun.train.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
+from mprun.train.assemble.initial_summary import variant_label
+from mprun.train.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.config.study_request import with_every_mode
-from mprun.console import ReportPart, report_nothing
-from mprun.doctor.machine import versions
+from mprun.records.console import ReportPart, report_nothing
+from mprun.train.machine.machine import versions
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.experiments.double import largest_size
-from mprun.experiments.planned_run import unused_fields
-from mprun.numerics.memory_recorder import DtypeMismatchError
-from mprun.numerics.process_memory import StepMemory
+from mprun.study.double import largest_size
+from mprun.study.planned_run import unused_fields
+from mprun.watch.memory_recorder import DtypeMismatchError
+from mprun.watch.process_memory import StepMemory
 from mprun.records.files import json_text
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.run_record import BatchRow
 from mprun.records.step_records import ParallelKind, ProcessLayout
-from mprun.results import Result
-from mprun.results.memory_result import (
-    LargestBatch,
-    MemoryRecord,
-    MemorySettings,
-    ModeMemory,
-    OptimizerChoice,
-    PublishedMemory,
-    memory_parts,
-)
+from mprun.records.result import Result
+from mprun.inspect.memory_result import LargestBatch, MemoryRecord, MemorySettings, ModeMemory, OptimizerChoice, PublishedMemory, memory_parts
 from mprun.train.user_code import described
 
 T = TypeVar("T")
@@ -335,7 +327,7 @@ def memory_of_modes(
     record = _record(planned, settings, layout, report)
     files: dict[str, str | bytes] = {"memory.json": json_text(record)}
     if settings.picture:
-        from mprun.report.plots.measurement_plots import memory_plot  # imports matplotlib
+        from mprun.inspect.measurement_plots import memory_plot  # imports matplotlib
 
         files |= memory_plot(record)
     return Result(record, list(memory_parts(record, settings.depth)), files)

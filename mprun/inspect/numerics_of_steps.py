@@ -3,7 +3,7 @@
 Each inspected step is taken several times from the same weights on the same samples:
 
     exact       in float32, for the true size of everything; and once more in float64, for which of
-                its gradients are rounding errors (mprun/numerics/updates.py)
+                its gradients are rounding errors (mprun/watch/updates.py)
     rounded     in float32 from weights of each 16-bit format's precision, for their effect alone
     float16     at a loss scale that fits this step, from the exact pass: the error of its
                 gradients, and the largest number that float16 has to represent
@@ -22,44 +22,24 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble.parts import build_parts
-from mprun.assemble.plan import Plan
-from mprun.console import ReportPart, report_nothing
-from mprun.data import Batch
-from mprun.data.batches import halves
+from mprun.train.assemble.parts import build_parts
+from mprun.train.assemble.plan import Plan
+from mprun.records.console import ReportPart, report_nothing
+from mprun.train.data import Batch
+from mprun.train.data.batches import halves
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
-from mprun.experiments.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
-from mprun.numerics.collect import GRADIENTS, Statistics
-from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
-from mprun.numerics.float64 import in_float64
-from mprun.numerics.gradients import LargestGradients
-from mprun.numerics.loss_scale_advice import largest_power
-from mprun.numerics.measurements import (
-    FROM_THE_RUN,
-    FormatPasses,
-    FormatVerdict,
-    GradientErrors,
-    Measurements,
-    gradient_errors,
-    variances_of_halves,
-)
-from mprun.numerics.updates import (
-    DTYPES,
-    FLOAT64,
-    OWN_SEED,
-    RoundingErrors,
-    is_rounding,
-    weights_moved,
-)
+from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
+from mprun.inspect.collect import GRADIENTS, Statistics
+from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
+from mprun.inspect.float64 import in_float64
+from mprun.inspect.gradients import LargestGradients
+from mprun.inspect.loss_scale_advice import largest_power
+from mprun.inspect.measurements import FROM_THE_RUN, FormatPasses, FormatVerdict, GradientErrors, Measurements, gradient_errors, variances_of_halves
+from mprun.watch.updates import DTYPES, FLOAT64, OWN_SEED, RoundingErrors, is_rounding, weights_moved
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
-from mprun.results import Result
-from mprun.results.numerics_result import (
-    Float32Loss,
-    NumericsResult,
-    NumericsSettings,
-    numerics_parts,
-)
+from mprun.records.result import Result
+from mprun.inspect.numerics_result import Float32Loss, NumericsResult, NumericsSettings, numerics_parts
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.signals import StopSignals
 
@@ -180,7 +160,7 @@ def recipe_numerics(
     }
     files: dict[str, str | bytes] = {"numerics.json": Result(content).json}
     if settings.plots:
-        from mprun.report.plots.measurement_plots import numerics_plot  # imports matplotlib
+        from mprun.inspect.measurement_plots import numerics_plot  # imports matplotlib
 
         data = content["data"]
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "

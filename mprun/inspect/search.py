@@ -2,11 +2,11 @@
 
 1  train a few steps in float32, so that weights and gradients are those of a training
 2  take a few batches of validation data
-3  measure each op, and search the smallest list to keep in float32 (`numerics/op_search.py`)
+3  measure each op, and search the smallest list to keep in float32 (`inspect/op_search.py`)
 4  do the same with modules: the answer if that leaves less in float32
 
 In a mode with formats of 8 bits or fewer, the matrix products (GEMMs) of linear layers take the
-place of ops, and bfloat16 that of float32 (`numerics/format_search.py`).
+place of ops, and bfloat16 that of float32 (`inspect/format_search.py`).
 """
 
 from __future__ import annotations
@@ -19,50 +19,25 @@ from typing import Any
 
 import torch
 
-from mprun.assemble import (
-    Plan,
-    build_arithmetic,
-    build_caster,
-    build_loss_scale,
-    build_parts,
-    make_plan,
-)
-from mprun.assemble.planned_memory import as_native
+from mprun.train.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts, make_plan
+from mprun.train.assemble.planned_memory import as_native
 from mprun.config import Composed, compose
-from mprun.console.formatting import counted
+from mprun.records.console.formatting import counted
 from mprun.errors import NotMeasurableError, UsageError
-from mprun.experiments.budget import EndedEarlyError, LimitedParts
-from mprun.experiments.planned_run import PlannedRun, plan_run
-from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.format_search import (
-    BFLOAT16_BITS,
-    SLACK_DB,
-    EffectiveBits,
-    GemmGroups,
-    gemm_sizes,
-)
-from mprun.numerics.op_candidates import op_candidates
-from mprun.numerics.op_search import CandidateSearch, Sensitivity
-from mprun.numerics.passes import FLOAT32, CastPlan, Passes
-from mprun.numerics.tolerance import Tolerance
+from mprun.study.budget import EndedEarlyError, LimitedParts
+from mprun.study.planned_run import PlannedRun, plan_run
+from mprun.inspect.cast_probe import CastProbe
+from mprun.inspect.format_search import BFLOAT16_BITS, SLACK_DB, EffectiveBits, GemmGroups, gemm_sizes
+from mprun.inspect.op_candidates import op_candidates
+from mprun.inspect.op_search import CandidateSearch, Sensitivity
+from mprun.inspect.passes import FLOAT32, CastPlan, Passes
+from mprun.watch.tolerance import Tolerance
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.policy_columns import FORMAT_MODES
-from mprun.results import Result
-from mprun.results.numerics_result import unjudged
-from mprun.results.search_result import (
-    FILE,
-    LAYERS,
-    OPS,
-    CastResult,
-    OpSearch,
-    Samples,
-    SearchOpsSettings,
-    Selection,
-    SensitivityRow,
-    answer_files,
-    search_parts,
-)
+from mprun.records.result import Result
+from mprun.inspect.numerics_result import unjudged
+from mprun.inspect.search_result import FILE, LAYERS, OPS, CastResult, OpSearch, Samples, SearchOpsSettings, Selection, SensitivityRow, answer_files, search_parts
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
 

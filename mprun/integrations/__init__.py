@@ -1,1 +1,0 @@
-"""mprun's eyes in training loops that mprun does not own."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mprun.results import Result
+    from mprun.records.result import Result
 
 MARK = "precision"
 
@@ -53,7 +53,7 @@ def mprun_check(request: pytest.FixtureRequest) -> Callable[..., Result]:
         __tracebackhide__ = True
         import mprun
         from mprun.errors import UsageError
-        from mprun.results.check_result import ERROR
+        from mprun.inspect.check.check_result import ERROR
 
         try:
             result = mprun.check(*given, precision=precision, **settings)

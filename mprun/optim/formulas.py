@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mprun._torch import is_fake
+from mprun.precision._torch import is_fake
 from mprun.precision.random_bits import shift_right
 from mprun.records.policy_columns import COMPENSATED
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import is_fake, parameters_replaced
+from mprun.precision._torch import is_fake, parameters_replaced
 from mprun.optim.base import GradScaledOptimizer
 from mprun.optim.state import check_operands
 from mprun.precision.products import LOW

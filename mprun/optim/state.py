@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
 from mprun.precision import rounding

@@ -5,22 +5,11 @@ For anyone's own loop. Of mprun it imports `_torch` (private interfaces of PyTor
 """
 
 from mprun.precision.apply import Precision
-from mprun.precision.arithmetic import (
-    Arithmetic,
-    Float16Fallback,
-    NativeArithmetic,
-    WrappedArithmetic,
-)
+from mprun.precision.arithmetic import Arithmetic, Float16Fallback, NativeArithmetic, WrappedArithmetic
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.gemm_guard import GemmGuard, guard_of
-from mprun.precision.loss_scale import (
-    DynamicLossScale,
-    DynamicRule,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-)
+from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, LossScale, NoLossScale, StaticLossScale
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown

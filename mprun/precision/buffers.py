@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import is_fake, write_count
+from mprun.precision._torch import is_fake, write_count
 from mprun.precision.policy import dtype_name
 
 CHANNELS = 8

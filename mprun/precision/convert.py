@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import BatchNorm, InstanceNorm, own_parameters
+from mprun.precision._torch import BatchNorm, InstanceNorm, own_parameters
 
 T = TypeVar("T")
 STATISTICS = ("running_mean", "running_var")

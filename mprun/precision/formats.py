@@ -66,7 +66,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.precision.random_bits import shift_right
 
 MANTISSA_BITS, SMALLEST_NORMAL = 23, -126

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from mprun._torch import aten_packets, no_dispatch
+from mprun.precision._torch import aten_packets, no_dispatch
 
 Round = Callable[[Tensor, torch.dtype], Tensor]
 """Rounds a float32 tensor to a 16-bit dtype."""

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.precision.update import ALONE, Clip, Combine, Unscaled, step_scaled, step_unscaled
 
 DEFAULT_STATIC = 1024.0

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.caster import Caster, caster_of
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback

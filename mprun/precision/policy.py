@@ -24,12 +24,7 @@ import torch
 from mprun.errors import hint
 from mprun.precision.gemms import GEMMS
 from mprun.records.mode_names import ALIASES, SHIPPED_MODES, SHORT_DTYPES, mode_hint, mode_row
-from mprun.records.policy_columns import (
-    COMPENSATED,
-    FLOAT_DTYPES,
-    PolicyColumns,
-    legal_values,
-)
+from mprun.records.policy_columns import COMPENSATED, FLOAT_DTYPES, PolicyColumns, legal_values
 
 LOW_DTYPES = ("bfloat16", "float16")
 

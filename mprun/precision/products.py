@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from mprun._torch import call_kernel, kernel_key, tree_leaves
+from mprun.precision._torch import call_kernel, kernel_key, tree_leaves
 
 aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.precision.switches import switches
 
 SAMPLE_S = 1e-3

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun._torch import aten_packets, schema_of, tree_leaves
+from mprun.precision._torch import aten_packets, schema_of, tree_leaves
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, LOW, MATMULS
 

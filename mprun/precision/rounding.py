@@ -61,7 +61,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mprun import kernels
+from mprun.precision import kernels
 from mprun.precision.formats import BF16, FP16, MANTISSA_BITS, quantise
 from mprun.precision.random_bits import Key, random_bits, shift_right, spans
 

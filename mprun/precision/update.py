@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import step_unless, unscale_and_check
+from mprun.precision._torch import step_unless, unscale_and_check
 from mprun.precision.products import LOW
 
 

@@ -1,6 +1,6 @@
 """An answer of `mprun advise` as plain data: how to train, in which precision.
 
-`mprun.report.snippets` writes it as code for other training loops.
+`mprun.study.report.snippets` writes it as code for other training loops.
 """
 
 from __future__ import annotations

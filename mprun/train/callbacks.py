@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mprun.console import Moment, ProgressView
+from mprun.records.console import Moment, ProgressView
 from mprun.records.run_record import Epoch, Scores, Status, Summary, number
 
 

@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
-from mprun import devices
-from mprun.data.random_numbers import restore_states, saved_states, seed_all
+from mprun.precision import devices
+from mprun.train.data.random_numbers import restore_states, saved_states, seed_all
 from mprun.errors import MprunError, UsageError, first_line
-from mprun.nested import map_tensors
-from mprun.parallel.layouts import Layout, Outline
-from mprun.parallel.ranks import Ranks
+from mprun.precision.nested import map_tensors
+from mprun.train.parallel.layouts import Layout, Outline
+from mprun.train.parallel.ranks import Ranks
 from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted

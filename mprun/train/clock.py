@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from mprun import devices
-from mprun.doctor.heap import page_faults
+from mprun.precision import devices
+from mprun.train.machine.heap import page_faults
 from mprun.records.run_record import DataTimes, StepTimes
 
 

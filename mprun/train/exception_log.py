@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mprun.numerics.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
-from mprun.parallel.ranks import Ranks
+from mprun.watch.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
+from mprun.train.parallel.ranks import Ranks
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard
 from mprun.records.files import write_json
 from mprun.records.layer_values import guard_layers

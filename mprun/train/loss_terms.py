@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mprun.errors import RunFailedError, definition
-from mprun.nested import all_tensors
+from mprun.precision.nested import all_tensors
 from mprun.recipe import Recipe
 
 PREFIX = "loss."

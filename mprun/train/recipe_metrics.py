@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun import devices
-from mprun.data import Batch
+from mprun.precision import devices
+from mprun.train.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
-from mprun.metrics import SHIPPED
-from mprun.metrics.summed import scores_and_targets
-from mprun.nested import all_tensors, leaves, map_tensors
-from mprun.parallel.ranks import Ranks
+from mprun.train.metrics import SHIPPED
+from mprun.train.metrics.summed import scores_and_targets
+from mprun.precision.nested import all_tensors, leaves, map_tensors
+from mprun.train.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number

@@ -1,6 +1,6 @@
 """Writes the record of a training: the lines of metrics.jsonl, and the summary.
 
-`Recorder` does it for mprun's own loop and, as its subclass in `integrations/observed_record.py`,
+`Recorder` does it for mprun's own loop and, as its subclass in `train/observe/observed_record.py`,
 for anyone's. Its state is part of every checkpoint, so the figures of a resumed run cover the whole
 run.
 
@@ -28,28 +28,13 @@ from typing import Any
 import msgspec
 import torch
 
-from mprun import __version__, devices
-from mprun.doctor import machine
-from mprun.doctor.conditions import LoadMeter, clock_mhz
+from mprun import __version__
+from mprun.precision import devices
+from mprun.train.machine import machine
+from mprun.train.machine.conditions import LoadMeter, clock_mhz
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
-from mprun.records.run_record import (
-    SCHEMA_VERSION,
-    Conditions,
-    DataTimes,
-    Epoch,
-    LossScaleRow,
-    Memory,
-    Metric,
-    Scores,
-    Status,
-    StepTimes,
-    Substitution,
-    Summary,
-    TrainScore,
-    metric_rows,
-    number,
-)
+from mprun.records.run_record import SCHEMA_VERSION, Conditions, DataTimes, Epoch, LossScaleRow, Memory, Metric, Scores, Status, StepTimes, Substitution, Summary, TrainScore, metric_rows, number
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import StepStatistics, ThinnedSeries, drift
 from mprun.train.loss_terms import PREFIX

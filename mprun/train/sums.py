@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mprun import devices
-from mprun.data import Batch
+from mprun.precision import devices
+from mprun.train.data import Batch
 from mprun.errors import RunFailedError
-from mprun.parallel.ranks import Ranks
+from mprun.train.parallel.ranks import Ranks
 from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number

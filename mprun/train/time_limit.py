@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from mprun._torch import is_fake
+from mprun.precision._torch import is_fake
 from mprun.train.stopwatch import Stopwatch
 
 CAUTION = 1.25

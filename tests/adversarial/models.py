@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Classification
 
 CLASSES = 4

@@ -20,7 +20,7 @@ import pytest
 
 from mprun.cli.compare_command import compared
 from mprun.cli.main import main
-from mprun.compare.statistics import ALPHA
+from mprun.study.compare.statistics import ALPHA
 from mprun.config.settings import CompareSettings
 from mprun.records.run_record import read_summary
 from tests.adversarial.models import CASES

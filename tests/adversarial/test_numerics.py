@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.passes import CastPlan, Passes
+from mprun.inspect.cast_probe import CastProbe
+from mprun.inspect.passes import CastPlan, Passes
 from mprun.precision import AutocastCaster
 from tests.adversarial import models
 from tests.adversarial.models import CASES, CLASSES, FEATURES, Case

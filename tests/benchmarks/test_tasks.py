@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.peers import PEERS, peers_of
 from benchmarks.tasks import CASES, DATA, Task, save_data
-from mprun.data import DataRequest, image_splits
+from mprun.train.data import DataRequest, image_splits
 
 SETS = {"fashion_mnist": "FashionMNIST", "mnist": "MNIST"}
 

@@ -10,8 +10,8 @@ import pytest
 
 FILES = {
     "inspect/width.py": """
-from mprun.results import Result
-from mprun.results.width_result import WidthSettings, width_table
+from mprun.records.result import Result
+from mprun.records.result.width_result import WidthSettings, width_table
 
 
 def width_of(name: str, settings: WidthSettings) -> Result:
@@ -20,7 +20,7 @@ def width_of(name: str, settings: WidthSettings) -> Result:
     "results/width_result.py": '''
 from dataclasses import dataclass
 
-from mprun.console.fitted_table import FittedTable, figure_column
+from mprun.records.console.fitted_table import FittedTable, figure_column
 from mprun.records.policy_columns import Count
 
 
@@ -43,8 +43,8 @@ def width_table(bits: int) -> FittedTable:
 from collections.abc import Sequence
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.results import show
-from mprun.results.width_result import WidthSettings
+from mprun.records.result import show
+from mprun.records.result.width_result import WidthSettings
 
 COMMAND = Command("width", (WidthSettings,))
 

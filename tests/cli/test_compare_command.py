@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.report.plots import draw
-from tests.compare.folders import write_run
+from mprun.study.report.plots import draw
+from tests.study.compare.folders import write_run
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -57,7 +57,7 @@ def test_real_runs_are_compared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = functools.partial(draw, names=["difference"])
-    monkeypatch.setattr("mprun.report.exports.draw", one)
+    monkeypatch.setattr("mprun.study.report.exports.draw", one)
     assert main(["-m", *LINEAR, "precision=fp32,bf16_mixed"]) == 0
     (sweep,) = Path("outputs").glob("*/*")
     capsys.readouterr()

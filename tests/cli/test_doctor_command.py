@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.cli.main import main
-from mprun.console import ReportPart
+from mprun.records.console import ReportPart
 from mprun.errors import UsageError
 from mprun.inspect.machine_examination import examine
-from mprun.results.doctor_result import Examination
+from mprun.train.machine.doctor_result import Examination
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

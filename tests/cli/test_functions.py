@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import mprun
-from mprun.compare.comparison import Comparison
+from mprun.study.compare.comparison import Comparison
 from mprun.errors import ConditionMetError, MprunError, RunFailedError, UsageError
 from mprun.records.run_record import read_summary
-from mprun.results import Result
-from tests.compare.folders import write_run
+from mprun.records.result import Result
+from tests.study.compare.folders import write_run
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -212,10 +212,10 @@ def test_the_functions_are_there_before_and_after_the_modules_of_their_names() -
     code = (
         "import sys, mprun\n"
         "assert callable(mprun.compare) and 'torch' not in sys.modules\n"
-        "import mprun.run, mprun.compare.load\n"
+        "import mprun.run, mprun.study.compare.load\n"
         "from mprun import compare, run\n"
         "assert callable(mprun.run) and callable(run) and callable(compare)\n"
-        "assert mprun.run.follow and mprun.compare.load\n"
+        "assert mprun.run.follow and mprun.study.compare.load\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,7 +15,7 @@ import mprun
 from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.records.files import write_json
-from tests.compare.folders import summary_of
+from tests.study.compare.folders import summary_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
 

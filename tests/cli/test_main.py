@@ -16,8 +16,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mprun import __version__, devices
-from mprun.assemble import load_recipe
+from mprun import __version__
+from mprun.precision import devices
+from mprun.train.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import BY_NAME, main
 from mprun.config import compose

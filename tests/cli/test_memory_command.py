@@ -29,8 +29,8 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("data were asked for")
 
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("mprun.data.sources.find_root", refuse)
-    monkeypatch.setattr("mprun.data.sources.draw", refuse)
+    monkeypatch.setattr("mprun.train.data.sources.find_root", refuse)
+    monkeypatch.setattr("mprun.train.data.sources.draw", refuse)
 
 
 def made() -> list[str]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.assemble import Plan, file_recipe, footprint
+from mprun.train.assemble import Plan, file_recipe, footprint
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
 from tests.parity.raw_loop import RawLoop, assert_same, drawn

@@ -11,8 +11,8 @@ from torch import nn
 from mprun.cli.main import main
 from mprun.train.torch_file import load_torch_file
 from tests.cli.processes import Forking
-from tests.numerics.nonfinite import capturing
-from tests.numerics.nonfinite.loops_with_nan import PLANTED, SCRIPTS, train, write
+from tests.watch.nonfinite import capturing
+from tests.watch.nonfinite.loops_with_nan import PLANTED, SCRIPTS, train, write
 
 EXPECTED = {
     "batch": ("infinite: log in special.0 (Log), forward, batch.py:9 (forward)", "float32 16x4, 0"),

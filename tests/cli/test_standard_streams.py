@@ -14,7 +14,7 @@ import pytest
 from mprun.cli.main import main
 from mprun.cli.standard_streams import PatientStream
 from mprun.records.run_record import read_summary
-from tests.compare.folders import write_run
+from tests.study.compare.folders import write_run
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mprun.cli.main import main
-from mprun.compare.comparison import Advice
+from mprun.study.compare.comparison import Advice
 from mprun.config import compose
 from mprun.precision import Precision
 from mprun.records.run_folder import RunFolder
@@ -163,7 +163,7 @@ def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]
 def test_a_stopped_sweep_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mprun.experiments.study_progress import StudyProgress
+    from mprun.study.study_progress import StudyProgress
 
     shown = StudyProgress.end
 

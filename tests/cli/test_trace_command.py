@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mprun.cli.main import main
-from mprun.numerics.step_events import PHASES
+from mprun.watch.step_events import PHASES
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

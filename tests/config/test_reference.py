@@ -12,14 +12,7 @@ import pytest
 
 from mprun.config import compose
 from mprun.config.compose import OPEN_MAPPINGS
-from mprun.config.reference import (
-    GROUPS,
-    describe_type,
-    docs_of,
-    leaves,
-    options,
-    sections,
-)
+from mprun.config.reference import GROUPS, describe_type, docs_of, leaves, options, sections
 from mprun.config.schema import Config
 
 CONF = Path(str(files("mprun.conf")))

@@ -22,7 +22,7 @@ from mprun.cli.main import main
 from mprun.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from mprun.records.run_folder import StudyPlan, write_study_plan
 from mprun.train import checkpoint
-from tests.compare.folders import write_run
+from tests.study.compare.folders import write_run
 from tests.fuzz import damage
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")

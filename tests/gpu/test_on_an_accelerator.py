@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import mprun
-from mprun import devices
-from mprun.assemble import build_parts, make_plan
+from mprun.precision import devices
+from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD, AdamW, RMSprop

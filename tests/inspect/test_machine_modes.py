@@ -17,7 +17,7 @@ from mprun.precision.gemms import RECIPES
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.policy_columns import FORMAT_MODES
-from mprun.results.doctor_result import OPS, Mode
+from mprun.train.machine.doctor_result import OPS, Mode
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

@@ -15,7 +15,7 @@ lightning: Any = pytest.importorskip("lightning.pytorch", reason="mprun[lightnin
 
 from mprun.inspect.replay import read_step  # noqa: E402
 from mprun.integrations.lightning import MprunCallback  # noqa: E402
-from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
+from mprun.watch.nonfinite.step_replay import replay  # noqa: E402
 
 STEPS = 12
 

@@ -25,7 +25,7 @@ pytest.importorskip("accelerate", reason="mprun[transformers]")
 
 from mprun.inspect.replay import read_step  # noqa: E402
 from mprun.integrations.transformers import MprunCallback  # noqa: E402
-from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
+from mprun.watch.nonfinite.step_replay import replay  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ def test_a_trainer_that_logs_no_loss_gives_the_mean(tmp_path: Path) -> None:
 def test_the_audit_names_frozen_modules_and_with_the_cure_finds_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """0 of 768 weights move; `tests/numerics/test_audit.py` counts them."""
+    """0 of 768 weights move; `tests/watch/test_audit.py` counts them."""
     watch = MprunCallback(tmp_path / "frozen")
     model = llama(torch.bfloat16, hidden=768)
     before = model.model.norm.weight.detach().clone()
@@ -226,8 +226,8 @@ def test_exceptions_are_found_in_the_window_alone(window: tuple[int, int], tmp_p
 def test_a_missing_package_is_one_line(package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "import mprun.integrations\n"
-        f"try:\n    import mprun.integrations.{package}\n"
+        "import mprun.train.observe\n"
+        f"try:\n    import mprun.train.observe.{package}\n"
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch._inductor import config as inductor_config
 
-from mprun.kernels import prebuilt
+from mprun.precision.kernels import prebuilt
 from mprun.optim import engines
 from mprun.optim.formulas import Storage
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.numerics.memory_recorder import memory
-from mprun.numerics.updates import exact_updates
+from mprun.watch.memory_recorder import memory
+from mprun.watch.updates import exact_updates
 from mprun.optim import MasterWeights, float32_masters, name_parameters
 from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, StaticLossScale
 from mprun.precision.update import Clip, step_scaled

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun import kernels
+from mprun.precision import kernels
 from mprun.optim import AdamW, LowPrecisionOptimizer, RMSprop, name_parameters
 from mprun.precision import Precision
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits

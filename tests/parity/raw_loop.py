@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, image_splits
-from mprun.data.text import python_library
+from mprun.train.data import DataRequest, image_splits
+from mprun.train.data.text import python_library
 from mprun.recipe import Recipe
 from mprun.recipes.char_gpt import Gpt
 from mprun.recipes.fashion_mnist import FashionMnist

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mprun.cli.main import main
-from mprun.nested import map_tensors
+from mprun.precision.nested import map_tensors
 from tests.examples.recipes import EXAMPLES, recipe
 from tests.parity.raw_loop import RawLoop, assert_same
 

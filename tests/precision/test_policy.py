@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.assemble.dtype_choices import build_policy
+from mprun.train.assemble.dtype_choices import build_policy
 from mprun.config import compose
 from mprun.config.schema import PrecisionConfig
 from mprun.precision import Policy

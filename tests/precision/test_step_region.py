@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun._torch import OpOverload, TorchDispatchMode
+from mprun.precision._torch import OpOverload, TorchDispatchMode
 from mprun.precision import AutocastCaster, Caster, NoCaster
 from mprun.precision.caster import caster_of
 from tests.each import each

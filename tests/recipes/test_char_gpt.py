@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mprun.cli.main import main
-from mprun.data import DataRequest
+from mprun.train.data import DataRequest
 from mprun.recipes.char_gpt import Attention, CharGpt, Gpt
 from mprun.records.run_record import read_summary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mprun.data import DataRequest
+from mprun.train.data import DataRequest
 from mprun.recipes.linear import Linear
 
 RECIPE = Linear(in_features=1024, out_features=512, samples=64)

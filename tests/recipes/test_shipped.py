@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.assemble import recipe_of
+from mprun.train.assemble import recipe_of
 from mprun.config import compose
 from mprun.config.reference import options
-from mprun.data import DataRequest, sources
+from mprun.train.data import DataRequest, sources
 from mprun.errors import UsageError
-from mprun.nested import all_tensors
+from mprun.precision.nested import all_tensors
 from mprun.recipe import Recipe
 
 RECIPES = sorted(options("recipe"))

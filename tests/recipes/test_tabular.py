@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mprun.cli.main import main
-from mprun.data import DataRequest
+from mprun.train.data import DataRequest
 from mprun.errors import UsageError
 from mprun.recipes.tabular import Tabular
 from mprun.records.run_record import read_summary

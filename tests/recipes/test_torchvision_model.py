@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from mprun.cli.main import main
-from mprun.data import DataRequest
-from mprun.data.loader_sets import LoadedSet
+from mprun.train.data import DataRequest
+from mprun.train.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.recipes.resnet import ResNet
 from mprun.recipes.torchvision_model import TorchvisionModel

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from mprun import release
 from mprun.cli.main import main
-from mprun.data import DataRequest
+from mprun.train.data import DataRequest
 from mprun.errors import UsageError
 from mprun.recipes.transformer import Transformer
 from mprun.records.run_record import read_summary

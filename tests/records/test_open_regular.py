@@ -10,7 +10,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.reader import open_regular, read_bytes
-from tests.compare.folders import write_run
+from tests.study.compare.folders import write_run
 
 NOT_REGULAR = {
     "pipe": os.mkfifo,

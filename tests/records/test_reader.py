@@ -14,7 +14,7 @@ from mprun.errors import UsageError
 from mprun.records import run_record
 from mprun.records.files import jsonable
 from mprun.records.run_record import Summary, read_summary
-from tests.compare.folders import summary_of
+from tests.study.compare.folders import summary_of
 
 OPEN = ("versions", "accelerated", "layers")  # mappings from any name
 

@@ -27,7 +27,7 @@ from tests.summaries import example
 
 
 @pytest.mark.parametrize(
-    "module", ["mprun.records.run_record", "mprun.report.tables", "mprun.console"]
+    "module", ["mprun.records.run_record", "mprun.study.report.tables", "mprun.records.console"]
 )
 def test_no_torch_is_imported(module: str) -> None:
     code = f"import {module}, sys; print('torch' in sys.modules)"

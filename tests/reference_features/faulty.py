@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Classification
 
 WORDS = ("--config-dir=conf", "recipe=faulty", "device=cpu")

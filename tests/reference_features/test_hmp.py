@@ -170,7 +170,7 @@ def test_a11_the_linear_recipe_is_the_published_one() -> None:
 
 def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
     """Raw PyTorch: `linear` in bfloat16 by hand, everything else in float32."""
-    from mprun.data import DataRequest
+    from mprun.train.data import DataRequest
 
     data = recipe.data(DataRequest()).train
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mprun.config import compose
-from mprun.data import DataRequest
+from mprun.train.data import DataRequest
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
 from mprun.train.loop import Trainer

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.assemble import build_parts, make_plan
+from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD
@@ -22,18 +22,7 @@ from mprun.recipes.fashion_mnist import FashionMnist
 from mprun.records.run_record import LossScaleRow
 from tests.adversarial.recipe import WORDS, write_recipe
 from tests.reference_features import faulty
-from tests.reference_features.runs import (
-    FASHION,
-    LINEAR,
-    MNIST,
-    compared,
-    dtypes,
-    losses,
-    recipes_page,
-    run,
-    weights,
-    written,
-)
+from tests.reference_features.runs import FASHION, LINEAR, MNIST, compared, dtypes, losses, recipes_page, run, weights, written
 from tests.run.test_inputs import Sent
 
 pytestmark = pytest.mark.usefixtures("one_traced_step", "quick_runs")

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.assemble import Plan, make_plan
-from mprun.assemble.parts import build_parts
+from mprun.train.assemble import Plan, make_plan
+from mprun.train.assemble.parts import build_parts
 from mprun.config.compose import compose
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.train.loop import Limits, Trainer

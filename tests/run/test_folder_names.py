@@ -49,7 +49,7 @@ def child(n):
 from mprun.records.files import dated_folder, new_folder
 from mprun.records.run_folder import RunFolder
 from mprun.config.study_request import study_request
-from mprun.experiments.study import new_study
+from mprun.study.study import new_study
 
 def run_folder():
     folder = RunFolder(dated_folder())

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun import kernels
+from mprun.precision import kernels
 from mprun.cli.main import main
-from mprun.doctor.machine import has_amx
-from mprun.kernels import prebuilt
+from mprun.train.machine.machine import has_amx
+from mprun.precision.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from tests.run.test_resume import assert_same_run, trained
 from tests.schema import conforms

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mprun.assemble import file_recipe
+from mprun.train.assemble import file_recipe
 from mprun.cli.main import main
 from mprun.errors import first_line, text_of, traceback_text
 from mprun.records.run_record import read_lines, read_summary

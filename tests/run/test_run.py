@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun import run as session
+from mprun.train import run as session
 from mprun.cli.main import main
 from mprun.config.reference import options
 from mprun.errors import RunFailedError
@@ -150,7 +150,7 @@ def test_log_every_thins_the_lines_and_not_the_statistics() -> None:
 def test_a_mode_slower_than_float32_warns_before_it_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mprun.doctor.machine.accelerated", lambda dtype, device: False)
+    monkeypatch.setattr("mprun.train.machine.machine.accelerated", lambda dtype, device: False)
     run("precision=bf16_mixed")
     assert "bfloat16 matmuls are slower than float32" in capsys.readouterr().out
     assert read_summary(Path("run")).hardware.accelerated == {"bfloat16": False}

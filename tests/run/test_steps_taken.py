@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.doctor.heap import allocator, page_fault_us, page_faults
+from mprun.train.machine.heap import allocator, page_fault_us, page_faults
 from mprun.records.run_record import Scores, read_summary
 from mprun.train import checkpoint
 from mprun.train.checks import check_steps_taken, page_fault_warning, skipped_warning

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble import Plan
+from mprun.train.assemble import Plan
 from mprun.cli.main import main
-from mprun.data import Batch
+from mprun.train.data import Batch
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint

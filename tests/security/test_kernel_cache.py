@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mprun import kernels
-from mprun.kernels import prebuilt
+from mprun.precision import kernels
+from mprun.precision.kernels import prebuilt
 
 needs_compiler = pytest.mark.skipif(not kernels._compiler(), reason="there is no C compiler here")
 needs_users = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the system has no users")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.assemble import load_recipe
+from mprun.train.assemble import load_recipe
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.config.quoting import quoted
@@ -23,7 +23,7 @@ from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.records.run_folder import RunFolder
 from mprun.train import checkpoint
 from mprun.train.init_from import load_weights
-from tests.compare.folders import write_run
+from tests.study.compare.folders import write_run
 from tests.security.records import MARK, has_run, write_config
 
 # ---- pickles -------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from mprun.config import compose
 from mprun.config.quoting import as_text
 from mprun.config.study_request import study_request
 from mprun.errors import UsageError
-from mprun.experiments.planned_run import plan_or_resume
-from mprun.experiments.study import new_study, resumed_study
-from tests.compare.folders import write_run
+from mprun.study.planned_run import plan_or_resume
+from mprun.study.study import new_study, resumed_study
+from tests.study.compare.folders import write_run
 from tests.security.records import has_run, write_config, write_recipe
 
 

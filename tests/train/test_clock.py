@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mprun import devices
+from mprun.precision import devices
 from mprun.train import clock as timing
 from mprun.train.clock import Clock, EventClock, clock_for
 

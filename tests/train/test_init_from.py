@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mprun.assemble import build_parts, make_plan
+from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.data import Batch
+from mprun.train.data import Batch
 from mprun.precision import Policy
 from mprun.records.files import write_atomic
 from mprun.records.run_record import read_lines, read_summary

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.train.sums import (
-    DeviceReadback,
-    MetricReadback,
-    Scalars,
-    StepMetrics,
-    readback_for,
-)
+from mprun.train.sums import DeviceReadback, MetricReadback, Scalars, StepMetrics, readback_for
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.parallel.ranks import Ranks
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.checkpoint import restore_random_numbers, saved_random_numbers
 
 

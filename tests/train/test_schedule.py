@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 
-from mprun.assemble import build_parts, make_plan
+from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.records.run_record import read_lines

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.parallel.ranks import Ranks
+from mprun.train.parallel.ranks import Ranks
 from mprun.train import sums as module
 from mprun.train.sums import GROWTH, ProcessStepSums, StepMetrics, StepSums, step_sums
 

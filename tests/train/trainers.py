@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.data import (
-    Batches,
-    BatchForm,
-    DataRequest,
-    Splits,
-    TensorBatches,
-    TensorOrder,
-    TensorSet,
-)
+from mprun.train.data import Batches, BatchForm, DataRequest, Splits, TensorBatches, TensorOrder, TensorSet
 from mprun.precision import Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Classification, Recipe

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun._torch import write_count
-from mprun.nested import map_tensors, tensors_in
+from mprun.precision._torch import write_count
+from mprun.precision.nested import map_tensors, tensors_in
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes that are ever cast; float64, integers, bool and complex stay what they are."""

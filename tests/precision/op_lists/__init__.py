@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mprun.assemble.dtype_choices import choose_op_lists
+from mprun.train.assemble.dtype_choices import choose_op_lists
 from mprun.config import compose
 from mprun.precision.caster import OpListCaster
 from mprun.precision.op_lists import Entry, OpLists, op_lists

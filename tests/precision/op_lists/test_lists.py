@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.assemble.dtype_choices import choose_op_lists
+from mprun.train.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.errors import UsageError

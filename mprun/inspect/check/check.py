@@ -1,0 +1,193 @@
+"""`mprun check`: is each mode of this recipe trained as it says, and is its error explained?
+
+Every mode is held against float32 from the same weights on the same batches. What a format's
+roundings explain is measured on this model, by repeated stochastic roundings at the places where
+the mode rounds, and against float64; margins are the same for all models. The checks of a mode run
+from the cheapest to the dearest; those for which the budget leaves no time are named.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mprun.train.assemble import DataCache, make_plan
+from mprun.train.assemble.given_recipe import given_recipe
+from mprun.train.assemble.initial_summary import variant_label
+from mprun.config import compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
+from mprun.records.console import ReportPart, report_nothing
+from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
+from mprun.study.planned_run import PlannedRun
+from mprun.inspect.check.baseline_figures import figures_of, reference_of
+from mprun.inspect.check.check_agreement import agrees
+from mprun.inspect.check.check_memory import fits
+from mprun.inspect.check.check_on_targets import on_targets
+from mprun.inspect.check.check_ops import dtypes, robust
+from mprun.inspect.check.check_training import trains
+from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.records.files import json_text, write_atomic
+from mprun.records.run_record import Summary
+from mprun.records.result import Result
+from mprun.inspect.check.check_baseline import Baseline, changes, read_baseline, updated
+from mprun.inspect.check.check_result import SCHEMA_VERSION, CheckRecord, CheckSettings, Finding, ModeChecks, check_parts
+from mprun.inspect.check.check_targets import target_lines
+
+DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
+OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
+"""First parts of keys that float32 does not get."""
+STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
+    "fits": fits,
+    "dtypes": dtypes,
+    "robust": robust,
+    "agrees": agrees,
+}
+"""Check to what carries it out, in this order, after `trains` and the baseline."""
+
+
+def plan_check(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    settings: CheckSettings,
+    given: Sequence[Any] | None = None,
+) -> list[CheckedMode]:
+    """The modes of a check: one for each combination of the listed values.
+
+    Args:
+        overrides: of a run; `precision=` may list modes.
+        config_dir: a further folder of configs, or None.
+        settings: of the check.
+        given: the arguments of `given_recipe`, for a recipe in place of the overrides'.
+
+    Raises:
+        UsageError: an override is not legal, or a mode cannot be planned.
+    """
+    recipe = None
+    if given is not None:
+        recipe, defaults = given_recipe(*given)
+        overrides = [*defaults, *overrides]
+    if any(text.startswith("run.resume=") for text in overrides):
+        raise UsageError("mprun check starts at new weights: leave out run.resume")
+    modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
+    parsed = [parse(x) for x in [*(x for x in overrides if x not in modes), *modes]]
+    cache = DataCache()
+
+    @functools.cache
+    def planned(*combination: str) -> PlannedRun:
+        composed = compose(combination, config_dir)
+        plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
+        return PlannedRun("check", composed, plan)
+
+    checked, shared = [], defaultdict[int, dict[str, Any]](dict)
+    for combination in combinations(parsed):
+        run, exact = planned(*combination), planned(*_in_float32(combination)).plan
+        checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
+        checked.append(CheckedMode(run, exact, settings, checks, shared[id(exact)]))
+    return checked
+
+
+def _in_float32(combination: Sequence[str]) -> list[str]:
+    """The overrides of the same recipe in float32."""
+    keys = [(text, parse(text).key_or_group.partition(".")[0]) for text in combination]
+    return [*(text for text, key in keys if key not in OF_A_MODE), "precision=fp32"]
+
+
+def check_modes(
+    modes: Sequence[CheckedMode],
+    settings: CheckSettings,
+    update: bool = False,
+    report: ReportPart = report_nothing,
+) -> Result:
+    """Check each mode; the status of the result is 1 where there is an error.
+
+    Args:
+        modes: what is checked.
+        settings: of the check.
+        update: write the baseline instead of comparing with it.
+        report: is called before each mode.
+    """
+    began, new = time.monotonic(), list[Baseline]()
+    old = read_baseline(Path(settings.baseline))
+
+    def baseline(mode: CheckedMode) -> Iterator[Finding]:
+        if not new:
+            new.append(reference_of(mode))
+        new[0].modes[mode.checks.label] = figures_of(mode)
+        yield from ()
+
+    compared = {"baseline": baseline} if update or old is not None else {}
+    answered = {"targets": on_targets} if settings.targets else {}
+    examined = {"trains": trains, **compared, **STEPS, **answered}
+    for done, mode in enumerate(modes):
+        report(f"checking {mode.checks.label}", done, len(modes))
+        mode.ends = began + settings.budget_s * (done + 1) / len(modes)
+        for name, examine in examined.items():
+            if mode.left_s > 0:
+                _carry_out(mode, name, examine)
+            else:
+                mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
+    checks = [mode.checks for mode in modes]
+    notes = [*target_lines(settings.targets, checks)]
+    if new:
+        notes += against_baseline(checks, settings, old, new[0], update)
+    elif not compared:
+        text = "--update writes the one that later checks are held against"
+        notes.append(f"no {settings.baseline} here: {text}")
+    return check_result(modes[0].planned.summary, checks, began, settings, notes)
+
+
+def against_baseline(
+    modes: Sequence[ModeChecks],
+    settings: CheckSettings,
+    old: Baseline | None,
+    new: Baseline,
+    update: bool,
+) -> list[str]:
+    """Add what changed to the findings, or write the file; notes about it."""
+    path = Path(settings.baseline)
+    if update:
+        write_atomic(path, updated(old, new).text.encode())
+        return [f"written: {path}; commit it"]
+    for mode in modes:
+        if old is not None and mode.label in new.modes:
+            mode.findings += changes(old, new, mode.label)
+            mode.done.setdefault("baseline", 0.0)
+    return []
+
+
+def check_result(
+    summary: Summary,
+    modes: list[ModeChecks],
+    began: float,
+    settings: CheckSettings,
+    notes: list[str],
+) -> Result:
+    """The result of checks that began at this time (`time.monotonic`); `summary`: of a mode."""
+    about = summary.recipe, summary.hardware.name, summary.versions
+    seconds = time.monotonic() - began
+    record = CheckRecord(SCHEMA_VERSION, *about, seconds, settings.budget_s, modes, notes)
+    status = EXIT_FAILED if record.has_errors else EXIT_OK
+    files = {"check.json": json_text(record)}
+    return Result(record, list(check_parts(record)), files, status=status)
+
+
+def _carry_out(
+    mode: CheckedMode, name: str, examine: Callable[[CheckedMode], Iterator[Finding]]
+) -> None:
+    began = time.monotonic()
+    try:
+        with mode.planned.executing():
+            found = list(examine(mode))
+    except RunFailedError as error:
+        if name != "trains":  # `trains` says it already
+            mode.checks.not_done[name] = str(error)
+            return
+        found = [Finding("step_fails", "", str(error))]
+    mode.checks.findings += sorted(found, key=lambda x: -x.at)
+    if name not in mode.checks.not_done:
+        mode.checks.done[name] = time.monotonic() - began

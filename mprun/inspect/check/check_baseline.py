@@ -1,0 +1,198 @@
+"""`mprun-baseline.json`: what a recipe computed when it was last reviewed, and what changed since.
+
+One file holds on every machine, because its figures are of two kinds. Those of `reference` are
+computed in float64, where machines agree to ten digits; a weight may differ by a float32 rounding
+between machines (the normal distribution is drawn with other instructions), so each figure has the
+part of it that such roundings explain, measured when the file was written. Losses of a mode are
+compared bit by bit where machine and versions are the same, else by what was explained there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from mprun.records.reader import read_json
+from mprun.inspect.check.check_result import Finding
+
+SCHEMA_VERSION = 1
+DIGITS = 7
+"""Significant digits that are written: those of float32."""
+OUTPUT, LOSS = "norm of the output of {} in float64", "loss of {}"
+GREW = 1.02
+"""Peak over the baseline's from which memory has grown: other kernels ask for other scratch."""
+
+
+class BaselineFigure(NamedTuple):
+    """A number, and by how much another machine may differ."""
+
+    value: float
+    explained: float
+
+    def agrees(self, other: BaselineFigure, exact: bool) -> bool:
+        """Whether another number is the same in the digits that are written.
+
+        Args:
+            other: the number.
+            exact: without what is explained between machines.
+        """
+        if exact:
+            return rounded(self.value) == rounded(other.value)
+        bound = math.hypot(self.explained, other.explained)
+        return abs(other.value - self.value) <= bound + 10.0 ** (1 - DIGITS) * abs(self.value)
+
+
+@dataclass(frozen=True)
+class BaselineStep:
+    """The first step in float64, on the first batch."""
+
+    loss: BaselineFigure
+    outputs: dict[str, BaselineFigure] = field(default_factory=dict)
+    """Module to the norm of its outputs, in the order they ran."""
+    gradients: dict[str, BaselineFigure] = field(default_factory=dict)
+    """Parameter to the norm of its gradient."""
+
+
+@dataclass(frozen=True)
+class ModeBaseline:
+    """A mode."""
+
+    losses: list[BaselineFigure]
+    """Of the first steps."""
+    ops: dict[str, int] = field(default_factory=dict)
+    """`linear bfloat16` to how many of them a forward pass has."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """The peak of a step by category."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The content of mprun-baseline.json."""
+
+    schema_version: int
+    recipe: str
+    machine: str
+    """Hardware, instructions and threads: where they are the same, bits are."""
+    versions: dict[str, str | None]
+    code: dict[str, str] = field(default_factory=dict)
+    """Class of a module to twelve hex digits of its source."""
+    reference: BaselineStep | None = None
+    """None for an observed loop, whose model is not run again."""
+    modes: dict[str, ModeBaseline] = field(default_factory=dict)
+
+    def figures(self, mode: str, steps: int) -> dict[str, dict[str, BaselineFigure]]:
+        """What a mode is compared by, in this order: what it is, and where, to the figures.
+
+        Args:
+            mode: the mode.
+            steps: of how many its losses are compared.
+        """
+        losses = {f"step {n}": x for n, x in enumerate(self.modes[mode].losses[:steps], 1)}
+        if self.reference is None:
+            return {LOSS: losses}
+        return {
+            OUTPUT: self.reference.outputs,
+            "norm of the gradient of {} in float64": self.reference.gradients,
+            "loss of {} in float64": {"the first step": self.reference.loss},
+            LOSS: losses,
+        }
+
+    @property
+    def text(self) -> str:
+        """The file: sorted, a figure per line, with digits that do not change without a reason."""
+        content = json.loads(msgspec.json.encode(self), parse_float=rounded)
+        text = json.dumps(content, indent=1, sort_keys=True)
+        return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
+
+
+def rounded(number: float | str) -> float:
+    """A number with the digits that are written."""
+    return float(f"{float(number):.{DIGITS}g}")
+
+
+def read_baseline(path: Path) -> Baseline | None:
+    """The baseline; None where there is none.
+
+    Raises:
+        UsageError: it cannot be read, or is damaged.
+    """
+    try:
+        return read_json(path, Baseline, SCHEMA_VERSION)
+    except FileNotFoundError:
+        return None
+
+
+def updated(old: Baseline | None, new: Baseline) -> Baseline:
+    """The new baseline, with the modes of the old one that were not checked now."""
+    if old is None or old.recipe != new.recipe:
+        return new
+    return replace(new, modes={**old.modes, **new.modes})
+
+
+def circumstances(old: Baseline, new: Baseline) -> Iterator[str]:
+    """What is not the same as when the baseline was written."""
+    yield from _different(old.versions, new.versions, None)
+    yield from _different({"machine": old.machine}, {"machine": new.machine}, None)
+    if code := [x.split()[0] for x in _different(old.code, new.code, None)]:
+        yield f"code of {', '.join(code)}"
+
+
+def _different(old: Mapping[str, object], new: Mapping[str, object], missing: object) -> list[str]:
+    """`name old -> new` of each value that is not the same."""
+    pairs = [(x, old.get(x, missing), new.get(x, missing)) for x in sorted({*old, *new})]
+    return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
+
+
+def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
+    """The findings about a mode: what differs by more than is explained, the first of each kind."""
+    if old.recipe != new.recipe or mode not in old.modes:
+        yield Finding("no_baseline", "", f"it has {old.recipe} in {', '.join(old.modes)}")
+        return
+    since = "; ".join(circumstances(old, new))
+    since = f" (changed since: {since})" if since else ""
+    was, now = old.modes[mode], new.modes[mode]
+    if (changed := next(_changed_figures(old, new, mode, bits=not since), None)) is not None:
+        module, text = changed
+        yield Finding("changed", module, text + since, at=1.0)
+    if ops := _different(was.ops, now.ops, 0):
+        yield Finding("casts_changed", "", ", ".join(ops[:4]) + since)
+    before, after = was.peak_bytes.get("peak", 0), now.peak_bytes.get("peak", 0)
+    if before and after > GREW * before:
+        grown = {k: x - was.peak_bytes.get(k, 0) for k, x in now.peak_bytes.items() if k != "peak"}
+        most = max(grown, key=lambda k: grown[k])
+        text = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB, most of it {most}"
+        yield Finding("memory_grew", "", text + since, at=after / before)
+
+
+def _changed_figures(
+    old: Baseline, new: Baseline, mode: str, bits: bool
+) -> Iterator[tuple[str, str]]:
+    """The module of each figure that is new, gone, or differs by more than is explained; a text.
+
+    Args:
+        old, new: the baselines.
+        mode: of both.
+        bits: whether losses of the mode must be the same in each digit.
+    """
+    steps = min(len(x.modes[mode].losses) for x in (old, new))
+    before = old.figures(mode, steps)
+    for what, now in new.figures(mode, steps).items():
+        was, exact = before.get(what, now), bits and what == LOSS
+        for name in {**now, **was}:
+            module = name if what == OUTPUT else name.rpartition(".")[0]
+            text = what.format(name or "the model")
+            if name not in was or name not in now:
+                yield module, f"{text} is {'gone' if name in was else 'new'}"
+                continue
+            x, y = was[name], now[name]
+            if not x.agrees(y, exact):
+                text += ", on the same machine and versions," if exact else ""
+                text += f" {x.value:.7g} -> {y.value:.7g}; explained is {x.explained:.1e}"
+                yield module, text

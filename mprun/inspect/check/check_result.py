@@ -1,0 +1,211 @@
+"""What `mprun check` finds: the list of findings, the record of check.json, its lines. No torch.
+
+Each mode has the same checks, in the order of `CHECKS`; a check that did not fit into the budget is
+named as not done and is no success. A finding of severity error ends the command with status 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from operator import attrgetter, methodcaller
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, convert
+
+from mprun.records.console.fitted_table import FittedTable, text_column
+from mprun.records.console.formatting import by_reason, counted
+from mprun.records.policy_columns import Count, Legal, NotNegative, Positive
+from mprun.records.reader import load_yaml
+
+T = TypeVar("T")
+SCHEMA_VERSION = 1
+ERROR, WARNING = "error", "warning"
+CHECKS = {
+    "trains": "the loss is finite and falls by more than its noise",
+    "agrees": "loss, gradients and curve differ from float32's by no more than roundings explain",
+    "dtypes": "each part runs, and is stored, in the dtype that the mode says",
+    "robust": "how far numbers are from overflow, and which results are noise",
+    "fits": "the peak of memory, by category",
+    "baseline": "what changed since mprun-baseline.json was written",
+}
+"""What is checked in each mode."""
+SHOWN = 4
+"""Findings on the terminal; all are in check.json."""
+TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
+
+
+@dataclass
+class CheckSettings:
+    """What a check may take, and what it is held against."""
+
+    budget_s: Positive = 60.0
+    """Seconds for all modes; what did not fit is named."""
+    steps: Annotated[int, Meta(ge=6)] = 24
+    """Training steps of each mode, on a few batches again and again."""
+    memory_gib: Positive | None = None
+    """The most that a step may take, in GiB; null: only the baseline's is compared."""
+    headroom: NotNegative = 2.0
+    """Doublings that the largest number must be away from overflow."""
+    baseline: str = "mprun-baseline.json"
+    """The file of the baseline."""
+    targets: list[Annotated[str, Legal(*TARGETS)]] = field(default_factory=list)
+    """Other hardware to answer for: [t4, v100, a100, h100, mps, cpu-avx2]."""
+    junit: str | None = None
+    """The file of a JUnit report, with a case for each mode and check."""
+    samples: Count = 64
+    """The most samples of a batch."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding."""
+
+    check: str
+    """The check that reports it."""
+    severity: str
+    text: str
+    """What it means."""
+    example: str
+    """Code that is found by it."""
+    cure: str
+    """What to do."""
+
+
+def data_file(name: str, kind: type[T]) -> T:
+    """The content of a YAML file of this package."""
+    text = files("mprun.inspect.check.check").joinpath(name).read_text(encoding="utf-8")
+    return convert(load_yaml(text), kind)
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """Every kind of finding by its name, in the order of the checks: check_kinds.yaml."""
+    return data_file("check_kinds.yaml", dict[str, Kind])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong in one mode."""
+
+    kind: str
+    """One of `kinds`."""
+    module: str
+    """A name of `named_modules()`; empty for the model itself."""
+    text: str
+    """What was measured, with figures."""
+    op: str = ""
+    line: str = ""
+    """The line of code: `file.py:12 (forward)`."""
+    at: float = 0.0
+    """How far: a measured size by which findings of one kind are ordered, largest first."""
+
+    @property
+    def check(self) -> str:
+        """The check that found it."""
+        return kinds()[self.kind].check
+
+    @property
+    def severity(self) -> str:
+        """error or warning."""
+        return kinds()[self.kind].severity
+
+    def __str__(self) -> str:
+        where = self.module or "the model"
+        op = f", {self.op}" if self.op else ""
+        line = f" at {self.line}" if self.line else ""
+        return f"{self.kind}: {where}{op}{line}: {self.text}"
+
+    @property
+    def with_cure(self) -> str:
+        """What was found, and on a second line what to do."""
+        return f"{self}\n  fix: {kinds()[self.kind].cure}"
+
+
+@dataclass
+class ModeChecks:
+    """The checks of one mode."""
+
+    label: str
+    precision: str
+    findings: list[Finding] = field(default_factory=list)
+    done: dict[str, float] = field(default_factory=dict)
+    """Check to its seconds, of those that were done."""
+    not_done: dict[str, str] = field(default_factory=dict)
+    """Check to the reason."""
+    figures: dict[str, float | str | None] = field(default_factory=dict)
+    """Measured: `loss_first`, `loss_last`, `headroom`, `peak_bytes` and the like."""
+
+    def of(self, check: str) -> list[Finding]:
+        """The findings of a check."""
+        return [x for x in self.findings if x.check == check]
+
+    def status(self, check: str) -> str:
+        """ok, error, warning, or `-` for a check that was not done."""
+        found = {x.severity for x in self.of(check)}
+        done = "ok" if check in self.done else "-"
+        return next((x for x in (ERROR, WARNING) if x in found), done)
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """The content of check.json."""
+
+    schema_version: int
+    recipe: str
+    hardware: str
+    versions: dict[str, str | None]
+    seconds: float
+    budget_s: float
+    modes: list[ModeChecks]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[tuple[str, Finding]]:
+        """Label of the mode and finding, errors first."""
+        pairs = [(mode.label, x) for mode in self.modes for x in mode.findings]
+        return sorted(pairs, key=lambda pair: pair[1].severity != ERROR)
+
+    @property
+    def merged(self) -> list[tuple[str, Finding]]:
+        """As `findings`, but what was found at one place in several modes once, the largest."""
+        groups: dict[tuple[str, ...], dict[str, Finding]] = {}
+        for label, x in self.findings:
+            groups.setdefault((x.kind, x.module, x.op, x.line), {}).setdefault(label, x)
+        return [(", ".join(own), max(own.values(), key=lambda x: x.at)) for own in groups.values()]
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the command fails."""
+        return any(x.severity == ERROR for _, x in self.findings)
+
+
+def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
+    """What the terminal shows: the answer, a row for each mode, the worst findings."""
+    yield _answer(record)
+    columns = [text_column(x, cell=methodcaller("status", x)) for x in CHECKS]
+    labels = text_column("mode", cell=attrgetter("label"))
+    yield FittedTable("", labels, *columns, rows=record.modes)
+    for label, x in record.merged[:SHOWN]:
+        yield from f"{x.severity} in {label}: {x.with_cure}".splitlines()
+    if (rest := len(record.merged) - SHOWN) > 0:
+        yield f"({counted(rest, 'more finding')} in check.json)"
+    left: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for mode in record.modes:
+        for why, checks in by_reason(mode.not_done).items():
+            left[", ".join(checks), why].append(mode.label)
+    for (names, why), modes in left.items():
+        yield f"not done: {names} of {', '.join(modes)}: {why}"
+    yield from record.notes
+
+
+def _answer(record: CheckRecord) -> str:
+    numbers = Counter(x.severity for _, x in record.merged)
+    numbers["unfinished check"] = left = sum(len(mode.not_done) for mode in record.modes)
+    said = ", ".join(counted(n, x) for x, n in numbers.items() if n)
+    modes = ", ".join(mode.label for mode in record.modes)
+    answer = "failed" if record.has_errors else "incomplete" if left else "passed"
+    return f"{answer}: {record.recipe} in {modes}: {said or 'no findings'} ({record.seconds:.0f} s)"

@@ -1,0 +1,254 @@
+"""Statistics of a training step's numbers, layer by layer, while it runs.
+
+    with mprun.numerics.statistics(model, optimizer) as measured:
+        for x, y in batches:  # a few steps of any loop
+            ...
+    print(measured.recommended_loss_scale())
+
+Five kinds of numbers are measured:
+
+    weights               each parameter, before the step
+    activations           the model's inputs, and the output of each module
+    activation_gradients  the loss's gradients by those
+    weight_gradients      the loss's gradients by each parameter, of each backward pass
+    updates               what the step adds to each parameter (`updates.py`)
+
+Hooks read and change nothing: a run with them has the same weights, bit for bit, as one without.
+What functions compute inside a module is measured where it leaves the module; of gradients in
+between, the largest is recorded as well (`gradients.py`). A module that returns the output of one
+inside it has no row of its own. Forward passes without gradients are not measured; recomputed ones
+count once.
+
+Gradients are divided by the loss scale. In a float16 run the smallest ones are 0 already. So, to
+get a recommended loss scale, measure steps in float32 or bfloat16, or at a scale that loses few.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import in_backward, outside_of_modes, viewed, write_count
+from mprun.inspect.gradients import ROOT, LargestGradients, Noise, noise_of
+from mprun.inspect.histograms import Histogram, histogram
+from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
+from mprun.watch.op_watcher import tensors_of
+from mprun.watch.step_events import StepListener
+from mprun.watch.updates import ExactUpdate, LostUpdates, exact_updates, exact_weights, lost_updates, power
+from mprun.precision.formats import BlockFormat, Format
+from mprun.inspect.numerics_result import ScaleVerdict
+
+KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
+GRADIENTS = ("activation_gradients", "weight_gradients")
+INPUT = "(input)"
+
+
+@dataclass
+class LayerStatistics:
+    """One kind of numbers of one layer, over all measured steps."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """The parameter's, or the module's path."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """The dtypes of the tensors."""
+    histogram: Histogram = field(default_factory=Histogram)
+    noise: Noise = field(default_factory=Noise)
+    """The noise of rounding to other formats; the signal alone where formats were not asked for."""
+
+    def add(
+        self,
+        x: Tensor,
+        scale: float = 1.0,
+        formats: bool = True,
+        further: Sequence[Format | BlockFormat] = (),
+    ) -> None:
+        """Count one more tensor, divided by `scale`; `further` formats as in `noise_of`."""
+        self.dtypes.add(x.dtype)
+        if scale != 1:
+            x = x.detach().double() / scale
+        counts = histogram(x)
+        self.histogram += counts
+        self.noise += noise_of(x, counts, further) if formats else Noise(power(x))
+
+
+class Statistics(StepListener):
+    """Statistics of a model's steps.
+
+    Args:
+        model: the model of the steps.
+        optimizer: its optimizer; without it updates are left out.
+        loss_scale: the factor of the loss: a number, a `torch.amp.GradScaler`, one of
+            mprun's loss scales, or a function that gives it.
+        formats: kinds whose noise in other formats is wanted; it takes most of the time.
+        kinds: kinds that are measured.
+        further: formats that `formats` are measured in, beside those that always are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        loss_scale: Any = 1.0,
+        formats: Collection[str] = KINDS,
+        kinds: Collection[str] = KINDS,
+        further: Sequence[Format | BlockFormat] = (),
+    ) -> None:
+        self.rows: dict[tuple[str, str], LayerStatistics] = {}
+        self.lost: dict[str, LostUpdates] = {}
+        self.scales: list[float] = []
+        """The loss scale of each measured forward pass."""
+        self.largest = LargestGradients(lambda: self.scales[-1])
+        self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
+        self._formats, self._kinds, self._further = formats, kinds, further
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._active = self._new_step = False
+        self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._updates: dict[nn.Parameter, ExactUpdate] = {}
+
+    # ---- results ---------------------------------------------------------------------------------
+
+    def of(self, *kinds: str) -> dict[str, LayerStatistics]:
+        """Rows of some kinds, by `kind name`."""
+        return {f"{r.kind} {r.name}": r for r in self.rows.values() if r.kind in kinds}
+
+    def gradients(self) -> LayerGradients:
+        """The unscaled gradients, as far as a loss scale depends on them."""
+        size, source = self.largest.worst()
+        layers = {name: (row.histogram, row.noise) for name, row in self.of(*GRADIENTS).items()}
+        return LayerGradients(size, str(source), layers)
+
+    def recommended_loss_scale(self, headroom: float = 2.0) -> ScaleAdvice | None:
+        """The loss scale to take in float16; None where gradients allow no advice: `recommend`."""
+        return recommend(self.gradients(), headroom)
+
+    def judge(self, scale: float) -> ScaleVerdict | None:
+        """Whether a loss scale is too low, too high or fine; None where there is no advice."""
+        advice = self.recommended_loss_scale()
+        return None if advice is None else judge(scale, advice)
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[Statistics]:
+        """Measure every training step while this is entered."""
+        self._new_step = True
+        follow = self.largest.tracker.following
+        listeners = (self.largest, self)
+        with ExitStack() as stack:
+            stack.enter_context(follow(self._model, self._optimizer, listeners=listeners))
+            stack.enter_context(self.largest.parameter_hooks(self._model))
+            for p, name in self._names.items():
+                if p.requires_grad:
+                    hook = self._gradient_hook("weight_gradients", name)
+                    stack.callback(p.register_hook(hook).remove)
+            try:
+                yield self
+            finally:
+                self._active = False
+                self._given.clear()
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        if in_backward():  # a recomputation
+            return
+        self._active = torch.is_grad_enabled()
+        if not self._active:
+            return
+        self.scales.append(scale_of(self._loss_scale))
+        if self._new_step:
+            self._new_step = False
+            for p, name in self._names.items():
+                self._add("weights", name, p)
+        self._given.clear()
+        for x in _floating(inputs):
+            self._add("activations", INPUT, x)
+
+    def on_module_end(self, path: str, outputs: Any) -> None:
+        if self._active:
+            for x in _floating(outputs):
+                self._output(path or ROOT, x)
+
+    def _output(self, path: str, x: Tensor) -> None:
+        whole = viewed(x) if viewed(x).numel() == x.numel() else x
+        reference, writes = self._given.get(id(whole), (None, 0))
+        if reference is not None and reference() is whole and writes == write_count(whole):
+            return
+        self._given[id(whole)] = (weakref.ref(whole), write_count(whole))
+        if not in_backward():  # a recomputation's values were measured
+            self._add("activations", path, x)
+        if x.requires_grad:
+            x.register_hook(self._gradient_hook("activation_gradients", path))
+
+    def _gradient_hook(self, kind: str, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self._active:
+                self._add(kind, name, gradient, self.scales[-1])
+
+        return hook
+
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates = {}
+        if not self._active:
+            return
+        if args[1:] or kwargs.get("closure") is not None:
+            warnings.warn(
+                f"numerics: {type(optimizer).__name__}.step is given a closure and cannot be "
+                "repeated; its updates are not measured",
+                stacklevel=2,
+            )
+            return
+        with outside_of_modes():
+            self._updates = exact_updates(optimizer)
+
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        self._new_step = True
+        for p, (before, change) in self._updates.items():
+            name = self._names.get(p)
+            if name is None:  # a parameter of another model
+                continue
+            self._add("updates", name, change)
+            with outside_of_modes():
+                after = exact_weights(p, optimizer)
+                lost = lost_updates(before, change, after)
+            self.lost[name] = self.lost.get(name, LostUpdates()) + lost
+        self._updates = {}
+
+    def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
+        if not x.numel() or not x.is_floating_point() or kind not in self._kinds:
+            return
+        row = self.rows.setdefault((kind, name), LayerStatistics(kind, name))
+        with outside_of_modes():
+            row.add(x, scale, kind in self._formats, self._further)
+
+
+def scale_of(loss_scale: Any) -> float:
+    """The number a loss scale of any kind multiplies with."""
+    if hasattr(loss_scale, "get_scale"):  # torch.amp.GradScaler
+        loss_scale = loss_scale.get_scale()
+    elif hasattr(loss_scale, "kind"):
+        loss_scale = loss_scale.tensor
+    elif callable(loss_scale):
+        loss_scale = loss_scale()
+    return 1.0 if loss_scale is None else float(loss_scale)
+
+
+@contextmanager
+def statistics(
+    model: nn.Module, optimizer: Optimizer | None = None, loss_scale: Any = 1.0
+) -> Iterator[Statistics]:
+    """Measure every training step inside; the statistics outlive the region. See `Statistics`."""
+    with Statistics(model, optimizer, loss_scale).watching() as measured:
+        yield measured
+
+
+def _floating(tree: Any) -> Iterator[Tensor]:
+    return (x for x in tensors_of(tree) if x.is_floating_point())

@@ -1,0 +1,293 @@
+"""`assert_explained`: a test of a kernel in 16 bits without a tolerance that somebody guessed.
+
+What the roundings of the dtype explain is measured on a reference, a function of PyTorch's ops: in
+float64, and several times in the dtype with each result rounded stochastically, once to nearest
+(`Emulated16`). The differences e of those passes from float64 are errors that a sound kernel may
+have.
+
+*Spread of an element.* The passes are few, so an element shares its spread with `GROUP` elements of
+like magnitude, as far as they are alike: with the group's mean square V, and S the sum of squares
+of the element's P errors,
+
+    sigma^2 = (d V + S) / (d + P),   d = 4 + 2 / c^2
+
+the mean under an inverse gamma distribution of d degrees of freedom (Smyth, "Linear models and
+empirical Bayes methods", 2004). c^2, the relative variance of the true squares in a group, is the
+covariance of the squares of two halves of the passes, which chance cannot make alike.
+
+*Bound.* An element fails if its error is beyond `limit * sigma` and half a step of the dtype. Each
+pass has a largest ratio M of |e| / sigma, with a sigma from the other passes; elements may be
+rounded together (the root of a row's mean square), which only M shows. The limit is the largest M,
+and at least the prediction limit of one more pass, by Student's t,
+
+    (mean(M) + t(P - 1; FALSE_ALARMS) sqrt(1 + 1 / P) std(M)) / sqrt(2)
+
+for a kernel that rounds to nearest where the reference rounds: its errors have half the variance of
+stochastic ones (a step^2 / 12 and / 6, on average). So a sound tensor fails with a chance of about
+`FALSE_ALARMS`, and one that rounds in fewer places, as kernels do that add up in float32, with
+less. More passes make the limit tighter, most of all for few elements.
+
+*Parts.* A factor of 1.01 hides in the roundings of each element, not in those of a row. So the
+whole tensor, its rows and its slices along each dimension are judged in the same way, by one number
+each: of the errors e and float64's r in a part, sum(e r) / |r|. The half steps, which may all have
+one sign, and the bound as above are added here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.precision.nested import all_tensors, map_tensors, to_dtype
+from mprun.inspect.divergence.boundaries import exact_arithmetic, floating
+from mprun.watch.updates import own_random_numbers
+from mprun.precision.emulate import Emulated16
+from mprun.precision.policy import dtype_name
+from mprun.precision.products import LOW, unfused
+
+FALSE_ALARMS = 1e-6
+"""The chance that a tensor of a sound kernel fails."""
+GROUP = 64
+"""Elements of like magnitude that share a spread: with 17 passes it is then known to 2 %."""
+
+Function = Callable[..., Any]
+
+
+def assert_explained(
+    actual: Function | Tensor,
+    *inputs: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    reference: Function | None = None,
+    backward: bool = False,
+    passes: int = 16,
+    seed: int = 0,
+) -> None:
+    """Assert that a result in 16 bits differs from float64's by no more than roundings explain.
+
+        assert_explained(my_softmax, x, reference=lambda x: x.softmax(-1), dtype=torch.float16)
+        assert_explained(my_softmax(x.half()), x, reference=..., dtype=torch.float16)
+
+    No `atol` or `rtol` is given. In a test of pytest, or anywhere.
+
+    Args:
+        actual: the function or module under test, which is called with the inputs in `dtype`; or
+            the tensor that it gave for them.
+        inputs: of both functions. Floating tensors, nested as they like, are cast to `dtype` first;
+            anything else passes.
+        dtype: torch.bfloat16 or torch.float16.
+        reference: the same in PyTorch's ops. It is run in float64, and in `dtype` with each result
+            rounded: where it casts to float32, nothing is rounded there. Its products add up in
+            float32; for a kernel that adds up in the dtype write it so (on a CPU: of PyTorch's,
+            `nll_loss`, and the weights' gradients of `layer_norm`), as for one that rounds twice
+            (on a CPU `rsqrt` of fewer than 32 numbers is `1 / sqrt`). A module gets its
+            parameters in the dtype. None: `actual` itself, whose ops must be PyTorch's.
+        backward: compare the gradients of floating inputs and of a module's parameters as well,
+            for random gradients of the outputs.
+        passes: stochastic ones; more of them make the bound of a tensor of few elements tighter.
+        seed: of the roundings, of those gradients and of what the functions draw.
+
+    Raises:
+        AssertionError: an element's error is not explained, or is NaN where float64 is not; the
+            message has the worst element with its errors, and the noisiest op of the reference.
+        TypeError: an argument has another type than these.
+        ValueError: an argument has another value, or the outputs differ in number or shape.
+    """
+    function: Any = actual if reference is None else reference
+    _check(inputs, dtype, function, passes)
+    runs = _Runs(to_dtype(inputs, dtype), dtype, backward, seed)
+    tested, function = (_in(f, dtype) for f in (actual, function))
+    exact, ops = runs.exact(function)
+    results = {"output": tested} if isinstance(tested, Tensor) else runs.results(tested, dtype)
+    rounded = [runs.rounded(function, step) for step in (*range(1, passes + 1), None)]
+    shapes, expected = ({n: [*x.shape] for n, x in found.items()} for found in (results, exact))
+    if shapes != expected:
+        raise ValueError(f"actual gives {shapes}, and the reference {expected}")
+    failures = []
+    for name, x in results.items():
+        texts = _unexplained(x, exact[name], [one[name] for one in rounded], dtype)
+        moved = {op: runs.exact(function, op)[0][name] for op in sorted(ops) if texts}
+        noise = {op: (y - exact[name]).nan_to_num(0, 0, 0).norm() for op, y in moved.items()}
+        if any(noise.values()):
+            noisiest = max(noise, key=noise.__getitem__)
+            texts[-1] += f" (most of what is explained arises in {noisiest})"
+        failures += [f"{name}{text}" for text in texts]
+    if failures:
+        raise AssertionError("\n".join(failures))
+
+
+def _check(inputs: tuple[Any, ...], dtype: torch.dtype, reference: Any, passes: int) -> None:
+    """See `assert_explained` for what is raised."""
+    if any(map(callable, inputs)):
+        raise TypeError("an input is a function; write the reference by its name: reference=f")
+    if not callable(reference):
+        kind = type(reference).__name__
+        raise TypeError(f"the reference is a {kind}; legal is a function, as actual or reference=f")
+    if dtype not in LOW or passes < 2:
+        legal = "torch.bfloat16, torch.float16; 2 or more passes"
+        raise ValueError(f"dtype is {dtype} and passes is {passes}; legal: {legal}")
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs functions on the same inputs, with the same random numbers."""
+
+    inputs: tuple[Any, ...]
+    """In the dtype."""
+    dtype: torch.dtype
+    backward: bool
+    seed: int
+
+    def rounded(self, function: Function, step: int | None) -> dict[str, Tensor]:
+        """The results in the dtype, each one rounded; to nearest where there is no step."""
+        arithmetic = Emulated16("stochastic", "infinity", "float32", self.seed)
+        if step is not None:
+            arithmetic.begin_step(step)
+        with arithmetic.region():
+            return self.results(function, self.dtype)
+
+    def exact(self, function: Function, op: str = "") -> tuple[dict[str, Tensor], set[str]]:
+        """The results in float64, of inputs and parameters in the dtype, and the ops there.
+
+        Args:
+            function: is run; a module has parameters in the dtype.
+            op: one whose results are rounded to the dtype.
+        """
+        with unfused(), exact_arithmetic(nn.Module()) as mode:
+            mode.dtype, mode.only = (self.dtype if op else None), op
+            return self.results(function, torch.float64), mode.ops
+
+    def results(self, function: Function, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The results in a dtype, by the kernels that the function calls."""
+        inputs = map_tensors(lambda x: x.detach().clone(), to_dtype(self.inputs, dtype))
+        wanted = {f"gradient of input {i}": x for i, x in enumerate(floating(inputs))}
+        function = _in(function, dtype)
+        if isinstance(function, nn.Module):
+            own = function.named_parameters()
+            wanted |= {f"gradient of {n}": p for n, p in own if p.requires_grad}
+        for x in wanted.values():
+            x.requires_grad_(self.backward)
+        drawn = torch.Generator().manual_seed(self.seed)
+        with own_random_numbers(all_tensors(inputs)):
+            torch.manual_seed(self.seed)
+            outputs = floating(function(*inputs))
+            several = len(outputs) > 1
+            results = {f"output {i}" if several else "output": x for i, x in enumerate(outputs)}
+            if self.backward:
+                # Multiples of 1/32 that each dtype has: products with them are exact.
+                given = [torch.randint(-64, 65, x.shape, generator=drawn).to(x) for x in outputs]
+                sums = [(x * y / 32).sum() for x, y in zip(outputs, given, strict=True)]
+                heads = [x for x in sums if x.requires_grad]
+                gradients = torch.autograd.grad(heads, [*wanted.values()], materialize_grads=True)
+                results |= zip(wanted, gradients, strict=True)
+        return {name: x.detach() for name, x in results.items()}
+
+
+def _in(function: Any, dtype: torch.dtype) -> Any:
+    """A copy of a module in a dtype; anything else itself."""
+    return copy.deepcopy(function).to(dtype) if isinstance(function, nn.Module) else function
+
+
+def _unexplained(
+    actual: Tensor, exact: Tensor, rounded: Sequence[Tensor], dtype: torch.dtype
+) -> list[str]:
+    """What of a tensor is not explained, each as it follows its name.
+
+    Args:
+        actual: floating, any shape.
+        exact: float64 of that shape.
+        rounded: of that shape, the results of the passes, the one to nearest last.
+        dtype: of the roundings.
+    """
+    if not exact.numel():
+        return []
+    shape, x, passes = exact.shape, actual.double(), torch.stack([*rounded]).double()
+    equal = (passes == x).any(0) | (x == exact) | (x.isnan() & exact.isnan())  # infinities too
+    error = (x - exact).masked_fill(equal, 0)
+    numbers = torch.stack([x, exact, error, *(passes - exact)])
+    step = _half_step(exact, actual.dtype)
+    # The sizes of sums over elements, the whole tensor, rows, and slices along each dimension.
+    slices = [[n if i == d else 1 for i, n in enumerate(shape)] for d in range(len(shape))]
+    rows = [[*shape[:-1], 1], [1] * len(shape)] if shape else []
+    sizes = dict.fromkeys(map(tuple, [shape, *rows, *slices]))
+    elements, *parts = [_judged(numbers, step, size, dtype) for size in sizes]
+    return [text for ratio, text in (elements, *sorted(parts)[-1:]) if ratio > 1]
+
+
+def _judged(
+    numbers: Tensor, step: Tensor, size: tuple[int, ...], dtype: torch.dtype
+) -> tuple[float, str]:
+    """The worst of a tensor's elements, or of its parts of one kind.
+
+    Args:
+        numbers: [3 + P, *shape], float64: the actual numbers, float64's, the error, and the errors
+            of the passes, the one to nearest last.
+        step: [*shape], half a step of the actual dtype.
+        size: of the parts' sums: the shape for elements, with a 1 in each dimension of a part.
+        dtype: of the roundings.
+
+    Returns:
+        How far the error is beyond what is explained, 1 being all of that, and a sentence.
+    """
+    shape, true = step.shape, numbers[1].nan_to_num(0, 0, 0)
+    length = true.square().sum_to_size(size).sqrt()
+    along = torch.where(length > 0, true / length, 1) if size != shape else torch.ones_like(true)
+    sums = torch.where(along != 0, numbers * along, 0).sum_to_size(len(numbers), *size)
+    error, steps = sums[2].abs(), (step * along.abs()).sum_to_size(size)
+    spread = _spread_bound(sums[3:], length)
+    bound = torch.maximum(steps, spread) if size == shape else steps + spread
+    ratio = (error / bound).nan_to_num(math.inf, math.inf)  # one that is not finite is beyond all
+    at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), size))
+    place = (str(i) if m == n else ":" for i, m, n in zip(at, size, shape, strict=True))
+    factor = "" if size == shape else f" (as a whole {sums[0][at] / sums[1][at]:.5g} times)"
+    return float(ratio[at]), (
+        f"[{', '.join(place)}]: actual {sums[0][at]:.6g}, float64 {sums[1][at]:.6g}{factor}, error "
+        f"{error[at]:.3g}; roundings to {dtype_name(dtype)} explain {bound[at]:.3g}; "
+        f"{int((ratio > 1).sum())} of {ratio.numel()} {'such parts' if factor else 'elements'} fail"
+    )
+
+
+def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance of the neighbours of finite numbers in a dtype; more below float32's
+    normals, which kernels may set to 0."""
+    info, single = torch.finfo(dtype), torch.finfo(torch.float32)
+    exponent = torch.frexp(x).exponent.clamp_min(round(math.log2(info.tiny)) + 1)
+    return torch.ldexp(torch.full_like(x, info.eps / 4), exponent).clamp_min(single.tiny)
+
+
+def _spread_bound(errors: Tensor, sizes: Tensor) -> Tensor:
+    """What roundings explain of each element's error: see the module's text.
+
+    Args:
+        errors: [P, *shape], the one to nearest last.
+        sizes: of that shape; elements of like size share their spread.
+
+    Returns:
+        That shape; infinite where no pass is finite.
+    """
+    from scipy.special import stdtrit  # 0.1 s
+
+    count, elements = len(errors), sizes.numel()
+    finite = errors.isfinite().reshape(count, -1)
+    squares = torch.where(finite, errors.reshape(count, -1), 0).square()
+    known, total = finite.sum(0), squares.sum(0)
+    group = sizes.flatten().argsort().argsort() * max(1, elements // GROUP) // elements
+
+    def shared(x: Tensor) -> Tensor:
+        return torch.zeros_like(total).index_add_(0, group, x.double())[group]
+
+    mean = shared(total) / shared(known).clamp_min(1)
+    halves = [(squares[i : count - 1 : 2].mean(0) / mean)[mean > 0] for i in (0, 1)]
+    alike = float((halves[0] * halves[1]).mean() / (halves[0].mean() * halves[1].mean()) - 1)
+    prior = 4 + 2 / max(1e-6, alike)  # NaN where a half has no error: not alike
+    spread = ((prior * mean + total) / (prior + known)).sqrt()
+    others = ((prior * mean + total - squares) / (prior + known - 1)).sqrt()
+    largest = torch.where(others > 0, squares.sqrt() / others, 0).amax(1)
+    rare = -stdtrit(count - 1, FALSE_ALARMS) * math.sqrt(1 + 1 / count) * float(largest.std())
+    limit = max(float(largest.max()), (float(largest.mean()) + rare) / math.sqrt(2))
+    return torch.where(known > 0, limit * spread, math.inf).reshape(sizes.shape)

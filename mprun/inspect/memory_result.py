@@ -1,0 +1,414 @@
+"""The memory of a training step in several modes: the content of `memory.json`, and its tables.
+
+Sizes are in bytes. A few modes are columns; more of
+them are rows, which fit a terminal. Large models repeat a block: the modules of equal blocks are
+added up in one row, as `layers.*.mlp (32)`. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from mprun.records.console.fitted_table import ALWAYS, FittedTable, TableColumn, figure_column, text_column
+from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
+from mprun.records.policy_columns import Count, Legal, WorldSize
+from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
+from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, ProcessLayout, StorageMemory
+
+
+@dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are compared with; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: Count | None = None
+    """Modules are shown down to this depth, deeper ones are added up; null for all."""
+    picture: bool = True
+    """Whether the plots are drawn."""
+    world_size: WorldSize = 1
+    """Plan one of this many processes; each takes train.batch_size samples."""
+    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
+    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
+    checkpointing: bool = False
+    """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch whose step fits in a limit."""
+
+    batch_size: int
+    """0 if one sample does not fit."""
+    peak_bytes: int | None
+    next_peak_bytes: int | None
+    """Of a batch with one sample more."""
+    tried: dict[str, int]
+    """Batch size to peak."""
+    grows: bool
+    """Whether the peak grows with every sample; if not, a larger batch may fit."""
+    ratio: float | None = None
+    """Over the first mode's batch size."""
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """The optimizer and its implementation."""
+
+    name: str
+    impl: str
+
+
+@dataclass(frozen=True)
+class ModeMemory:
+    """A step in one mode."""
+
+    label: str
+    precision: str
+    policy: dict[str, Any]
+    batch: BatchRow
+    optimizer: OptimizerChoice
+    memory_format: str
+    bytes: dict[str, int]
+    """`peak` and `run_record.MEMORY_CATEGORIES` to bytes at the peak."""
+    peak_at: MemoryPeak
+    phase_peaks: dict[str, int]
+    """Phase to the most bytes alive in it."""
+    modules: list[ModuleMemory]
+    largest: list[StorageMemory]
+    timeline: MemoryTimeline
+    fits: LargestBatch | None
+    """None without a limit."""
+    why_real: str | None = None
+    """Why the step ran on real tensors; None for fake ones."""
+    ratio: float | None = None
+    """Peak over the first mode's peak."""
+    same_as: str | None = None
+    """The label of a mode before it whose step has the same tensors; it was counted once."""
+
+
+@dataclass(frozen=True)
+class PublishedMemory:
+    """A published ratio beside the one counted here."""
+
+    recipe: str
+    precision: str
+    against: str
+    batch_size: int
+    ratio: float
+    source: str
+    ratio_here: float
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """All of it."""
+
+    schema_version: int
+    recipe: str
+    device: str
+    versions: dict[str, str | None]
+    against: str
+    """The label of the first mode, which the others are compared with."""
+    limit: str | None
+    """`memory.fits` as the user wrote it."""
+    limit_bytes: int | None
+    published: PublishedMemory | None
+    modes: list[ModeMemory]
+    layout: ProcessLayout = field(default_factory=ProcessLayout)
+    """All sizes are those of one of its processes."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Modes that `precision=all` leaves out, with the reason."""
+
+
+NAMES = {
+    "parameters": ("parameters", "params"),
+    "buffers": ("buffers", "buffers"),
+    "gradients": ("gradients", "grads"),
+    "optimizer_state": ("optimizer", "optim."),
+    "activations": ("activations", "activ."),
+    "temporary": ("temporary", "temp."),
+}
+"""A category's name, and its short form for narrow columns."""
+
+MODULES = 20
+"""The most modules shown: of more, those of repeated blocks are added up; then the rest are."""
+
+COLUMNS = 4
+"""The most modes shown as columns; more are rows."""
+NAMED = 3
+"""The most modes named in a sentence."""
+
+IMPORTANCE = (
+    *("buffers", "temporary", "gradients"),
+    *("parameters", "optimizer_state", "activations"),
+)
+"""Categories in the order in which a narrow table leaves them out."""
+
+ELSEWHERE = "memory.json"
+
+
+def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order.
+
+    Args:
+        record: the modes.
+        depth: levels of modules, None for all.
+    """
+    yield _header(record)
+    if (sentence := answer(record)) is not None:
+        yield sentence
+    yield peak_table(record)
+    for mode in detailed_modes(record):
+        yield module_table(mode, record.modes[0], depth)
+    yield from _notes(record)
+
+
+def _header(record: MemoryRecord) -> str:
+    batch, layout = record.modes[0].batch, record.layout
+    pieces = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
+    each = " per process" if layout.parallel else ""
+    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
+    if layout.checkpointing:
+        how += ", blocks checkpointed"
+    return (
+        f"recipe {record.recipe}, batch {batch.effective}{pieces}{each}, "
+        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
+    )
+
+
+def _kind(record: MemoryRecord) -> str:
+    real = [mode.label for mode in record.modes if mode.why_real is not None]
+    if not real:
+        return "fake tensors"
+    return "a real step" if len(real) == len(record.modes) else "fake tensors or a real step"
+
+
+def _notes(record: MemoryRecord) -> Iterator[str]:
+    for label, reason in record.left_out.items():
+        yield f"left out: {label}: {reason}"
+    if formats := [mode.label for mode in record.modes if mode.policy.get("gemms") != "none"]:
+        yield (
+            f"note: {', '.join(formats)}: counted with products in 16 bits, an upper bound. The "
+            "factors in 8 or 4 bits live as long as a product; the 16-bit copies of weights that "
+            "autocast keeps for the backward pass are counted, and layers with such products keep "
+            "none"
+        )
+    for mode in record.modes:
+        if mode.why_real is not None:
+            yield f"note: the step of {mode.label} is a real one: {mode.why_real}"
+    published = record.published
+    if published is not None:
+        yield (
+            f"published for {published.precision} against {published.against} at batch "
+            f"{published.batch_size}: {change_text(published.ratio)} ({published.source}); "
+            f"here {change_text(published.ratio_here)}"
+        )
+    for mode in record.modes:
+        if mode.fits is not None and not mode.fits.grows:
+            yield (
+                f"note: the peak of {mode.label} does not grow with every sample: larger "
+                "batches than this one may fit"
+            )
+
+
+def answer(record: MemoryRecord) -> str | None:
+    """What several modes amount to, in a sentence: which fit, and which needs least; else None."""
+    modes, limit = record.modes, record.limit_bytes
+    if len(modes) < 2:
+        return None
+    least = min(mode.bytes["peak"] for mode in modes)
+    alike = [mode.label for mode in modes if size_text(mode.bytes["peak"]) == size_text(least)]
+    more = len(alike) - NAMED
+    names = joined([*alike[:NAMED], *([f"{more} more"] if more > 0 else [])])
+    change = change_text(least / modes[0].bytes["peak"])
+    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {size_text(least)}"
+    if modes[0].bytes["peak"] != least:
+        smallest += f" ({change} against {record.against})"
+    if limit is None:
+        return smallest
+    fitting = [mode.label for mode in modes if mode.bytes["peak"] <= limit]
+    sizes = {mode.batch.micro for mode in modes}
+    batch = f"batch {sizes.pop()}" if len(sizes) == 1 else "its batch"
+    count = f"{len(fitting) or 'none'} of {len(modes)} modes fit in {record.limit} with {batch}"
+    return f"{count}{': ' if fitting else ''}{', '.join(fitting)}; {smallest}"
+
+
+def peak_table(record: MemoryRecord) -> FittedTable:
+    """The memory of a step at its peak: few modes as columns, more as rows."""
+    return category_table(record) if len(record.modes) <= COLUMNS else mode_table(record)
+
+
+def detailed_modes(record: MemoryRecord) -> list[ModeMemory]:
+    """The modes shown by module: all of a few; of more, the first and the one that needs least."""
+    modes = record.modes
+    if len(modes) <= COLUMNS:
+        return modes
+    least = min(modes, key=lambda mode: mode.bytes["peak"])
+    return [modes[0], *([least] if least is not modes[0] else [])]
+
+
+def category_table(record: MemoryRecord) -> FittedTable:
+    """A row for each category, a column for each mode, with the change against the first."""
+    modes = record.modes
+    unit = unit_for(max(mode.bytes["peak"] for mode in modes))
+    table = FittedTable(
+        f"one training step at its peak, {unit}",
+        text_column(""),
+        *(TableColumn(mode.label, ALWAYS - n, is_right=True) for n, mode in enumerate(modes)),
+        elsewhere=ELSEWHERE,
+    )
+    for key, (name, _) in NAMES.items():
+        if any(mode.bytes[key] for mode in modes):
+            table.add_row(name, *_sizes([mode.bytes[key] for mode in modes], unit))
+    table.add_section()
+    table.add_row("peak", *_sizes([mode.bytes["peak"] for mode in modes], unit), style="bold")
+    places = [mode.peak_at for mode in modes]
+    table.add_row("reached in", *(f"{p.op}, {p.module or '(root)'}, {p.phase}" for p in places))
+    for phase in ("forward", "backward", "optimizer"):
+        peaks = [mode.phase_peaks.get(phase) for mode in modes]
+        if any(peaks):
+            table.add_row(f"peak of {phase}", *_sizes(peaks, unit))
+    if record.limit is not None:
+        table.add_section()
+        batches = (_largest_batch(mode.fits) for mode in modes)
+        table.add_row(f"largest batch in {record.limit}", *batches)
+    return table
+
+
+def mode_table(record: MemoryRecord) -> FittedTable:
+    """A row for each mode: its peak, the change against the first, and the categories."""
+    modes = record.modes
+    unit = unit_for(max(mode.bytes["peak"] for mode in modes))
+    shown = [key for key in NAMES if any(_is_visible(mode.bytes[key], unit) for mode in modes)]
+    table = FittedTable(
+        f"one training step at its peak, {unit}",
+        text_column("mode"),
+        figure_column("peak"),
+        figure_column("change"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        text_column("peak in", len(IMPORTANCE)),
+        *([figure_column(f"batch in {record.limit}")] if record.limit is not None else []),
+        text_column("counted as", len(IMPORTANCE) + 1),
+        elsewhere=ELSEWHERE,
+    )
+    for mode in modes:
+        numbers = [_number(mode.bytes[key], unit) for key in ("peak", *shown)]
+        change = change_text(mode.ratio) if mode is not modes[0] and mode.ratio is not None else ""
+        fits = f"{mode.fits.batch_size:,}" if mode.fits is not None else "-"
+        batch = [] if record.limit is None else [fits if fits != "0" else "none"]
+        place = [mode.peak_at.phase, *batch, mode.same_as or ""]
+        table.add_row(mode.label, numbers[0], change, *numbers[1:], *place)
+    return table
+
+
+def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
+    """Memory at the peak by module down to `depth`, and the change against another mode."""
+    rows, before = _by_depth(mode, depth), _by_depth(first, depth)
+    if len(rows) > MODULES + 1:
+        rows, before = _blocks_added(rows), _blocks_added(before)
+    unit = unit_for(first.bytes["peak"])
+    shown = [
+        key
+        for key in MEMORY_CATEGORIES
+        if any(_is_visible(row[key], unit) for row in rows.values())
+    ]
+    table = FittedTable(
+        f"{mode.label} by module, {unit}",
+        text_column("module"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        figure_column("all"),
+        *([figure_column("change")] if mode is not first else []),
+        elsewhere=ELSEWHERE,
+    )
+    for path, row in _largest(rows):
+        cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
+        if mode is not first:
+            same = before.get(path)
+            is_known = same is not None and _is_visible(same["total"], unit)
+            cells.append(change_text(row["total"] / same["total"]) if same and is_known else "")
+        count = row["modules"]
+        table.add_row((path or "(root)") + (f" ({count})" if "*" in path else ""), *cells)
+    return table
+
+
+def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
+    """Path to bytes by category and in total; modules deeper than `depth` are added up."""
+    rows: dict[str, dict[str, int]] = {}
+    for module in mode.modules:
+        path = ".".join(module.module.split(".")[:depth])
+        sizes = {key: getattr(module, key) for key in (*MEMORY_CATEGORIES, "total")}
+        _add(rows, path, sizes)
+        rows[path]["modules"] = 1
+    return rows
+
+
+def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """The rows, those of numbered blocks added up: `layers.0.mlp` and its kin are `layers.*.mlp`.
+
+    A number at the end of a path stays where no parts follow: a sequence's layers differ.
+    """
+    parents = {path.rpartition(".")[0] for path in rows}
+    starred = {path: (BLOCK if path in parents else NUMBER).sub("*", path) for path in rows}
+    count = Counter(starred.values())
+    added: dict[str, dict[str, int]] = {}
+    for path, row in rows.items():
+        _add(added, starred[path] if count[starred[path]] > 1 else path, row)
+    return added
+
+
+BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""A part of a path that is a number."""
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")
+"""One with more parts below it."""
+
+
+def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:
+    row = rows.setdefault(path, dict.fromkeys(sizes, 0))
+    for key, size in sizes.items():
+        row[key] += size
+
+
+def _largest(rows: Mapping[str, dict[str, int]]) -> Iterator[tuple[str, dict[str, int]]]:
+    """The `MODULES` largest rows, in their order, and the sum of the others."""
+    by_size = sorted(rows, key=lambda path: -rows[path]["total"])
+    shown = {*by_size} if len(rows) <= MODULES + 1 else {*by_size[:MODULES]}
+    yield from ((path, row) for path, row in rows.items() if path in shown)
+    if rest := [row for path, row in rows.items() if path not in shown]:
+        yield f"{len(rest)} more", {key: sum(row[key] for row in rest) for key in rest[0]}
+
+
+def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
+    """Each amount, with its change against the first if it differs; `-` for None."""
+    first = sizes[0]
+    for n, size in enumerate(sizes):
+        if size is None:
+            yield "-"
+        else:
+            change = f" ({change_text(size / first)})" if n and first and size != first else ""
+            yield f"{_number(size, unit)}{change}"
+
+
+def _is_visible(size: int, unit: str) -> bool:
+    """Whether an amount is shown as more than 0."""
+    return bool(_number(size, unit).strip("0."))
+
+
+def _number(size: int, unit: str) -> str:
+    value = size / UNITS[unit]
+    return f"{value:,.2f}" if value < 1000 and unit != "B" else f"{value:,.0f}"
+
+
+def _largest_batch(fits: LargestBatch | None) -> str:
+    if fits is None:
+        return "-"
+    if not fits.batch_size:
+        return f"none: 1 needs {size_text(fits.tried['1'])}"
+    gain = f" (x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
+    return f"{fits.batch_size:,}{gain}"

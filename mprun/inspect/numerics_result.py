@@ -1,0 +1,480 @@
+"""Measurements of `mprun numerics` in some steps: the content of `numerics.json`, and its tables.
+
+The file also has the run's configuration and `steps`,
+`skipped` and `ended`. Shares are of the non-zero values; None if there are none. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.console.formatting import listed, share_text
+from mprun.records.mode_names import FURTHER_FORMATS
+from mprun.records.policy_columns import Count, Legal, NotNegative, Number
+from mprun.records.step_records import Float32Gradients, LostShares, Reference
+from mprun.inspect.search_result import Deviation, SearchTolerance
+
+
+@dataclass
+class NumericsSettings:
+    """Which steps are inspected, and what their numbers must keep."""
+
+    steps: Count = 20
+    """Number of steps that are inspected, evenly spread over the span."""
+    warmup: Number = 3
+    """Steps before the first one that may be inspected."""
+    span: Count = 200
+    """The last step that may be inspected; at most the run's last step."""
+    headroom: Annotated[float, Meta(ge=1, le=2**20)] = 2.0
+    """How many times larger gradients may become before one overflows at the recommended scale."""
+    needed_db: NotNegative = 20.0
+    """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
+    try_scales: bool = False
+    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
+    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
+    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
+    top: Count = 20
+    """Rows of the table, the worst first; all are in numerics.json."""
+    plots: bool = True
+    """Whether the plots are drawn."""
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """The passes in one 16-bit format."""
+
+    within_tolerance: bool
+    """Whether loss and gradients are within the tolerance."""
+    measure: Deviation
+    unavoidable: Deviation
+    """The same with nothing but weights of the format's precision."""
+    tolerance: SearchTolerance
+
+
+@dataclass(frozen=True)
+class Float32Loss:
+    """A loss in float32 that is not float64's, of the same ops."""
+
+    loss: float
+    float64: float
+    op: str
+    """The op that loses it; empty if it is not known."""
+    module: str
+    """Its module; empty for the model itself and outside of it."""
+
+
+@dataclass(frozen=True)
+class ModelVerdict:
+    """Range or precision: which 16-bit format the model needs."""
+
+    word: str
+    reason: str
+    deciding_rows: list[str]
+    """The losses and rows that decided."""
+    gradients_db: dict[str, float]
+    """fp16 and bf16 to the SQNR of all judged gradients, in dB."""
+    passes: dict[str, FormatResult]
+    parameters_db: dict[str, dict[str, float]]
+    """Parameter to format to the SQNR of its gradient, in dB."""
+    rows_of_another_verdict: list[str]
+    undetermined: list[str]
+    """Parameters whose float32 gradients are only rounding errors."""
+    zero_gradients: list[str]
+    reference: Reference
+    float32: Float32Loss | None = None
+    """Of a step in which float32 itself was not good enough; None without one."""
+    float32_gradients: Float32Gradients | None = None
+    """Where float32's gradients are not good enough, over all steps; None where they are."""
+
+
+@dataclass(frozen=True)
+class ScaleVerdict:
+    """Whether a loss scale fits float16."""
+
+    label: str
+    """none, published, in use or recommended; empty for another."""
+    scale: float
+    word: str
+    """too low, too high or fine."""
+    reason: str
+    becoming_zero: float | None
+    """Share of non-zero gradients that become 0 at it."""
+    losing_bits: float | None
+    """Share of non-zero gradients that become subnormal or 0."""
+
+
+@dataclass(frozen=True)
+class LossScaleResult:
+    """The run's loss scale, and the recommended one."""
+
+    kind: str
+    """none, static or dynamic."""
+    in_use: float | None
+    """At the last inspected step; None without a loss scale."""
+    lowest_in_use: float | None
+    highest_in_use: float | None
+    recommended: float | None
+    """None if every gradient is zero, or one is not finite."""
+    reason: str
+    needed: bool | None
+    need: str
+    """Why one is needed or not."""
+    largest_gradient: float
+    where: str
+    headroom: float
+    verdicts: list[ScaleVerdict]
+    tried_db: dict[str, float]
+    """Loss scale, as text, to the SQNR of the gradients, in dB."""
+    best_tried: float | None
+
+
+@dataclass(frozen=True)
+class LostUpdatesResult:
+    """Lost updates of all weights and of each parameter."""
+
+    all: LostShares
+    by_parameter: dict[str, LostShares]
+
+
+@dataclass(frozen=True)
+class ExponentCounts:
+    """A histogram of exponents."""
+
+    exponents: dict[str, int]
+    """e, as text, to the number of values with 2^e <= |x| < 2^(e+1)."""
+    powers: dict[str, int]
+    """e to the number of those with |x| = 2^e."""
+    zero: int
+    infinite: int
+    nan: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class RangeShares:
+    """The shares of values that a format holds with fewer bits, or not at all."""
+
+    below_normal: float | None
+    below_smallest: float | None
+    becoming_zero: float | None
+    above_largest: float | None
+
+
+@dataclass(frozen=True)
+class HeldValues:
+    """The numbers in the run itself, before any simulated format."""
+
+    dtypes: list[str]
+    became_zero: float | None
+    infinite: int
+    nan: int
+
+
+class LossScaledRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Gradients in float16 times a loss scale; the file leaves out `fp16` where it is None."""
+
+    recommended: float
+    fp16_db: float
+    """The SQNR at the recommended scale, in dB."""
+    in_use: float | None
+    fp16: RangeShares | None = None
+    """At the scale in use; None without one."""
+
+
+@dataclass(frozen=True)
+class NumericsRow:
+    """One tensor of the model: a weight, an activation, a gradient or an update."""
+
+    kind: str
+    name: str
+    histogram: ExponentCounts
+    fp16: RangeShares
+    bf16: RangeShares
+    sqnr_db: dict[str, float]
+    """Format to the SQNR of rounding to it, in dB; names with per-tensor scaling end in
+    `_scaled`."""
+    verdict: str | None
+    """Range or precision; None for updates and for rows that are only rounding errors."""
+    held: HeldValues | None
+    loss_scaled: LossScaledRow | None
+
+
+@dataclass(frozen=True)
+class NumericsResult:
+    """Everything that was measured."""
+
+    verdict: ModelVerdict
+    loss_scale: LossScaleResult
+    lost_updates: LostUpdatesResult
+    rows: list[NumericsRow] = field(default_factory=list)
+
+
+KINDS = {
+    "weights": "weights",
+    "activations": "activ.",
+    "activation_gradients": "act. grad",
+    "weight_gradients": "wt. grad",
+    "updates": "updates",
+}
+RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
+ELSEWHERE = "numerics.json"
+NAMED = 5
+"""The most parameters or rows named in a sentence."""
+
+
+def numerics_parts(
+    result: NumericsResult, top: int, further: Sequence[str] = ()
+) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order: sentences, loss scales, rows, lost updates.
+
+    Args:
+        result: the measurements.
+        top: the most rows.
+        further: formats beside those that are always shown.
+    """
+    yield from sentences(result)
+    yield scales_table(result)
+    yield rows_table(result, top, further)
+    yield lost_table(result, top // 2)
+
+
+def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
+    """The `top` rows that decide most: first what decides, then the noise of the format alone.
+
+    A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
+    a row alone changes them less as a rule.
+
+    Args:
+        result: the statistics.
+        top: how many rows.
+        further: names in `sqnr_db` of formats that get a column, too.
+    """
+    judged = [row for row in result.rows if row.verdict is not None]
+
+    def decides(row: NumericsRow) -> tuple[bool, float, float]:
+        in_passes = _passes_db(result, row).values()
+        return row.verdict == "either", min(in_passes, default=math.inf), fp16_db(row)
+
+    rows = sorted(judged, key=decides)
+    scale = result.loss_scale.in_use
+    values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
+
+    def of_pass(name: str) -> Callable[[NumericsRow], str]:
+        return lambda row: f"{_passes_db(result, row).get(name, math.nan):.0f}".replace("nan", "-")
+
+    return FittedTable(
+        f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
+        "gradients of whole passes in the format; then its rounding of the numbers alone; "
+        f"shares: float16, {values})",
+        text_column("kind", cell=lambda row: KINDS[row.kind]),
+        text_column("of", cell=lambda row: row.name),
+        figure_column("fp16 pass dB", 10, of_pass("fp16")),
+        figure_column("bf16 pass dB", 10, of_pass("bf16")),
+        text_column("verdict", cell=lambda row: row.verdict or ""),
+        figure_column("fp16 dB", 8, lambda row: f"{fp16_db(row):.0f}"),
+        *(
+            figure_column(f"{heading} dB", importance, partial(_rounded_db, name))
+            for heading, importance, name in (
+                ("bf16", 7, "bf16"),
+                ("e4m3", 3, "e4m3_scaled"),
+                *((name, 2, name) for name in further),
+            )
+        ),
+        figure_column("zero", 1, lambda row: share_text(_zero_share(row.histogram))),
+        figure_column("lose bits", 5, lambda row: share_text(_in_run(row).below_normal)),
+        figure_column("to 0", 6, lambda row: share_text(_in_run(row).becoming_zero)),
+        figure_column("inf", 4, lambda row: share_text(_in_run(row).above_largest)),
+        rows=rows[:top],
+        elsewhere=ELSEWHERE,
+    )
+
+
+def _rounded_db(name: str, row: NumericsRow) -> str:
+    return f"{row.sqnr_db.get(name, math.inf):.0f}"
+
+
+def _zero_share(counts: ExponentCounts) -> float:
+    total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
+    return counts.zero / total
+
+
+def _in_run(row: NumericsRow) -> RangeShares:
+    """The shares in float16; of gradients at the loss scale in use."""
+    scaled = row.loss_scaled
+    return row.fp16 if scaled is None or scaled.fp16 is None else scaled.fp16
+
+
+def _passes_db(result: NumericsResult, row: NumericsRow) -> dict[str, float]:
+    """Format to the SQNR of a parameter's gradient in whole passes; empty for other rows."""
+    is_gradient = row.kind == "weight_gradients"
+    return result.verdict.parameters_db.get(row.name, {}) if is_gradient else {}
+
+
+def fp16_db(row: NumericsRow) -> float:
+    """The SQNR in float16; of gradients at the recommended loss scale."""
+    scaled = row.loss_scaled
+    return row.sqnr_db.get("fp16", float("inf")) if scaled is None else scaled.fp16_db
+
+
+def scales_table(result: NumericsResult) -> FittedTable:
+    """The verdicts on some loss scales."""
+    named = {} if result.loss_scale.needed else {"recommended": "largest"}
+    return FittedTable(
+        "loss scales, in float16",
+        text_column("", cell=lambda verdict: named.get(verdict.label, verdict.label)),
+        figure_column("scale", cell=lambda verdict: number(verdict.scale)),
+        text_column("verdict", cell=lambda verdict: verdict.word),
+        figure_column("to 0", 2, lambda verdict: share_text(verdict.becoming_zero)),
+        figure_column("lose bits", 1, lambda verdict: share_text(verdict.losing_bits)),
+        text_column("why", cell=lambda verdict: verdict.reason),
+        rows=result.loss_scale.verdicts,
+        elsewhere=ELSEWHERE,
+    )
+
+
+def lost_table(result: NumericsResult, top: int) -> FittedTable:
+    """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
+    lost = result.lost_updates
+    worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
+    return FittedTable(
+        "share of updates that would be lost with weights in 16 bits, by rounding",
+        text_column("of", cell=itemgetter(0)),
+        *(
+            figure_column(f"{dtype} {short}", -place, partial(_lost_share, dtype, rule))
+            for dtype in ("fp16", "bf16")
+            for place, (rule, short) in enumerate(RULES.items())
+        ),
+        figure_column("this run", cell=lambda item: share_text(item[1].lost_in_run)),
+        rows=[("all weights", lost.all), *worst[:top]],
+        elsewhere=ELSEWHERE,
+    )
+
+
+def _lost_share(dtype: str, rule: str, item: tuple[str, LostShares]) -> str:
+    shares: dict[str, float | None] = getattr(item[1], dtype)
+    return share_text(shares[rule])
+
+
+def _lost_most(row: LostShares) -> float:
+    return (row.fp16["nearest"] or 0) + (row.bf16["nearest"] or 0)
+
+
+GOOD_ENOUGH = {
+    "either": "float16 and bfloat16 are both good enough",
+    "needs range: bf16": "bfloat16 is good enough; float16 is not: it lacks range",
+    "needs precision: fp16": "float16 is good enough; bfloat16 is not: it lacks precision",
+    "needs fp32": "neither float16 nor bfloat16 is good enough: train in float32",
+}
+"""The verdict on a model as a sentence."""
+
+
+def answer_sentence(result: NumericsResult) -> str:
+    """Which formats are good enough, and the loss scale of float16 if it is one of them."""
+    word, scale = result.verdict.word, result.loss_scale
+    if result.verdict.float32 is not None:
+        return _float32_sentence(result.verdict.float32)
+    if (found := result.verdict.float32_gradients) is not None:
+        differ = "they are nothing but rounding errors"
+        if found.db > 0:
+            differ = f"they differ from float64's by {10 ** (-found.db / 20):.0%}"
+        return (
+            f"float32 itself is not good enough for the gradients: {differ}; most of the error is "
+            f"in {found.worst}."
+        )
+    answer = f"{GOOD_ENOUGH.get(word, word)}."
+    if word not in ("either", "needs precision: fp16") or scale.needed is None:
+        return answer
+    if not scale.needed:
+        return f"{answer} float16 needs no loss scale."
+    which = "" if scale.recommended is None else f": {number(scale.recommended)} is recommended"
+    return f"{answer} float16 needs a loss scale{which}."
+
+
+def _float32_sentence(found: Float32Loss) -> str:
+    """That float32 is not good enough, and where; or that no format is."""
+    answer, does = "float32 itself is not good enough here", "loses it"
+    if math.isfinite(found.float64):
+        answer += f": the loss is {found.loss:.6g}, in float64 {found.float64:.6g}"
+    else:
+        answer = f"no format is good enough here: the loss is {found.float64} in float64 too"
+        does = "makes it"
+    where = f" in {found.module}" if found.module else ""
+    return f"{answer}; {found.op}{where} {does}." if found.op else f"{answer}."
+
+
+def sentences(result: NumericsResult) -> list[str]:
+    """The answer, and the verdicts behind it."""
+    verdict, scale = result.verdict, result.loss_scale
+    is_exact = verdict.float32 is None and verdict.float32_gradients is None
+    label = "range or precision" if is_exact else "compared with float32"
+    lines = [
+        answer_sentence(result),
+        f"{label}: {verdict.word} ({verdict.reason})",
+    ]
+    if verdict.deciding_rows:
+        lines.append(f"decided by: {listed(verdict.deciding_rows, NAMED)}")
+    if others := verdict.rows_of_another_verdict:
+        lines.append(f"rows with another verdict: {listed(others, NAMED)}")
+    lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
+    if scale.needed is not None:
+        lines.append(f"loss scale in float16: {scale.need}")
+    is_needed = scale.needed is not False
+    label = "recommended loss scale" if is_needed else "the largest loss scale that fits"
+    lines.append(f"{label}: {scale.reason}")
+    if scale.best_tried is not None:
+        lines.append(_best_tried(scale, scale.best_tried))
+    return [*lines, *_lost(result.lost_updates.all)]
+
+
+def _lost(lost: LostShares) -> list[str]:
+    """What rounding to nearest would do to weights in 16 bits; nothing where none was updated."""
+    shares = (lost.bf16["nearest"], lost.fp16["nearest"])
+    if None in shares:
+        return []
+    bf16, fp16 = map(share_text, shares)
+    return [
+        f"weights in 16 bits: rounded to nearest, bfloat16 loses {bf16} of the updates and float16 "
+        f"{fp16} (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each"
+    ]
+
+
+def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Reference) -> list[str]:
+    """Parameters not judged: their gradients are only rounding errors, or exactly zero."""
+    lines = []
+    if undetermined:
+        lines.append(
+            f"not judged: {listed(undetermined, NAMED)}: only rounding errors (the float32 "
+            f"gradient differs from {reference.name}'s by more than a tenth)"
+        )
+    if zero:
+        lines.append(f"not judged: {listed(zero, NAMED)}: the gradient is exactly zero in float32")
+    if reference.reason:
+        lines.append(
+            f"note: this model was not computed in float64 ({reference.reason}); gradients that "
+            f"are only rounding errors were detected with {reference.name}"
+        )
+    return lines
+
+
+def _best_tried(advice: LossScaleResult, best: float) -> str:
+    tried = {float(scale): db for scale, db in advice.tried_db.items()}
+    text = f"of {len(tried)} powers of two tried, {number(min(tried))} to {number(max(tried))}, "
+    text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
+    known = None if advice.recommended is None else tried.get(advice.recommended)
+    which = "recommended" if advice.needed else "largest that fits"
+    return text if known is None else f"{text}; the {which} has {known:.2f} dB"
+
+
+def number(scale: float) -> str:
+    """A loss scale: 65,536 or 0.0625."""
+    return f"{scale:,.0f}" if scale >= 1 and scale == int(scale) else f"{scale:.4g}"

@@ -1,0 +1,235 @@
+"""Forward and backward passes of a model whose ops are cast by one plan or another.
+
+The model runs in training mode, so that batch normalisation takes the batch's statistics, but
+without dropout, whose choice of elements may differ between dtypes. Its flags, buffers and
+gradients are restored after each pass, so that passes are comparable and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mprun.precision import devices
+from mprun.errors import NotMeasurableError, first_line
+from mprun.inspect.float64 import in_float64
+from mprun.precision import Arithmetic, Caster, NativeArithmetic, NoCaster, Precision, StaticLossScale
+from mprun.precision.apply import call, forward_backward
+from mprun.precision.caster import LayerRegions
+from mprun.precision.gemms import LinearGemms, computing_with
+from mprun.precision.layers import computing_in
+from mprun.precision.policy import policy
+
+Loss = Callable[[Any, Any], Tensor]
+Batch = tuple[Any, Any]
+"""What `forward` takes (by default a tensor, a tuple of arguments, or a mapping of named ones), and
+the second argument of the loss, after the output."""
+Forward = Callable[[nn.Module, Any], Any]
+"""Gives a model's output for the inputs of a batch."""
+
+
+class _LossNotFiniteError(Exception):
+    """The loss is not finite; there is no backward pass."""
+
+
+BATCH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Layers that use the batch's statistics in training, and running statistics otherwise."""
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """Which ops of a model run in which dtype."""
+
+    caster: Caster
+    modules: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Modules with a dtype of their own, as with `precision.layers`."""
+    layer_region: LayerRegions | None = None
+    """The regions inside them; None for the caster's own."""
+    arithmetic: Arithmetic = field(default_factory=NativeArithmetic)
+    """Computes the ops."""
+    gemms: Mapping[str, LinearGemms] = field(default_factory=dict)
+    """Linear layers whose products have formats of their own."""
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """The modules of `model` are wrapped; enter `caster.region` for each forward pass."""
+        region = self.layer_region or self.caster.layer_region
+        with computing_with(model, self.gemms, 0), computing_in(model, self.modules, region):
+            yield
+
+
+FLOAT32 = CastPlan(NoCaster())
+"""Nothing is cast."""
+
+
+class Pass(NamedTuple):
+    """The result of a forward and a backward pass."""
+
+    loss: float
+    gradients: list[Tensor] | None
+    """The gradient of each trained parameter, or zeros; None if the loss is not finite."""
+    failure: str = ""
+    """The error of an op that has no kernel for its dtypes; empty without one."""
+
+
+class Passes:
+    """Runs a model on fixed batches.
+
+    Args:
+        model: its parameters are float32, or float64 for a model that wants them so.
+        loss: `loss(output, target)`, a scalar; it gets float32 outputs.
+        batches: inputs and target each, on the model's device.
+        seed: of the random numbers that the model may draw; the same in each pass.
+        forward: gives the model's output for the inputs of a batch.
+
+    Raises:
+        NotMeasurableError: no batches, no parameters to train, or 16-bit ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Iterable[Batch],
+        seed: int = 0,
+        forward: Forward = call,
+    ) -> None:
+        self.model = model
+        self.forward = forward
+        self.batches = list(batches)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.parameters = [p for _, p in trained]
+        self._loss = loss
+        self._seed = seed
+        self._policy = policy("fp32")
+        if not self.batches:
+            raise NotMeasurableError("there is no batch to measure on")
+        if not trained:
+            raise NotMeasurableError("the model has no parameter that is trained")
+        for name, p in trained:
+            if p.dtype in (torch.float16, torch.bfloat16):
+                raise NotMeasurableError(
+                    f"parameter {name} is {p.dtype}: op search needs a model with float32 "
+                    "parameters"
+                )
+
+    def run(self, plan: CastPlan, n: int, scale: float = 1.0) -> Pass:
+        """Loss and gradients on batch number `n`.
+
+        Args:
+            plan: how ops are cast.
+            n: which batch.
+            scale: the loss is multiplied by it before the backward pass, the gradients divided.
+        """
+        loss_scale = StaticLossScale(scale, self.parameters[0].device)
+        precision = Precision(
+            self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
+        )
+        with ready(self.model, self._seed), plan.applied_to(self.model):
+            try:
+                loss, _ = forward_backward(
+                    precision,
+                    functools.partial(self.forward, self.model),
+                    lambda output, target: self._loss(output, target).float(),
+                    *self.batches[n],
+                    before_backward=_check_finite,
+                )
+            except _LossNotFiniteError as error:
+                return Pass(error.args[0], None)
+            except RuntimeError as error:  # there is no kernel for a dtype, or none for two
+                if plan is FLOAT32 or is_out_of_memory(error):
+                    raise
+                return Pass(math.nan, None, first_line(error))
+            return Pass(float(loss), [_gradient(p, scale) for p in self.parameters])
+
+    def run_in_float64(self, n: int) -> Pass:
+        """Loss and gradients on batch number `n` in float64, with the same random numbers.
+
+        Raises:
+            Exception: any, if the model does not run in float64.
+        """
+        with in_float64(self.model):
+            return self.run(FLOAT32, n)
+
+
+def _check_finite(loss: Tensor) -> None:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise _LossNotFiniteError(value)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an op failed for lack of memory and not because of its dtypes."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """`model` trains, without dropout and gradients; its state is restored afterwards."""
+    training = [m for m in model.modules() if m.training]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (m, name, b, b.detach().clone())
+        for m in model.modules()
+        for name, b in m.named_buffers(recurse=False)
+    ]
+    with devices.random_numbers_kept([p.device for p, _ in gradients[:1]]):
+        torch.manual_seed(seed)
+        try:
+            for module in training:
+                module.training = _trains_alike(module)
+            for p, _ in gradients:
+                p.grad = None
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            for p, gradient in gradients:
+                p.grad = gradient
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    setattr(module, name, buffer.copy_(before))
+
+
+def _trains_alike(module: nn.Module) -> bool:
+    """Whether a module draws no random numbers in training and needs the training mode.
+
+    One whose own code asks for the mode, and not for dropout, gives other outputs in training:
+    losses in a detector, auxiliary classifiers in an Inception.
+    """
+    recurrent = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN's backward pass
+    return recurrent or isinstance(module, BATCH_STATISTICS) or _asks_for_mode(type(module))
+
+
+def _asks_for_mode(kind: type[nn.Module]) -> bool:
+    """Whether the code of `forward` reads `training`, and calls no dropout function with it."""
+    code = getattr(kind.forward, "__code__", None)
+    if kind.__module__.startswith("torch.nn.") or code is None or "training" not in code.co_names:
+        return False
+    steps = list(dis.get_instructions(code))
+    # `self.dropout` is a module, and has a mode of its own; `F.dropout` is a function.
+    return not any(
+        "drop" in str(step.argval) and not before.opname.startswith("LOAD_FAST")
+        for before, step in pairwise(steps)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
+    )
+
+
+def _gradient(p: Tensor, scale: float) -> Tensor:
+    if p.grad is None:
+        return torch.zeros_like(p)
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    return gradient if scale == 1 else gradient / scale

@@ -1,0 +1,170 @@
+"""A limit on what a study may take: `advise.budget_min=10`.
+
+The number of trials of a study follows from its settings, not from the speed of the machine. With a
+budget, a part (a trial, a measurement) is not begun if it would end too late, judged by the longest
+part of its kind so far. A training that is under way at the end is interrupted; it has a
+checkpoint, so that a resumed study continues it. The study then answers with what it has, and says
+what it leaves open.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from mprun.records.console import ReportPart
+from mprun.records.console.formatting import counted
+from mprun.errors import MprunError
+from mprun.train.signals import StopSignals
+
+REPORT_S = 10.0
+"""Left at the end for the comparison and its plots."""
+REPORT_SHARE = 0.1
+"""At most this share of the budget is left for them."""
+
+
+class EndedEarlyError(MprunError):
+    """A signal or the budget ends a job between two parts; the text is what ended it."""
+
+
+class Budget:
+    """The time of a study; it begins now.
+
+    Args:
+        setting: the setting's name.
+        minutes: its value; None for no limit.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        setting: str = "",
+        minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.setting = setting
+        self.text = "" if minutes is None else f"{setting}={minutes:g}"
+        self._clock = clock
+        limit_s = math.inf if minutes is None else 60 * minutes
+        self._limit_ends_at = clock() + limit_s
+        self._ends_at = self._limit_ends_at - min(REPORT_S, REPORT_SHARE * limit_s)
+
+    @property
+    def now_s(self) -> float:
+        """The clock's reading."""
+        return self._clock()
+
+    @property
+    def minutes_left(self) -> float | None:
+        """Of the limit; None without one."""
+        if math.isinf(self._limit_ends_at):
+            return None
+        return max(0.0, self._limit_ends_at - self.now_s) / 60
+
+    def is_over(self) -> bool:
+        """Whether nothing more may run."""
+        return self.now_s >= self._ends_at
+
+    def has_room(self, expected_s: float) -> bool:
+        """Whether a part that takes so long may begin."""
+        return not self.is_over() and self.now_s + expected_s <= self._ends_at
+
+
+class BudgetSignals(StopSignals):
+    """Signals, and the end of a budget: both end a run between two steps.
+
+    Args:
+        budget: the study's.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self.budget = budget
+
+    def requested(self) -> bool:
+        return super().requested() or self.budget.is_over()
+
+    @property
+    def name(self) -> str:
+        """What ended the run, for the user."""
+        return self.budget.text if self.received is None else super().name
+
+
+class LimitedParts:
+    """A `ReportPart` that ends a job at a signal, or before a part that exceeds the budget.
+
+    Args:
+        stop: the signals and the budget, entered.
+        report: shows the parts.
+    """
+
+    def __init__(self, stop: BudgetSignals, report: ReportPart) -> None:
+        self.stop = stop
+        self.ended_by: str | None = None
+        """What ended the job early; None if nothing did."""
+        self._report = report
+        self._began_s = self._longest_s = 0.0
+
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
+        """A part begins.
+
+        Raises:
+            EndedEarlyError: it must not.
+        """
+        budget, now_s = self.stop.budget, self.stop.budget.now_s
+        self._longest_s = max(self._longest_s, now_s - self._began_s) if done else 0.0
+        if self.stop.requested() or not budget.has_room(self._longest_s):
+            self.ended_by = self.stop.name
+            raise EndedEarlyError(self.ended_by)
+        self._began_s = now_s
+        self._report(text, done, total)
+
+
+class TrialBudget:
+    """Decides which trials of a study begin.
+
+    A trial is expected to take as long as the longest of its variant so far, or of any variant if
+    its own had none.
+
+    Args:
+        budget: the study's.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._longest_s: dict[str, float] = {}
+
+    def admits(self, variant: str, partner: str | None = None) -> bool:
+        """Whether a trial may begin.
+
+        Args:
+            variant: the trial's.
+            partner: the variant it is paired with, if its trial of this seed is still to come.
+        """
+        partner_s = 0.0 if partner is None else self._expected_s(partner)
+        return self._budget.has_room(self._expected_s(variant) + partner_s)
+
+    def _expected_s(self, variant: str) -> float:
+        return self._longest_s.get(variant, max(self._longest_s.values(), default=0.0))
+
+    def took(self, variant: str, seconds: float) -> None:
+        """A trial took so long."""
+        self._longest_s[variant] = max(seconds, self._longest_s.get(variant, 0.0))
+
+
+def not_run_text(not_run: Mapping[str, Sequence[int]], budget: str, trials: int) -> str:
+    """`sweep.budget_min=5 left out 4 of 10 trials: fp32 seed 4, bf16_sr seeds 2 to 4`."""
+    listed = ", ".join(f"{name} {seeds_text(seeds)}" for name, seeds in not_run.items())
+    count = sum(len(seeds) for seeds in not_run.values())
+    return f"{budget} left out {count} of {counted(trials, 'trial')}: {listed}"
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """`seed 4`, `seeds 2 to 4`, `seeds 1, 3`."""
+    first, last = seeds[0], seeds[-1]
+    if len(seeds) == 1:
+        return f"seed {first}"
+    if len(seeds) > 2 and list(seeds) == list(range(first, last + 1)):
+        return f"seeds {first} to {last}"
+    return f"seeds {', '.join(map(str, seeds))}"

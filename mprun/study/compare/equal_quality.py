@@ -1,0 +1,242 @@
+"""Time and samples to equal quality: what two variants need to reach one validation loss.
+
+Time per step is half of an answer. A mode that is 1.2 times as fast per step and needs 1.2 times
+the steps buys nothing. So each pair of runs with equal seed gets a validation loss that both
+reached, and both runs are asked how many samples they needed:
+
+    best(r)    the lowest validation loss of run r
+    target     max(best(variant), best(baseline)) + tolerance |best(baseline)|
+    steps(r)   where "the lowest loss so far" first falls to the target, linear between validations
+    samples    steps x samples per step (skipped steps count: they take time and data)
+    time       samples / samples per second, so evaluation is not part of it
+
+The worse of the two bests makes the target fair: noise of a validation helps neither side. Without
+a true difference both ratios are then equally likely above and below 1, so the t interval of their
+logarithms keeps its level. (The baseline's best alone would be a lucky draw that the other run must
+repeat.) The tolerance moves the target from the flat end of a curve, where noise decides on the
+step, to its slope.
+
+Noise of a validation as large as the tolerance still pulls ratios towards 1, because the lowest
+loss so far is a lucky one: by 2 % for a true ratio of 1.2 and 2 % noise, by under 1 % for 1 % noise
+(simulated, 10 and 30 validations).
+
+A variant whose best loss lies beyond the tolerance above the baseline's best never reached the
+baseline's quality: the pair is `missed`. Its ratio, at the level that the variant did reach, is
+shown with that remark. It is not left out: that would leave the good seeds only.
+
+A pair has no ratio if a run has fewer than `MIN_VALIDATIONS` (the curve is not known), or if it
+was at the target by its first validation (when is not known). mprun validates after each epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from mprun.study.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
+from mprun.study.compare.load import RunGroup
+from mprun.study.compare.statistics import geometric_mean
+from mprun.study.compare.times import SAME, TimedPairs, judge_ratio
+from mprun.records.console.formatting import counted
+from mprun.errors import UsageError
+from mprun.records.run_folder import ValidationLoss, read_validation_losses
+from mprun.records.run_record import Summary
+
+MIN_VALIDATIONS = 4
+"""Fewer points are no curve: a step between them would be a guess."""
+
+Curve = Sequence[ValidationLoss]
+
+
+class StepsToTarget(NamedTuple):
+    """What the two runs of a pair need."""
+
+    ours: float
+    """Steps of the variant to the target."""
+    theirs: float
+    """Steps of the baseline to the target."""
+    is_missed: bool
+    """Whether the variant never came within the tolerance of the baseline's best loss."""
+
+
+def steps_to_target(ours: Curve, theirs: Curve, tolerance: float) -> StepsToTarget | None:
+    """The steps in which two runs reach one validation loss.
+
+    Args:
+        ours: the variant's validations, with rising steps; losses that are not finite do not count.
+        theirs: the baseline's.
+        tolerance: differences within this share of the baseline's best loss do not matter.
+
+    Returns:
+        None if a run had fewer than `MIN_VALIDATIONS`, or was at the target by its first one.
+    """
+    ours, theirs = ([row for row in curve if math.isfinite(row.loss)] for curve in (ours, theirs))
+    if min(len(ours), len(theirs)) < MIN_VALIDATIONS:
+        return None
+    best, base_best = (min(row.loss for row in curve) for curve in (ours, theirs))
+    width = tolerance * abs(base_best)
+    target = max(best, base_best) + width
+    own, base = _crossing(ours, target), _crossing(theirs, target)
+    if own is None or base is None:
+        return None
+    return StepsToTarget(own, base, best > base_best + width)
+
+
+def _crossing(curve: Curve, target: float) -> float | None:
+    """The step at which the lowest loss so far is the target; None if the first one is below it.
+
+    The curve reaches the target.
+    """
+    before = curve[0]
+    if before.loss <= target:
+        return None
+    for row in curve[1:]:
+        if row.loss <= target:
+            share = (before.loss - target) / (before.loss - row.loss)
+            return before.step + share * (row.step - before.step)
+        before = ValidationLoss(row.step, min(row.loss, before.loss))
+    return None
+
+
+def equal_quality(
+    group: RunGroup,
+    base: RunGroup,
+    tolerance: float,
+    timed: TimedPairs,
+    curve_of: Callable[[Path], Curve],
+) -> EqualQuality | None:
+    """What a variant needs to reach the baseline's validation loss.
+
+    Args:
+        group: the variant's runs.
+        base: the baseline's.
+        tolerance: differences within this share of the baseline's best loss do not matter.
+        timed: the pairs whose times are compared, and why these allow no conclusion.
+        curve_of: `read_curve`, or one that keeps the baseline's for the next variant.
+
+    Returns:
+        None without a pair of runs that were both validated.
+    """
+    pairs = _validated_pairs(group, base)
+    if not pairs:
+        return None
+    fewest = min(_validations(run.summary) for pair in pairs for run in pair)
+    if fewest < MIN_VALIDATIONS:
+        return _nothing(tolerance, _too_few(fewest))
+    found = [
+        (own.summary, other.summary, steps)
+        for own, other in pairs
+        if (steps := steps_to_target(curve_of(own.path), curve_of(other.path), tolerance))
+        is not None
+    ]
+    lost = len(pairs) - len(found)
+    reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
+    if not found:
+        return _nothing(tolerance, reason)
+    samples = [_samples(*item) for item in found]
+    with_times = {id(own) for own, _ in timed.pairs}
+    seconds = [
+        (ours / own.samples_per_second, theirs / other.samples_per_second)
+        for (own, other, _), (ours, theirs) in zip(found, samples, strict=True)
+        if id(own) in with_times and own.samples_per_second and other.samples_per_second
+    ]
+    time_ratio = _ratio(seconds)
+    if time_ratio is not None and timed.no_verdict:
+        time_ratio = time_ratio._replace(interval=None)
+    return EqualQuality(
+        *_medians(samples),
+        _ratio(samples),
+        *_medians(seconds),
+        time_ratio,
+        sum(steps.is_missed for _, _, steps in found),
+        tolerance,
+        reason,
+    )
+
+
+def _validated_pairs(group: RunGroup, base: RunGroup) -> list[tuple[Run, Run]]:
+    theirs = {run.summary.seed: run for run in base.completed}
+    pairs = [(run, theirs[s]) for run in group.completed if (s := run.summary.seed) in theirs]
+    return [pair for pair in pairs if all(_validations(run.summary) for run in pair)]
+
+
+def _validations(summary: Summary) -> int:
+    """Validations of the whole set in the summary: all of them, or 500 of a longer run."""
+    rows = (epoch.validation for epoch in summary.history)
+    return sum(row.loss is not None and row.samples is None for row in rows)
+
+
+def read_curve(run: Path) -> Curve:
+    """The validations of a run's folder; none where the file is missing or damaged."""
+    try:
+        return read_validation_losses(run)
+    except (FileNotFoundError, UsageError):
+        return ()
+
+
+def _samples(own: Summary, other: Summary, steps: StepsToTarget) -> tuple[float, float]:
+    return steps.ours * max(1, own.batch_size), steps.theirs * max(1, other.batch_size)
+
+
+def _medians(rows: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
+    if not rows:
+        return None, None
+    return median(row[0] for row in rows), median(row[1] for row in rows)
+
+
+def _ratio(rows: Sequence[tuple[float, float]]) -> Estimate | None:
+    return geometric_mean([ours / theirs for ours, theirs in rows]) if rows else None
+
+
+def _nothing(tolerance: float, reason: str) -> EqualQuality:
+    return EqualQuality(None, None, None, None, None, None, 0, tolerance, reason)
+
+
+def _too_few(fewest: int) -> str:
+    return (
+        f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed; a run "
+        f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
+        "train.max_steps"
+    )
+
+
+def _no_crossing(lost: int, pairs: int, tolerance: float) -> str:
+    return (
+        f"{lost} of {counted(pairs, 'pair')} without a figure: metrics.jsonl has fewer than "
+        f"{MIN_VALIDATIONS} finite validation losses, or a run was within "
+        f"{100 * tolerance:.3g} % of the loss by its first validation; shorter epochs or a smaller "
+        "compare.relative_margin show when it got there"
+    )
+
+
+def judge_equal_quality(variant: Variant) -> QualityWord | None:
+    """Whether a variant gets to the baseline's validation loss sooner; None without a time ratio.
+
+    Returns:
+        faster: the interval of the time ratio lies below 1, and no pair missed the loss.
+        nothing: it lies above 1 / `SAME`, so a gain of 5 % or more is excluded.
+        open: neither.
+    """
+    quality = variant.equal_quality
+    if quality is None or quality.time_ratio is None:
+        return None
+    around = quality.time_ratio.interval
+    if around is None:
+        return "open"
+    if judge_ratio(quality.time_ratio).word == "lower":
+        return "open" if quality.missed else "faster"
+    return "nothing" if around.low > 1 / SAME else "open"
+
+
+def is_faster_per_sample(variant: Variant) -> bool:
+    """Whether its samples per second are shown to be more than the baseline's."""
+    ratio = variant.throughput_ratio
+    return ratio is not None and judge_ratio(ratio).word == "higher"
+
+
+def buys_nothing(variant: Variant) -> bool:
+    """Whether it is faster per sample, and not faster to equal quality."""
+    return is_faster_per_sample(variant) and judge_equal_quality(variant) == "nothing"

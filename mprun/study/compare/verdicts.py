@@ -1,0 +1,520 @@
+"""From runs to a table with verdicts: `compare`, and what decides.
+
+    runs, skipped = find_runs([Path("outputs/2026-11-21")])
+    comparison = compare(runs, skipped, margin=0.005, relative_margin=0.02)
+
+Runs become variants (`load.by_variant`), each compared with the baseline seed by seed. A variant is
+`equivalent` if its difference is shown to lie inside the margin, else `worse` or `better` if it is
+shown to differ from 0, else `inconclusive`. The tests of equivalence over all variants are one
+family, those of a difference another; p-values are adjusted within each by Holm's method. Each
+verdict has the interval that decided, at the level of Holm's step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from mprun.study.compare.comparison import Comparison, Estimate, Interval, Outcome, Run, Skipped, StepPercentiles, Variant, Verdict
+from mprun.study.compare.equal_quality import Curve, equal_quality, read_curve
+from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
+from mprun.study.compare.notes import artefact_warnings, check_mixing, code_text, comparison_notes, data_text, hardware_text, recipe_text, variant_notes
+from mprun.study.compare.statistics import ALPHA, Sample, difference_p, equivalence_p, estimate, geometric_mean, holm, holm_levels, interval, seeds_to_settle, summarise
+from mprun.study.compare.times import Pair, artefacts, overlapping, timed_pairs
+from mprun.records.console.formatting import counted, distinct_form, level_text, readable, substitution_label
+from mprun.errors import UsageError
+from mprun.records.mode_names import mode_hint, own_label
+from mprun.records.run_record import Memory, Metric, Summary
+
+MAX_METRIC = 60
+"""Characters of its name that are shown."""
+
+
+def compare(
+    runs: Sequence[Run],
+    skipped: Sequence[Skipped] = (),
+    *,
+    margin: float,
+    relative_margin: float,
+    baseline: str | None = None,
+    split: str = "auto",
+    mix: Collection[str] = (),
+    beside: Sequence[Run] = (),
+) -> Comparison:
+    """Group runs by variant and compare each variant with the baseline.
+
+    Args:
+        runs: completed and failed runs; of several of one variant and seed the latest counts.
+        skipped: the folders left out so far; they are reported with the result.
+        margin: differences of accuracies, and of other fractions of which more is better, inside
+            plus and minus this do not matter.
+        relative_margin: the same for losses and all else, as a share of the baseline's mean; also
+            how near the baseline's best validation loss counts as reached.
+        baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
+        split: whose samples the metric is of; auto: test if every run has it, else validation,
+            else train.
+        mix: what runs may differ in besides the variant: recipes, data, hardware, code.
+        beside: further runs, which are not compared but may have shared a machine with those.
+
+    Raises:
+        UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
+            no such baseline or split.
+    """
+    mixed = check_mixing(runs, mix)
+    compared, repeated = latest(runs)
+    left_out = (*skipped, *repeated)
+    groups = by_variant(compared)
+    _check_usable(groups, left_out)
+    base = _baseline(groups, baseline)
+    groups = [base, *(g for g in groups if g is not base)]
+    used_split = _split(groups, split)
+    criterion = _criterion(groups, used_split, margin, relative_margin)
+    evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
+    verdicts = judge(evidence, criterion.higher_is_better)
+    timing = _Timing(overlapping([*runs, *beside]), relative_margin, cache(read_curve))
+    rows = [_variant(base, base, criterion, timing, Verdict("baseline", failures(base)))]
+    for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
+        rows.append(_variant(group, base, criterion, timing, verdict, own))
+    tested = sum(e.is_tested for e in evidence)
+    return Comparison(
+        recipe=recipe_text(compared),
+        metric=criterion.metric,
+        split=used_split,
+        higher_is_better=criterion.higher_is_better,
+        margin=criterion.margin,
+        is_relative=criterion.is_relative,
+        baseline=base.label,
+        variants=tuple(rows),
+        skipped=left_out,
+        data=data_text(compared),
+        hardware=hardware_text(compared),
+        code=code_text(compared),
+        warnings=tuple(artefact_warnings(rows)),
+        notes=(
+            *mixed,
+            *comparison_notes(groups, used_split, baseline is None, tested),
+            *variant_notes(rows),
+        ),
+    )
+
+
+def _check_usable(groups: Sequence[RunGroup], skipped: Sequence[Skipped]) -> None:
+    if any(group.completed for group in groups):
+        return
+    failed = [run for group in groups for run in group.failed]
+    reasons = [f"{run.path} failed: {error_text(run)}" for run in failed]
+    reasons += [f"{s.path}: {s.reason}" for s in skipped]
+    listed = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if reasons[3:] else "")
+    raise UsageError(f"there is no completed run to compare: {listed or 'no run was named'}")
+
+
+def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
+    by_label = {group.label: group for group in groups}
+    if wanted is not None:
+        by_hash = {group.first.summary.variant_hash: group for group in groups}
+        if wanted in by_hash:
+            return by_hash[wanted]
+        own = wanted if wanted in by_label else own_label(wanted)
+        if own not in by_label:
+            near = mode_hint(wanted, by_label)  # another program's name of a mode, or a misspelling
+            raise UsageError(
+                f"compare.baseline={wanted}: there is no such variant; "
+                f"legal: {', '.join(map(repr, by_label))}{near}"
+            )
+        return by_label[own]
+    complete = [group for group in groups if group.completed]
+    plain = [group for group in complete if group.first.summary.precision == "fp32"]
+    # Without fp32 there is no natural baseline: the variant that was named first.
+    return min(plain or complete[:1], key=_changes)
+
+
+def _changes(group: RunGroup) -> int:
+    """How many options of a variant's mode were changed, as far as its runs record it."""
+    summary = group.first.summary
+    label, row = summary.variant, summary.effective
+    return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
+
+
+def _split(groups: Sequence[RunGroup], wanted: str) -> str:
+    runs = [summary for group in groups for summary in group.by_seed.values()]
+    has = {name: sum(score(s, name) is not None for s in runs) for name in SPLITS}
+    if wanted == "auto":
+        # Seeds without a metric of the split would drop out, so every run must have it.
+        return next((name for name in SPLITS if has[name] == len(runs)), "train")
+    if not has[wanted]:
+        legal = ", ".join(name for name in SPLITS if has[name])
+        raise UsageError(f"compare.split={wanted}: no run has such samples; legal: {legal}")
+    return wanted
+
+
+# ---- the criterion -------------------------------------------------------------------------------
+
+
+class Criterion(NamedTuple):
+    """How variants are judged in one comparison."""
+
+    split: str
+    metric: str
+    margin: float
+    is_relative: bool
+    """Whether differences are shares of the baseline's mean."""
+    resolution: float
+    """The smallest step of the metric."""
+    higher_is_better: bool
+
+
+def _criterion(
+    groups: Sequence[RunGroup], split: str, margin: float, relative_margin: float
+) -> Criterion:
+    metric = groups[0].first.summary.metric
+    known = [value for group in groups for value in scores(group, split).values()]
+    is_relative = not is_fraction(metric, known)
+    return Criterion(
+        split,
+        readable(metric.name, MAX_METRIC),
+        relative_margin if is_relative else margin,
+        is_relative,
+        _resolution(groups, metric.name, split),
+        metric.higher_is_better,
+    )
+
+
+def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
+    """Whether a metric's differences are points: an accuracy, or one from 0 to 1, more is better.
+
+    Those of any other metric are shares of the baseline's mean, like those of a loss.
+
+    Args:
+        metric: its name and direction.
+        values: of all runs; those that are not finite do not count.
+    """
+    if metric.name == "accuracy":
+        return True
+    finite = [value for value in values if math.isfinite(value)]
+    return metric.higher_is_better and bool(finite) and all(0 <= x <= 1 for x in finite)
+
+
+def _resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
+    """The smallest step of a metric: an accuracy changes by whole samples."""
+    rows = [s.data for g in groups for s in g.by_seed.values()]
+    counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
+    return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+MIN_LOSS = 1e-45
+"""Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The basis of the verdict on a variant."""
+
+    sample: Sample | None
+    """Paired differences, the variant minus the baseline; None without a common seed."""
+    margin: float
+    """Differences inside plus and minus this do not matter; in their unit."""
+    unit: str
+    """points, % or nothing: differences of accuracies, shares, plain differences."""
+    failure: str = ""
+    """Why the variant is worse whatever the differences: runs that failed or diverged."""
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether a spread is known."""
+        return not self.failure and self.sample is not None and self.sample.n > 1
+
+
+def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Evidence:
+    """The evidence on a variant: its paired differences, and failures that outweigh them."""
+    ours, theirs = (scores(x, criterion.split) for x in (group, base))
+    excused = [run.summary.seed for run in base.failed]
+    reasons = (failures(group, excused), _divergence(group, ours, theirs, criterion.metric))
+    return paired_evidence(ours, theirs, criterion, "; ".join(filter(None, reasons)))
+
+
+def paired_evidence(
+    ours: Mapping[int, float], theirs: Mapping[int, float], criterion: Criterion, failure: str = ""
+) -> Evidence:
+    """The differences of the pairs in which both metrics are finite.
+
+    Args:
+        ours: seed to the variant's metric.
+        theirs: seed to the baseline's.
+        criterion: how the variant is judged.
+        failure: why the variant is worse whatever the differences; empty if it is not.
+    """
+    margin = criterion.margin
+    seeds = [s for s in sorted(ours.keys() & theirs.keys()) if math.isfinite(ours[s] + theirs[s])]
+    if not seeds:
+        return Evidence(None, margin, "", failure)
+    differences = [ours[s] - theirs[s] for s in seeds]
+    if not criterion.is_relative:
+        return Evidence(summarise(differences, criterion.resolution), margin, "points", failure)
+    mean = abs(fmean(theirs[s] for s in seeds))
+    if mean >= MIN_LOSS:
+        differences = [d / mean for d in differences]
+    elif any(differences):  # a share of zero is undefined: only whether they differ is tested
+        return Evidence(summarise(differences), 0.0, "", failure)
+    return Evidence(summarise(differences), margin, "%", failure)
+
+
+def failures(group: RunGroup, excused: Collection[int] = ()) -> str:
+    """`2 of 5 runs failed: <why the first did>`, without the excused seeds; empty if none did."""
+    failed = [run for run in group.failed if run.summary.seed not in excused]
+    return f"{len(failed)} of {_runs(group)} failed: {error_text(failed[0])}" if failed else ""
+
+
+def error_text(run: Run) -> str:
+    """Why a run failed."""
+    if run.summary.status == "completed":
+        return "it has no metric: no step was taken"
+    return readable(run.summary.error or "no reason given")
+
+
+def _divergence(
+    group: RunGroup, ours: Mapping[int, float], theirs: Mapping[int, float], metric: str
+) -> str:
+    """`1 of 5 runs ended with loss nan`; empty if the baseline did too with these seeds."""
+    values = [
+        value
+        for seed, value in ours.items()
+        if not math.isfinite(value) and math.isfinite(theirs.get(seed, 0.0))
+    ]
+    return f"{len(values)} of {_runs(group)} ended with {metric} {values[0]}" if values else ""
+
+
+def _runs(group: RunGroup) -> str:
+    return counted(len(group.completed) + len(group.failed))
+
+
+def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]:
+    """A verdict on each variant except the baseline; their tests are adjusted together."""
+    samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
+    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples])
+    apart = _tests([difference_p(sample) for sample, _ in samples])
+    tests = iter(zip(equal, apart, strict=True))
+    return [
+        _judge(e, *next(tests), len(samples), higher_is_better) if e.is_tested else _untested(e)
+        for e in evidence
+    ]
+
+
+class _HypothesisTest(NamedTuple):
+    """One hypothesis of a family."""
+
+    p: float
+    """The p-value, adjusted."""
+    level: float
+    """The limit of the p-value before its adjustment."""
+
+    @property
+    def rejects(self) -> bool:
+        return self.p <= ALPHA
+
+
+def _tests(p_values: Sequence[float]) -> list[_HypothesisTest]:
+    return list(map(_HypothesisTest, holm(p_values), holm_levels(p_values)))
+
+
+def _untested(e: Evidence) -> Verdict:
+    if e.failure:
+        return Verdict("worse", e.failure)
+    if e.sample is None:
+        return Verdict("inconclusive", "no seed with which both have the metric")
+    return Verdict("inconclusive", "one seed in common with the baseline: a spread needs two")
+
+
+def _judge(
+    e: Evidence,
+    equal: _HypothesisTest,
+    apart: _HypothesisTest,
+    variants: int,
+    higher_is_better: bool,
+) -> Verdict:
+    """The verdict with the interval that shows it, at the level of Holm's step.
+
+    If neither test rejects, the wider interval shows both: it reaches beyond the margin and
+    includes 0.
+    """
+    assert e.sample is not None
+    inside, off = 1 - 2 * equal.level, 1 - apart.level
+    adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
+    margin = amount(e.margin, e.unit)
+    if equal.rejects:
+        decisive, shown = _interval(e, inside)
+        text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
+        return Verdict("equivalent", text, None, decisive, inside)
+    if apart.rejects:
+        word: Outcome = "better" if (e.sample.mean > 0) == higher_is_better else "worse"
+        decisive, shown = _interval(e, off)
+        text = f"{shown} excludes 0 ({_p(apart.p)}{adjusted})"
+        return Verdict(word, text, None, decisive, off)
+    level = max(inside, off)
+    decisive, shown = _interval(e, level)
+    text = (
+        f"neither inside the margin of {margin} ({_p(equal.p)}) nor different from 0 "
+        f"({_p(apart.p)}){adjusted}; {shown} reaches beyond the margin and includes 0"
+    )
+    more = seeds_to_settle(e.sample, e.margin, equal.level, apart.level)
+    return Verdict("inconclusive", text, more, decisive, level)
+
+
+def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
+    """The interval of a level, also as text: `the 90 % interval, -0.2 to +0.3 points,`."""
+    assert e.sample is not None
+    ends = interval(e.sample, level)
+    assert ends is not None
+    shown, limit = [_number(x, e.unit) for x in ends], _number(e.margin, e.unit)
+    form = distinct_form(shown, (-limit, 0.0, limit), FORMS)
+    low, high = map(form.format, shown)
+    return ends, f"the {level_text(level)} interval, {low} to {high}{_suffix(e.unit)},"
+
+
+FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
+"""Formats of an end of an interval, from few digits to all."""
+
+
+def amount(value: float, unit: str) -> str:
+    """A margin as text: `0.5 points`, `2 %`."""
+    return f"{_number(value, unit):.6g}{_suffix(unit)}"
+
+
+def _number(value: float, unit: str) -> float:
+    return value * 100 if unit else value
+
+
+def _suffix(unit: str) -> str:
+    return f" {unit}" if unit else ""
+
+
+def _p(value: float) -> str:
+    return "p<0.001" if value < 0.001 else f"p={value:.3f}"
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+class _Timing(NamedTuple):
+    """What the times of all variants are judged by."""
+
+    shared: set[int]
+    """`overlapping` of all runs."""
+    tolerance: float
+    """How near the baseline's best validation loss counts as reached."""
+    curve_of: Callable[[Path], Curve]
+    """`read_curve`, which keeps the baseline's for the next variant."""
+
+
+def _variant(
+    group: RunGroup,
+    base: RunGroup,
+    criterion: Criterion,
+    timing: _Timing,
+    verdict: Verdict,
+    evidence: Evidence | None = None,
+) -> Variant:
+    """A row; the baseline's has no evidence."""
+    summary = group.first.summary
+    values = list(scores(group, criterion.split).values())
+    whole = all(map(math.isfinite, values))
+    sample = evidence.sample if evidence is not None and evidence.unit and whole else None
+    timed = timed_pairs(group, base, timing.shared)
+    disturbed = artefacts(group.label, base.label, timed.pairs)
+    reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
+    timed = timed._replace(no_verdict=reason)
+    ours, theirs = _memory(group), _memory(base)
+    has_ratio = group is not base and group.is_native and base.is_native
+    return Variant(
+        label=group.label,
+        variant_hash=summary.variant_hash,
+        precision=summary.precision,
+        execution=summary.execution,
+        runs=group.completed,
+        failed=group.failed,
+        step_time_ms=_step_percentiles(group),
+        step_time_ratio=_ratio(timed.pairs, lambda s: s.step_time_ms.median, bool(reason)),
+        samples_per_second=_samples_per_second(group),
+        throughput_ratio=_ratio(timed.pairs, lambda s: s.samples_per_second, bool(reason)),
+        no_time_verdict=reason,
+        memory_bytes=ours,
+        memory_ratio=_quotient(ours["peak"], theirs["peak"]) if has_ratio else None,
+        metric=_mean_score(values),
+        difference=estimate(sample) if sample is not None else None,
+        equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
+        verdict=verdict,
+        substituted=substitution_label(run.summary for run in group.completed),
+        artefacts=disturbed,
+        untimed=timed.left_out,
+        equal_quality=None
+        if group is base
+        else equal_quality(group, base, timing.tolerance, timed, timing.curve_of),
+    )
+
+
+def _mean_score(values: Sequence[float]) -> Estimate | None:
+    """The mean over seeds; NaN or infinite, and without an interval, if one of them is."""
+    if not values:
+        return None
+    if not all(map(math.isfinite, values)):
+        return Estimate(sum(values) / len(values), None, len(values))
+    return estimate(summarise(values))
+
+
+def _step_percentiles(group: RunGroup) -> StepPercentiles | None:
+    """Percentiles of the milliseconds of a step; None if no run timed any."""
+    rows = [s.step_time_ms for s in group.by_seed.values()]
+    timed = [
+        (row.median, row.p10, row.p90)
+        for row in rows
+        if row.median is not None and row.p10 is not None and row.p90 is not None
+    ]
+    if not timed:
+        return None
+    return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
+
+
+def _samples_per_second(group: RunGroup) -> float | None:
+    """The median over runs."""
+    rates = (s.samples_per_second for s in group.by_seed.values())
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _ratio(
+    pairs: Sequence[Pair], figure: Callable[[Summary], float | None], no_interval: bool
+) -> Estimate | None:
+    """A figure over the baseline's; None if no pair has it.
+
+    `no_interval`: the pairs' spread is no measure of the ratio's error.
+    """
+    quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
+    ratios = [x for x in quotients if x is not None]
+    if not ratios:
+        return None
+    mean = geometric_mean(ratios)
+    return mean._replace(interval=None) if no_interval else mean
+
+
+def _quotient(value: float | None, base: float | None) -> float | None:
+    """None unless both are positive, and so is the quotient as a float."""
+    if not value or not base or value < 0 or base < 0:
+        return None
+    return value / base if 0 < value / base < math.inf else None
+
+
+def _memory(group: RunGroup) -> dict[str, int | None]:
+    """Bytes by category; the largest over runs."""
+    rows = [summary.memory_bytes for summary in group.by_seed.values()]
+    return {
+        part.name: max(
+            (n for row in rows if (n := getattr(row, part.name)) is not None), default=None
+        )
+        for part in fields(Memory)
+    }

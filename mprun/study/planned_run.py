@@ -1,0 +1,232 @@
+"""A run that is planned but not trained: the commands that inspect a step use it.
+
+A `PolicyProbe` takes the run's forward and backward pass in another precision, with a model of its
+own. The run's weights, running statistics and random numbers stay as they are, and dropout draws
+the same numbers as in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mprun.train.assemble import Plan, make_plan
+from mprun.train.assemble.file_recipe import forget_changed
+from mprun.train.assemble.initial_summary import initial_summary
+from mprun.train.assemble.parts import build_arithmetic, build_caster
+from mprun.train.assemble.speed_trial import with_fastest
+from mprun.config import Composed
+from mprun.train.data import Batch
+from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
+from mprun.precision.nested import to_dtype
+from mprun.watch.updates import own_random_numbers
+from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision.apply import forward_backward
+from mprun.precision.execution import choose_fp32_fallback
+from mprun.precision.policy import policy as policy_of
+from mprun.precision.policy import torch_dtype
+from mprun.records.layer_values import in_rounding, without_formats
+from mprun.records.run_record import Summary
+from mprun.train import checkpoint
+from mprun.train.loop import StopRequestedError
+from mprun.train.loss_terms import LossTerms
+from mprun.train.signals import SignalReceivedError
+from mprun.train.user_code import described, model_of
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan with the configuration it is made from."""
+
+    command: str
+    composed: Composed
+    plan: Plan
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The summary that a record of the run would start with."""
+        return initial_summary(self.plan, self.composed.resolved)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the plan, and one for each field that only a run uses."""
+        return [*self.plan.warnings, *unused_fields(self.composed, self.command)]
+
+    def described(self, *names: str) -> dict[str, Any]:
+        """Fields of the summary as plain values."""
+        return {key: value for key, value in asdict(self.summary).items() if key in names}
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        """Inside, the plan's steps can run: with its backend flags, and errors in one sentence.
+
+        Raises:
+            RunFailedError: the model's code raised something else; `__cause__` is that error.
+            UsageError: the model cannot be measured.
+            SignalReceivedError: a signal stopped the steps.
+        """
+        try:
+            with self.plan.backend_flags():
+                yield
+        except MprunError:
+            raise
+        except StopRequestedError:
+            raise SignalReceivedError from None
+        except NotMeasurableError as error:
+            raise UsageError(f"the model cannot be measured: {error}") from None
+        except Exception as error:
+            reason = described(error, self.plan.policy.name)
+            raise RunFailedError(
+                f"mprun {self.command} cannot run the model's step: {reason}"
+            ) from error
+
+
+def unused_fields(composed: Composed, command: str) -> list[str]:
+    """A warning for each field that the user set and that only a run uses."""
+    reason = f"has no effect: mprun {command} does not detect exceptions"
+    return [f"{key} {reason}" for key in composed.given if key.startswith("debug.")]
+
+
+def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan of a run, and the checkpoint that it resumes from, or None.
+
+    Args:
+        composed: the configuration.
+        reload: whether a recipe's file that was changed since it ran in this process runs again.
+
+    Raises:
+        UsageError: the run cannot be planned.
+    """
+    if reload:
+        forget_changed()
+    folder = composed.config.run.resume
+    saved = None if folder is None else checkpoint.load(Path(folder))
+    plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
+    return (plan if saved else with_fastest(plan)), saved
+
+
+def plan_run(composed: Composed, command: str) -> PlannedRun:
+    """Plan a run for a command that inspects it.
+
+    Raises:
+        UsageError: the run cannot be planned, or is one to resume.
+    """
+    if composed.config.run.resume is not None:
+        raise UsageError(
+            f"mprun {command} starts a new run: leave out run.resume; train.init_from takes a "
+            "run's weights"
+        )
+    return PlannedRun(command, composed, make_plan(composed.config, composed.given))
+
+
+EXACT = "fp32"
+"""The policy of reference passes."""
+
+
+def policy_in(plan: Plan, short: str) -> Policy:
+    """The plan's policy with another 16-bit dtype.
+
+    Args:
+        plan: the plan; for a float32 mode it is the mixed mode.
+        short: fp16 or bf16.
+    """
+    old = plan.policy
+    stored_low = old.casting == "none" and old.is_low
+    policy = policy_of(f"{short}_{'true' if stored_low else 'mixed'}")
+    output = policy.output_dtype if old.output_dtype == "float32" else policy.compute_dtype
+    casting = old.casting if plan.op_lists else policy.casting
+    return replace(policy, casting=casting, output_dtype=output)
+
+
+class PolicyProbe:
+    """A model like the plan's, in another precision.
+
+    Args:
+        plan: the plan of the run.
+        policy: the precision; float32 ignores the plan's layers and op lists.
+        arithmetic: whose kernels compute; None: PyTorch's.
+    """
+
+    def __init__(self, plan: Plan, policy: Policy, arithmetic: Arithmetic | None = None) -> None:
+        exact = policy.name == EXACT
+        # The rounding of updates is the run's, and no part of a probe. Nor are product formats.
+        layers = {n: in_rounding(x, "nearest") for n, x in without_formats(plan.layers).items()}
+        self._plan = replace(
+            plan,
+            policy=policy,
+            execution="native",
+            op_lists=None if exact else plan.op_lists,
+            layers={} if exact else layers,
+            fp32_fallback=choose_fp32_fallback(
+                plan.config.speed.name, policy, "native", plan.device
+            ),
+        )
+        self._loss = LossTerms(plan.recipe)
+        self.loss = 0.0
+        """The mean loss of the last pass, unscaled."""
+        self._scale = StaticLossScale(1.0, plan.device)
+        self._precision = Precision(
+            policy,
+            device=plan.device,
+            execution=arithmetic or build_arithmetic(self._plan),
+            loss_scale=self._scale,
+            layers=self._plan.layers,
+            op_lists=build_caster(self._plan),
+        )
+        with own_random_numbers([self._scale.tensor]):
+            model = model_of(plan.recipe)
+        self.model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
+
+    def gradients(
+        self,
+        run: nn.Module,
+        batch: Batch,
+        scale: float = 1.0,
+        before_backward: Callable[[Tensor], None] | None = None,
+        inside: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+    ) -> dict[str, Tensor]:
+        """The unscaled gradients of the run's next step, in float64, by parameter.
+
+        Args:
+            run: the run's model; its weights and buffers are copied.
+            batch: the step's samples.
+            scale: the loss scale.
+            before_backward: is called with the loss of each micro-batch.
+            inside: makes a region of the probe's model, with the run's weights, to compute in.
+        """
+        self.model.load_state_dict(run.state_dict())
+        self.model.train()
+        self.model.zero_grad()
+        self._scale.tensor.fill_(scale)
+        own_numbers = own_random_numbers([self._scale.tensor])
+        with own_numbers, backend_flags(self._plan.policy), inside(self.model):
+            self._pass(batch, before_backward)
+            return {
+                name: p.grad.double() / scale
+                for name, p in self.model.named_parameters()
+                if p.grad is not None
+            }
+
+    def _pass(self, batch: Batch, before_backward: Callable[[Tensor], None] | None) -> None:
+        recipe, dtype = self._plan.recipe, torch_dtype(self._plan.policy.input_dtype)
+        forward = partial(recipe.forward, self.model)
+        self._precision.begin_step(1)
+        self.loss = 0.0
+        for part in batch.parts:
+            inputs, share = to_dtype(part.inputs, dtype), part.weight / batch.weight
+            loss, _ = forward_backward(
+                self._precision,
+                forward,
+                self._loss,
+                inputs,
+                part.content,
+                share,
+                before_backward,
+            )
+            self.loss += loss.item()

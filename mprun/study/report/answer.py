@@ -1,0 +1,291 @@
+"""The result of a comparison in sentences: which variants keep the metric, and what they gain.
+
+Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
+faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
+excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
+reports the speed as open. Peak memory is computed, not sampled, so it has no interval. What a
+variant needs to equal quality is a clause of its sentence, and a warning where its speed buys
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mprun.study.compare.comparison import KEEPS, Comparison, EqualQuality, Estimate, Interval, Variant
+from mprun.study.compare.equal_quality import buys_nothing, is_faster_per_sample, judge_equal_quality
+from mprun.study.compare.times import SAME, judge_ratio
+from mprun.records.console.formatting import counted, joined
+from mprun.study.report.cells import deciding, difference_span, difference_text, is_emulated, metric_name, plain, ratio_span, times
+
+SAME_MEMORY = 0.02
+"""Peaks that differ from the baseline's by less than this share are called the same."""
+
+
+class VariantSentence(NamedTuple):
+    """The result of one variant."""
+
+    label: str
+    sentence: str
+    """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
+
+
+def headline(comparison: Comparison) -> list[str]:
+    """The answer in one or two sentences: the fastest that keeps the metric, and the smallest.
+
+    If a study advises a mode, the advice is the answer, so that a page has one answer.
+    """
+    if comparison.advice is not None:
+        return [plain(comparison.advice.sentence)]
+    others, name = comparison.variants[1:], plain(comparison.baseline)
+    if not others:
+        return [f"There is nothing to compare {name} with: all runs are of one variant."]
+    keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
+    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0 and not buys_nothing(v)]
+    smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
+    sentences = []
+    if faster:
+        best = max(faster, key=_throughput)
+        clauses = (_effect(comparison, best), _speed_clause(best, name))
+        sentences.append(_sentence(best, *clauses, _memory_clause(best)))
+        smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
+    if smaller:
+        least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
+        speed = _speed_clause(least) if least.has_own_times else ""
+        sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
+    empty = warnings(comparison)
+    if not sentences:
+        gain = "faster to equal quality" if empty else "faster"
+        sentences.append(
+            f"No variant was shown to keep the {comparison.metric} of {name} and to be {gain} or "
+            "smaller."
+        )
+    return [*sentences, *empty]
+
+
+def _sentence(variant: Variant, *clauses: str) -> str:
+    """`label does one thing, does another and does a third.`"""
+    return f"{plain(variant.label)} {joined([*filter(None, clauses)])}."
+
+
+def variant_sentences(comparison: Comparison) -> list[VariantSentence]:
+    """A sentence for each variant but the baseline, in the table's order."""
+    return [
+        VariantSentence(plain(variant.label), _in_full(comparison, variant))
+        for variant in comparison.variants[1:]
+    ]
+
+
+def _in_full(comparison: Comparison, variant: Variant) -> str:
+    clauses = [_metric_clause(comparison, variant)]
+    if is_emulated(variant):
+        clauses.append("emulated on this machine, so its speed and memory are not judged")
+    else:
+        clauses += [_speed_clause(variant), _memory_clause(variant)]
+    clauses.append(clause(comparison, variant))
+    if variant.substituted:
+        clauses.append(f"{plain(variant.substituted)}, so its speed is no gain of float16")
+    return "; ".join(filter(None, clauses)) + "."
+
+
+VERBS = {"equivalent": "keeps", "better": "improves", "worse": "worsens"}
+
+
+def _effect(comparison: Comparison, variant: Variant) -> str:
+    return f"{VERBS[variant.verdict.word]} the {comparison.metric}"
+
+
+def _metric_clause(comparison: Comparison, variant: Variant) -> str:
+    """The effect on the metric, with the difference and the interval that decided."""
+    word, difference = variant.verdict.word, variant.difference
+    if word == "worse" and not _lost_metric(comparison, variant):
+        return f"is worse: {plain(variant.verdict.reason)}"
+    if word == "inconclusive":
+        more = variant.verdict.more_seeds
+        text = f"leaves open whether it keeps the {comparison.metric}"
+        text += "" if more is None else f" ({_would_settle(more)})"
+    else:
+        text = _effect(comparison, variant)
+    if difference is None:
+        return text
+    interval, level = deciding(variant)
+    text += f": {difference_text(comparison, difference.value)}"
+    if interval is None:
+        return text
+    return f"{text}, {level} interval {difference_span(comparison, interval)}"
+
+
+def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
+    """Whether a variant is worse by its metric, not because of failed runs."""
+    difference = variant.difference
+    return (
+        not variant.failed
+        and difference is not None
+        and ((difference.value < 0) == comparison.higher_is_better)
+    )
+
+
+def _speed(variant: Variant) -> int:
+    """1 if it is faster, -1 if it is slower, 0 if neither is shown."""
+    ratio = variant.throughput_ratio
+    return 0 if ratio is None else {"higher": 1, "lower": -1}.get(judge_ratio(ratio).word, 0)
+
+
+def _throughput(variant: Variant) -> float:
+    return variant.throughput_ratio.value if variant.throughput_ratio else 1.0
+
+
+def _speed_clause(variant: Variant, than: str = "") -> str:
+    """The ratio of samples per second; `than` names the baseline, if the sentence needs it."""
+    ratio = variant.throughput_ratio
+    if ratio is None:
+        return ""
+    measured = f"measured {times(ratio.value)} the samples per s"
+    if ratio.interval is None:
+        if variant.no_time_verdict:
+            return f"has no verdict on speed ({measured}; {variant.no_time_verdict})"
+        return f"has too few runs to judge speed ({measured}; one seed, so without an interval)"
+    size = judge_ratio(ratio)
+    interval = f"95 % interval {ratio_span(ratio.interval)}, n={ratio.n}"
+    more = "" if size.more_seeds is None else f"; {_would_settle(size.more_seeds)}"
+    if size.word == "same":
+        return f"trains as fast within {100 * (SAME - 1):.0f} % ({measured}, {interval})"
+    if size.word == "open":
+        few = "has too few runs to judge speed" if size.is_wide else "leaves speed open"
+        return f"{few} ({measured}, {interval}{more})"
+    word = "faster" if size.word == "higher" else "slower"
+    if size.is_wide:
+        than = f" than {than}" if than else ""
+        how_much = f"too few runs to estimate by how much ({measured}, {interval}{more})"
+        return f"trains {word}{than}, with {how_much}"
+    if size.word == "lower":
+        longer = ratio_span(Interval(1 / ratio.interval.high, 1 / ratio.interval.low))
+        than = f" of {than}" if than else ""
+        return (
+            f"takes {times(1 / ratio.value)} the time{than} (per sample, 95 % interval {longer}, "
+            f"n={ratio.n})"
+        )
+    than = f" as {than}" if than else ""
+    return f"trains {ratio.value:.2f} times as fast{than} (ratio of samples per s, {interval})"
+
+
+def _would_settle(seeds: int) -> str:
+    return f"about {counted(seeds, 'more seed')} would settle it"
+
+
+def _memory(variant: Variant) -> float:
+    """Peak memory over the baseline's; 1 if it is not known."""
+    return variant.memory_ratio or 1.0
+
+
+def _memory_clause(variant: Variant) -> str:
+    ratio = variant.memory_ratio
+    if ratio is None:
+        return ""
+    if abs(ratio - 1) <= SAME_MEMORY:
+        return "has the same peak memory"
+    if ratio > 1:
+        return f"takes {ratio:.2f} times the peak memory"
+    return f"takes {100 * (1 - ratio):.0f} % less peak memory"
+
+
+def advice_lines(comparison: Comparison) -> list[str]:
+    """The advice in full, a line for each mode; none without advice."""
+    return [] if comparison.advice is None else [plain(line) for line in comparison.advice.lines]
+
+
+def margin_text(comparison: Comparison) -> str:
+    """What difference of the metric does not matter."""
+    margin = difference_text(comparison, comparison.margin, signed=False)
+    return f"differences of {metric_name(comparison)} within {margin} do not matter"
+
+
+def terms(comparison: Comparison) -> list[str]:
+    """Baseline, margin, data, hardware and code."""
+    return [
+        f"baseline {plain(comparison.baseline)}; {margin_text(comparison)}",
+        f"data: {plain(comparison.data)}",
+        f"hardware: {plain(comparison.hardware)}",
+        f"code: {plain(comparison.code)}",
+    ]
+
+
+def failures(comparison: Comparison) -> list[str]:
+    """The runs that failed, with their errors."""
+    return [
+        f"{plain(variant.label)}, seed {run.summary.seed}: "
+        f"{plain(run.summary.error or 'no reason recorded', 160)}"
+        for variant in comparison.variants
+        for run in variant.failed
+    ]
+
+
+TO_EQUAL = "to equal validation loss"
+
+
+def clause(comparison: Comparison, variant: Variant) -> str:
+    """What the variant needs to the baseline's validation loss, and what that says of its speed.
+
+    `needs 1.20x the samples and 1.00x the time (95 % interval 0.98 to 1.02, n=5) of fp32 to equal
+    validation loss, so its speed buys nothing`; empty without a figure.
+    """
+    quality = variant.equal_quality
+    if quality is None or quality.samples_ratio is None:
+        return ""
+    name = plain(comparison.baseline)
+    return (
+        f"needs {_ratios(quality, name)} {TO_EQUAL}{_conclusion(variant)}{_missed(quality, name)}"
+    )
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """A sentence on each variant that is faster per sample and not faster to equal quality.
+
+    One that is worse needs none: its speed is no reason to take it.
+    """
+    name = plain(comparison.baseline)
+    return [
+        f"{plain(v.label)} buys nothing: it trains {v.throughput_ratio.value:.2f} times as fast, "
+        f"but needs {_ratios(v.equal_quality, name)} {TO_EQUAL}{_missed(v.equal_quality, name)}."
+        for v in comparison.variants[1:]
+        if v.throughput_ratio is not None
+        and v.equal_quality is not None
+        and v.verdict.word != "worse"
+        and buys_nothing(v)
+    ]
+
+
+def _ratios(quality: EqualQuality, name: str) -> str:
+    """`1.20x (95 % interval 1.18 to 1.22, n=5) the samples and 1.00x (...) the time of fp32`."""
+    figures = ((quality.samples_ratio, "samples"), (quality.time_ratio, "time"))
+    texts = [f"{_figure(ratio)} the {of}" for ratio, of in figures if ratio is not None]
+    return f"{' and '.join(texts)} of {name}"
+
+
+def _figure(ratio: Estimate) -> str:
+    span = ratio_span(ratio.interval)
+    around = f"95 % interval {span}, n={ratio.n}" if span else f"n={ratio.n}, without an interval"
+    return f"{times(ratio.value)} ({around})"
+
+
+def _missed(quality: EqualQuality, name: str) -> str:
+    if not quality.missed:
+        return ""
+    return (
+        f" (in {quality.missed} of {_pairs(quality)} its best loss stayed more than "
+        f"{100 * quality.tolerance:.3g} % above that of {name}: these are compared at the level "
+        "that it did reach)"
+    )
+
+
+def _pairs(quality: EqualQuality) -> str:
+    assert quality.samples_ratio is not None
+    return f"{quality.samples_ratio.n} pairs" if quality.samples_ratio.n > 1 else "1 pair"
+
+
+def _conclusion(variant: Variant) -> str:
+    if buys_nothing(variant):
+        return ", so its speed buys nothing"
+    if is_faster_per_sample(variant) and judge_equal_quality(variant) == "open":
+        return ", which leaves open whether its speed buys anything"
+    return ""

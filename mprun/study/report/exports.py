@@ -1,0 +1,336 @@
+"""A comparison as files: a page, Markdown to paste, CSV and JSON for programs.
+
+The page is one self-contained HTML file: no script, no font, no image file. A record may come from
+someone else, so jinja2 escapes everything in it. Only the style sheet of this package and the
+drawings, whose text is already escaped, are inserted without escaping.
+
+CSV and JSON contain the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
+from mprun.records.console import fitted_table
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.console.formatting import counted
+from mprun.errors import UsageError
+from mprun.records.files import jsonable, write_atomic
+from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
+from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.study.report import answer, cells, tables
+from mprun.study.report import published_rows as published
+from mprun.study.report.cells import plain
+from mprun.study.report.comparison_report import comparison_table, footer
+from mprun.study.report.plots import NAMES, draw
+from mprun.study.report.plots.canvas import Plot
+from mprun.study.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
+from mprun.records.result import Result
+
+SCHEMA_VERSION = 1
+PNG_NAME = "comparison-{}.png"
+SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
+MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
+
+    Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
+    are removed, so that they are not mistaken for plots of this report.
+
+    Returns:
+        The paths written, report.html first.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    plots = draw(comparison)
+    files = {
+        "report.html": page(comparison, plots).encode(errors="replace"),
+        "comparison.md": markdown(comparison).encode(errors="replace"),
+        "comparison.csv": csv_text(comparison).encode(errors="replace"),
+        "comparison.json": json_text(comparison).encode(errors="replace"),
+        **{PNG_NAME.format(plot.name): plot.png for plot in plots if plot.png},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        for name in NAMES:
+            if PNG_NAME.format(name) not in files:
+                (folder / PNG_NAME.format(name)).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"compare.dir={folder} cannot be written ({error.strerror}); choose another folder, "
+            "or compare.report=false"
+        ) from None
+    return [folder / name for name in files]
+
+
+def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
+    """The plots of the report as SVG files, by their captions.
+
+    Args:
+        comparison: of runs.
+        names: which plots; all that there may be if it is empty.
+    """
+    colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
+    return {
+        f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(
+            "<svg ", f'<svg style="{colours}" ', 1
+        )
+        for plot in draw(comparison, names=names or NAMES)
+        if plot.svg
+    }
+
+
+def page(comparison: Comparison, plots: list[Plot]) -> str:
+    """The whole page, with the plots of `mprun.study.report.plots.draw` in their order."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["sentence"] = lambda text: text.replace(" %", "\u00a0%")
+    template = environment.from_string(_resource("report.html"))
+    return template.render(**_context(comparison, plots))
+
+
+def _resource(name: str) -> str:
+    return resources.files("mprun.study.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
+    return {
+        "recipe": plain(comparison.recipe),
+        "metric_name": cells.metric_name(comparison),
+        "counted": counted,
+        "nothing": cells.NONE,
+        "data": plain(comparison.data),
+        "baseline": plain(comparison.baseline),
+        "margin": cells.difference_text(comparison, comparison.margin, signed=False),
+        "is_relative": comparison.is_relative,
+        "runs": sum(len(v.runs) for v in comparison.variants),
+        "headline": answer.headline(comparison),
+        "advice": answer.advice_lines(comparison)[1:],
+        "headings": cells.headings(comparison),
+        "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
+        "variants": _variants(comparison),
+        "memory_unit": cells.memory_unit(comparison)[0],
+        "memory_headings": SHOWN_MEMORY,
+        "plots": plots,
+        "published": published.rows(comparison),
+        "published_headings": published.HEADINGS,
+        "hardware": plain(comparison.hardware),
+        "code": plain(comparison.code),
+        "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
+        "notes": [plain(note) for note in comparison.notes],
+        "failures": answer.failures(comparison),
+        "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
+        "style": Markup(_resource("report.css")),
+        "light": Markup(declarations(LIGHT)),
+        "dark": Markup(declarations(DARK)),
+    }
+
+
+def _variants(comparison: Comparison) -> list[dict[str, Any]]:
+    """The parts of each variant on the page."""
+    sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
+    rows, read = cells.rows(comparison), config_changes(comparison)
+    return [
+        {
+            "label": rows[place].label[0],
+            "word": variant.verdict.word,
+            "tone": TONES.get(variant.verdict.word, ""),
+            "sign": SIGNS.get(variant.verdict.word, ""),
+            "row": rows[place],
+            "sentence": sentences[place],
+            "reason": plain(variant.verdict.reason),
+            "details": _details(variant),
+            "memory": [
+                cells.memory(comparison, variant.memory_bytes.get(name)) for name in SHOWN_MEMORY
+            ],
+            "config": read[place],
+        }
+        for place, variant in enumerate(comparison.variants)
+    ]
+
+
+def _details(variant: Variant) -> list[tuple[str, str]]:
+    if not variant.runs:
+        return []
+    summary = variant.runs[0].summary
+    batch, backend = summary.batch, summary.backend
+    details = [
+        ("policy", plain(tables.policy(summary.effective))),
+        ("execution", variant.execution),
+        ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
+        (
+            "backend",
+            f"{backend.memory_format}, {backend.optimizer_impl} optimizer, "
+            f"{counted(backend.threads, 'thread')}{', compiled' if backend.compile else ''}",
+        ),
+    ]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for x in summary.substitutions:
+        reasons.setdefault((x.dtype, x.reason), []).append(x.op)
+    details += [
+        ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
+        for (dtype, reason), ops in reasons.items()
+    ]
+    details += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
+    return [(name, plain(text)) for name, text in details]
+
+
+NOT_COMPARED = ("seed", "run.", "logger.")
+"""Fields that differ between runs of one variant."""
+
+
+class ConfigChanges(NamedTuple):
+    """How a variant's configuration differs from the baseline's, by the first runs of both."""
+
+    changes: tuple[tuple[str, str, str], ...] = ()
+    """Fields with another value: name, baseline's value, value."""
+    problem: str = ""
+    """Why they cannot be shown, or nothing."""
+
+
+def config_changes(comparison: Comparison) -> list[ConfigChanges]:
+    """One for each variant."""
+    (base, base_problem), *others = map(_config, comparison.variants)
+    return [
+        ConfigChanges(problem=base_problem),
+        *(
+            ConfigChanges(() if problem or base_problem else tuple(_changes(base, own)), problem)
+            for own, problem in others
+        ),
+    ]
+
+
+def _config(variant: Variant) -> tuple[dict[str, str], str]:
+    """The fields of a configuration, or why there are none."""
+    if not variant.runs:
+        return {}, "no run of it completed"
+    run = variant.runs[0].path
+    try:
+        return config_fields(read_config(run)), ""
+    except UnreadableConfigError as error:
+        return {}, f"{plain(str(run / 'config.yaml'))} {error}"
+
+
+def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    for field in dict.fromkeys((*base, *other)):
+        before, after = base.get(field, ""), other.get(field, "")
+        if before != after and not field.startswith(NOT_COMPARED):
+            yield plain(field, 120), plain(before, 200), plain(after, 200)
+
+
+def markdown(comparison: Comparison) -> str:
+    """What the terminal shows in full, and the published figures."""
+    parts: list[FittedTable | str] = [
+        *answer.headline(comparison),
+        comparison_table(comparison),
+        *answer.advice_lines(comparison)[1:],  # the first is the headline
+        *footer(comparison),
+        *(
+            f"published, used in no verdict: {row.what}: {row.published} ({row.hardware}; "
+            f"{row.source}); here: {row.here}"
+            for row in published.rows(comparison)
+        ),
+    ]
+    return Result(comparison, parts).markdown
+
+
+def csv_text(comparison: Comparison) -> str:
+    """A row for each variant; missing figures are empty."""
+    rows = [_record(variant) for variant in comparison.variants]
+    cells_of = ([plain(x) if isinstance(x, str) else x for x in row.values()] for row in rows)
+    return fitted_table.csv_text([list(rows[0]) if rows else ["label"], *cells_of])
+
+
+def _record(variant: Variant) -> dict[str, Any]:
+    step, verdict = variant.step_time_ms, variant.verdict
+    return {
+        "label": variant.label,
+        "variant_hash": variant.variant_hash,
+        "precision": variant.precision,
+        "execution": variant.execution,
+        "substituted": variant.substituted,
+        "runs": len(variant.runs),
+        "seeds": " ".join(str(run.summary.seed) for run in variant.runs),
+        "failed": len(variant.failed),
+        "step_time_ms_median": step and step.median,
+        "step_time_ms_p10": step and step.p10,
+        "step_time_ms_p90": step and step.p90,
+        **_estimate("step_time_ratio", variant.step_time_ratio),
+        "samples_per_second": variant.samples_per_second,
+        **_estimate("throughput_ratio", variant.throughput_ratio),
+        "no_time_verdict": variant.no_time_verdict,
+        **_equal_quality(variant.equal_quality),
+        "artefacts": " ".join(artefact.cause for artefact in variant.artefacts),
+        **{f"memory_{name}_bytes": variant.memory_bytes.get(name) for name in MEMORY},
+        "memory_ratio": variant.memory_ratio,
+        **_estimate("metric", variant.metric),
+        **_estimate("difference", variant.difference),
+        **_interval("equivalence", variant.equivalence),
+        "verdict": verdict.word,
+        **_interval("verdict", verdict.interval),
+        "verdict_level": verdict.level,
+        "more_seeds": verdict.more_seeds,
+        "reason": verdict.reason,
+    }
+
+
+def _equal_quality(quality: EqualQuality | None) -> dict[str, Any]:
+    prefix = "equal_quality"
+    return {
+        f"{prefix}_samples": quality and quality.samples,
+        **_estimate(f"{prefix}_samples_ratio", quality.samples_ratio if quality else None),
+        f"{prefix}_seconds": quality and quality.seconds,
+        **_estimate(f"{prefix}_time_ratio", quality.time_ratio if quality else None),
+        f"{prefix}_missed": quality and quality.missed,
+    }
+
+
+def _estimate(name: str, estimate: Estimate | None) -> dict[str, Any]:
+    value, interval, n = estimate or (None, None, None)
+    return {name: value, **_interval(name, interval), f"{name}_n": n}
+
+
+def _interval(name: str, interval: Interval | None) -> dict[str, Any]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def json_text(comparison: Comparison) -> str:
+    """Everything, with the runs' summaries, under the names of `mprun.study.compare.comparison`.
+
+    Published figures are added as `published`.
+    """
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        **_plain(comparison),
+        "published": _plain(published.rows(comparison)),
+    }
+    return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and named tuples as objects, paths as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,462 @@
+"""A study: every variant with every seed, in one folder, interruptible and resumable.
+
+The folder contains `sweep.json` (the plan), a run's folder for each trial, and `.claims/`. Any
+number of processes may run it at once, on any machines that share the folder.
+
+Times are compared in pairs of equal seed on one machine. So a process first takes whole seeds that
+no other process works on. Then it helps with trials of other processes' seeds, and at last it waits
+until they have ended: if their process is killed, this one takes them over.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
+from mprun.train.assemble.file_recipe import lies_in
+from mprun.train.assemble.plan import data_request
+from mprun.config import Composed, Config, compose
+from mprun.config.study_request import StudyRequest, variants
+from mprun.records.console import note
+from mprun.errors import RunFailedError, StoppedError, UsageError, printable
+from mprun.study.budget import BudgetSignals, TrialBudget
+from mprun.study.study_progress import StudyProgress
+from mprun.study.trials import FOLDER as CLAIMS
+from mprun.study.trials import Outcome, Trial, TrialClaims, Trials, interleaved
+from mprun.records.files import dated_folder, refuse_links, remove_leftovers
+from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
+from mprun.records.run_record import read_summary
+from mprun.train.loggers import LoggedRun, build_loggers
+
+LOGS = ".launcher"
+"""The folder of a launcher's files in a study's: see `hydra_launch.py`."""
+POLL_S = 0.5
+"""Seconds between two looks at the trials of other processes."""
+
+Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
+"""Maps the outcomes so far to the variants that need no more seeds, with the reason."""
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a study carried out, and what its budget left out."""
+
+    outcomes: list[Outcome]
+    not_run: dict[str, list[int]]
+    """Variant to seeds."""
+    left_out_by: str = ""
+    """What left them out; empty: the budget."""
+
+
+class StudyLoop:
+    """Carries out the open trials of a study, one after the other, beside other processes.
+
+    Arguments as `Study.run`.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, study: Study, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None
+    ) -> None:
+        self._planned, self._baseline = study.trials, study.baseline
+        self._trials = Trials(
+            study.folder, study.config_dir, stop, progress, study.load, study.untrusted
+        )
+        self._claims = TrialClaims(study.folder)
+        self._stop, self._progress, self._drop = stop, progress, drop
+        self._budget = TrialBudget(stop.budget)
+        self._outcomes: dict[Trial, Outcome] = {}
+        self._left_out: set[Trial] = set()
+        self._dropped: set[str] = set()
+
+    def run(self) -> StudyResult:
+        """Carry out all trials that the budget admits, except further seeds of dropped variants.
+
+        Raises:
+            StoppedError: a signal ended a trial.
+        """
+        seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
+        while True:
+            for seed in filter(self._open, seeds):  # whole seeds first: their runs are one pair
+                with self._claims.held(f"seed{seed}") as mine:
+                    if mine:
+                        self._run_seed(seed)
+            for seed in seeds:  # then single trials of other processes' seeds
+                self._run_seed(seed)
+            waiting = [trial for seed in seeds for trial in self._open(seed)]
+            if not waiting or self._stop.budget.is_over():
+                break
+            self._progress.wait_for([f"{trial.variant} seed {trial.seed}" for trial in waiting])
+            time.sleep(POLL_S)
+        by_machine = {trial for trial, outcome in self._outcomes.items() if outcome.by_machine}
+        unfinished = [x for x in self._planned if x in {*self._left_out, *waiting, *by_machine}]
+        for trial in unfinished:
+            if self._trials.has_ended(trial):  # in another process, by now
+                self._outcomes[trial] = self._trials.run(trial)
+        not_run: dict[str, list[int]] = {}
+        for trial in unfinished:
+            if trial not in self._outcomes:
+                not_run.setdefault(trial.variant, []).append(trial.seed)
+        return StudyResult(list(self._outcomes.values()), not_run)
+
+    def _open(self, seed: int) -> list[Trial]:
+        """The trials of a seed that have no outcome yet, as far as this process knows."""
+        return [
+            trial
+            for trial in self._planned
+            if trial.seed == seed
+            and trial.variant not in self._dropped
+            and trial not in self._outcomes
+            and trial not in self._left_out
+        ]
+
+    def _run_seed(self, seed: int) -> None:
+        """Carry out the open trials of a seed, except those that other processes run."""
+        trials = self._open(seed)
+        is_partner_open = self._baseline in {trial.variant for trial in trials}
+        for trial in trials:
+            is_partner_open &= trial.variant != self._baseline
+            self._take(trial, self._baseline if is_partner_open else None)
+        if trials and self._drop is not None:
+            self._dropped |= set(self._drop(list(self._outcomes.values())))
+            self._progress.drop(self._dropped)
+
+    def _take(self, trial: Trial, partner: str | None) -> None:
+        """Carry out a trial, unless it is over, another process runs it, or the budget ends.
+
+        Args:
+            trial: the trial.
+            partner: the variant it is paired with, if its trial of this seed is still to come.
+        """
+        if self._trials.has_ended(trial):
+            self._run_in_budget(trial)
+            return
+        with self._claims.held(trial.name) as mine:
+            if not mine or self._trials.has_ended(trial):  # a moment ago, in another process
+                return
+            if self._budget.admits(trial.variant, partner):
+                self._claims.record_start(trial.name)
+                self._run_in_budget(trial)
+            else:
+                self._left_out.add(trial)
+
+    def _run_in_budget(self, trial: Trial) -> None:
+        """Keep the outcome of a trial, unless the budget ends it.
+
+        Raises:
+            StoppedError: a signal ended it.
+        """
+        began_s = self._stop.budget.now_s
+        try:
+            outcome = self._trials.run(trial)
+        except StoppedError:
+            if self._stop.received is not None:
+                raise
+            self._left_out.add(trial)
+            return
+        earlier_s = 0.0 if outcome.summary is None else outcome.summary.wall_time_s
+        self._budget.took(trial.variant, max(self._stop.budget.now_s - began_s, earlier_s))
+        self._outcomes[trial] = outcome
+
+
+LEFTOVER_S = 3600.0
+"""Temporary files of a study that are older than this belong to no process that still runs."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A plan and the folder it is carried out in."""
+
+    folder: Path
+    plan: StudyPlan
+    load: DataCache = field(default_factory=DataCache, compare=False)
+    trusted: bool = field(default=True, compare=False)
+    """Whether recipe code that lies in the folder may run; see `run.trust`."""
+
+    @property
+    def config_dir(self) -> Path | None:
+        """The user's own folder of configs."""
+        return None if self.plan.config_dir is None else Path(self.plan.config_dir)
+
+    @property
+    def untrusted(self) -> Path | None:
+        """The folder, unless its code may run."""
+        return None if self.trusted else self.folder
+
+    @property
+    def baseline(self) -> str:
+        """The variant that the others are compared with."""
+        return next(iter(self.plan.variants))
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues it."""
+        return f"mprun {self.plan.command} {shlex.quote(f'run.resume={self.folder}')}"
+
+    @property
+    def trials(self) -> list[Trial]:
+        """In the order of the runs."""
+        all_overrides = {k: (*v, *self.plan.of_trials) for k, v in self.plan.variants.items()}
+        return interleaved(all_overrides, self.plan.seeds)
+
+    def run(
+        self, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None = None
+    ) -> StudyResult:
+        """Carry out all trials that the budget admits, except further seeds of dropped variants.
+
+        Args:
+            stop: the signals and the budget, entered.
+            progress: shows the trials.
+            drop: returns the variants to drop.
+
+        Raises:
+            UsageError: the folder cannot be written, or the study's samples cannot be loaded.
+            StoppedError: a signal ended a trial.
+        """
+        first, config_dir = self.trials[0].overrides, self.config_dir
+        _check_recipe_file(self, compose(first, config_dir).config)
+        loop = StudyLoop(self, stop, progress, drop)  # it refuses a folder that cannot be written
+        remove_leftovers(self.folder, LEFTOVER_S)
+        load_samples(first, config_dir, self.load, self.untrusted)
+        return loop.run()
+
+    def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, str]:
+        """The baseline's hash, and the samples for a choice between variants: never the test set.
+
+        Raises:
+            RunFailedError: the baseline has no completed run.
+        """
+        for o in outcomes:
+            if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
+                held_out = o.summary.data.validation_samples
+                return o.summary.variant_hash, "train" if held_out == 0 else "validation"
+        if self.baseline not in {o.trial.variant for o in outcomes}:
+            raise RunFailedError(
+                f"the budget ended before a run of {self.baseline}, the baseline, was complete; "
+                f"continue with: {self.resume_command}"
+            )
+        raise RunFailedError(f"{self.baseline}, the baseline, failed in every run")
+
+
+def _check_recipe_file(study: Study, config: Config) -> None:
+    """Refuse to continue a study with another file of its recipe than that of its first runs.
+
+    Raises:
+        UsageError: the file was changed, or cannot be read.
+    """
+    source = source_of(config)
+    if source is None:
+        return
+    for trial in study.trials:
+        try:
+            summary = read_summary(study.folder / trial.name)
+        except UsageError:  # it has not begun
+            continue
+        is_same = summary.recipe_sha256 in (None, source.sha256)
+        if summary.recipe == config.recipe.name and not is_same:
+            raise UsageError(
+                f"run.resume={study.folder}: {source.path} was changed since the study began; put "
+                f"it back as it was ({study.folder / trial.name / RECIPE} is a copy), or begin a "
+                "new study with it"
+            )
+
+
+def new_study(
+    request: StudyRequest,
+    overrides: Mapping[str, Sequence[str]],
+    *,
+    of_trials: Sequence[str] = (),
+    not_tried: Mapping[str, str] | None = None,
+    load: DataCache | None = None,
+) -> Study:
+    """A study in a new folder, its plan written; or the same study that another process has begun.
+
+    Args:
+        request: the arguments.
+        overrides: of each variant, by name; the first is the baseline.
+        of_trials: see `StudyPlan`.
+        not_tried: see `StudyPlan`.
+        load: loads the samples once.
+
+    Raises:
+        UsageError: the folder has something else in it, or cannot be written.
+    """
+    study_plan = StudyPlan(
+        command=request.command,
+        variants={name: tuple(texts) for name, texts in overrides.items()},
+        seeds=tuple(request.seeds),
+        config_dir=None if request.config_dir is None else str(request.config_dir.resolve()),
+        of_trials=tuple(of_trials),
+        not_tried=dict(not_tried or {}),
+    )
+    path = dated_folder() if request.folder is None else Path(request.folder)
+    load = load or DataCache()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        taken = _foreign(path)
+        if taken is None and _is_written(path, study_plan):
+            return Study(path, study_plan, load)
+    except OSError as error:
+        raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
+    if not (path / FILE).exists():
+        raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
+    return replace(_joined(request, path, study_plan), load=load)
+
+
+def _is_written(folder: Path, plan: StudyPlan) -> bool:
+    """Write a plan; False if another process was quicker."""
+    try:
+        write_study_plan(folder, plan)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _foreign(folder: Path) -> str | None:
+    """What is in a folder besides another process's draft of a plan; None if nothing is."""
+    names = {path.name for path in folder.iterdir()}
+    return next((name for name in sorted(names) if not name.startswith(f".{FILE}.")), None)
+
+
+def _joined(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
+    """The study in a folder, if it is the one that was asked for: this process helps with it.
+
+    Raises:
+        UsageError: it is another study.
+    """
+    study = resumed_study(request.command, folder, request.trust)
+    if replace(study.plan, not_tried=plan.not_tried) != plan:
+        raise UsageError(
+            f"run.dir={folder} has {FILE} of another study already; choose another folder, or "
+            f"resume that study: run.resume={folder}"
+        )
+    note(f"{folder} has this study already; its open runs are continued")
+    return study
+
+
+def new_sweep(request: StudyRequest) -> Study:
+    """A study of every variant that the overrides give.
+
+    Raises:
+        UsageError: anything wrong with the overrides, the samples or the folder.
+    """
+    sweep, load = variants(request.overrides, request.config_dir), DataCache()
+    load_samples(next(iter(sweep.overrides.values())), request.config_dir, load)
+    return new_study(request, sweep.overrides, not_tried=sweep.left_out, load=load)
+
+
+def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
+    """The study of this command in `folder`.
+
+    Args:
+        command: its name.
+        folder: the study's.
+        trust: whether code that lies in the folder may run, and its overrides be interpolated.
+
+    Raises:
+        UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
+            it asks for more than a study that is not trusted may.
+    """
+    refuse_links(folder, [FILE, CLAIMS, LOGS])
+    refuse_links(folder / CLAIMS, [path.name for path in (folder / CLAIMS).glob("*")])
+    study_plan = read_study_plan(folder)
+    if study_plan.command != command:  # another study has other samples and another question
+        raise UsageError(
+            f"run.resume={folder}: this is a study of mprun {study_plan.command}; resume it with: "
+            f"mprun {study_plan.command} run.resume={shlex.quote(str(folder))}"
+        )
+    if not trust:
+        _check_untrusted(folder, study_plan)
+    return Study(folder, study_plan, trusted=trust)
+
+
+def _check_untrusted(folder: Path, plan: StudyPlan) -> None:
+    """Refuse what someone who made the folder could do to the user who resumes it."""
+    refuse_links(folder, [path.name for path in folder.iterdir()])
+    trust = "if the study is yours, add run.trust=true"
+    if not all(name.isprintable() for name in plan.variants):
+        raise UsageError(f"{folder / FILE} is damaged: a variant has no name that can be printed")
+    for text in (*plan.of_trials, *chain(*plan.variants.values())):
+        if text.lstrip("+").startswith(("run.", "logger.uri")):
+            raise UsageError(f"run.resume={folder}: {FILE} contains '{printable(text)}'; {trust}")
+        if "${" in text:
+            raise UsageError(
+                f"run.resume={folder}: {FILE} contains '{printable(text)}', which can read "
+                f"environment variables into the record; {trust}"
+            )
+    if plan.config_dir is None:
+        return
+    if lies_in(Path(plan.config_dir), folder):
+        raise UsageError(
+            f"run.resume={folder}: {FILE} takes configurations from {plan.config_dir}, a part of "
+            f"the study itself; {trust}"
+        )
+    note(f"{folder / FILE} takes configurations from {plan.config_dir}")
+
+
+def load_samples(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    load: DataCache,
+    untrusted: Path | None = None,
+) -> None:
+    """Load the samples before the first run: an error in them is an error in every run.
+
+    Args:
+        overrides: of a run.
+        config_dir: a further folder of configs, or None.
+        load: loads them.
+        untrusted: a folder whose code is not run, or None.
+    """
+    config = compose(overrides, config_dir).config
+    recipe = recipe_of(config, untrusted)
+    load(recipe, data_request(config))
+
+
+def held_out(composed: Composed, load: DataCache) -> list[str]:
+    """Overrides for a study that selects something: with validation data, without a test.
+
+    Raises:
+        UsageError: the run cannot be planned.
+    """
+    planned = make_plan(composed.config, composed.given, load=load)
+    overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
+    takes_share = "data.validation_fraction" not in planned.recipe.ignores
+    if planned.splits.validation.is_empty and takes_share:
+        overrides.append("data.validation_fraction=0.1")
+    return overrides
+
+
+def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None]) -> None:
+    """Add a run `comparison of FOLDER` with these files beside the runs of the study's trials.
+
+    Nothing happens with a logger that keeps no files. A study that is resumed replaces the files.
+
+    Args:
+        study: whose trials have a logger.
+        files: of the report.
+        tell: shows notes and warnings.
+    """
+    trial = study.trials[0]
+    config = compose(trial.overrides, study.config_dir).config
+    logged = LoggedRun(
+        folder=study.folder,
+        store=LoggedRun(folder=study.folder / trial.name).store_folder,
+        project=config.logger.project or config.recipe.name,
+        name=f"comparison of {study.folder.name}",
+        tags={**config.logger.tags, "recipe": config.recipe.name, "kind": study.plan.command},
+        uri=config.logger.uri,
+        online=config.logger.mode == "online",
+    )
+    for logger in build_loggers(config.logger.name, logged, tell):
+        if logger.HAS_RUNS and files:
+            logger.open()
+            logger.artifacts(files)
+            logger.finish("completed")

@@ -1,0 +1,178 @@
+"""The dtypes that a configuration asks for: the policy, dtypes of single modules, op lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mprun.config import Config
+from mprun.config.schema import OpListsConfig
+from mprun.errors import UsageError, as_usage_error
+from mprun.watch.memory_recorder import fake_tensors
+from mprun.precision import Policy
+from mprun.precision.convert import convert
+from mprun.precision.gemms import model_gemms
+from mprun.precision.layers import check_rounding, layer_precisions, resolve, with_layer_formats
+from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
+from mprun.precision.op_lists.lists import of_this_version, spelled
+from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
+from mprun.records.layer_values import layer_values
+from mprun.records.reader import NotYamlError, read_yaml
+from mprun.train.user_code import model_of
+
+
+@as_usage_error()
+def build_policy(config: Config) -> Policy:
+    """The policy a configuration's precision section describes."""
+    row = {k: v for k, v in vars(config.precision).items() if not k.startswith("layers")}
+    return Policy(**row)
+
+
+def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, str]:
+    """`precision.layers` over `precision.layers_file`, each key resolved to names of modules.
+
+    A model on fake tensors is converted to these dtypes, to check that they can be used.
+    """
+    asked = dict(config.precision.layers)
+    if config.precision.layers_file is not None:
+        asked = {**_layers_file(Path(config.precision.layers_file)), **asked}
+    if not asked:
+        return {}
+    with fake_tensors():
+        model = model_of(recipe)
+        with as_usage_error():
+            layers = resolve(model, asked)
+            check_rounding(layers, policy)
+            stored = {n: layer.stored for n, layer in layer_precisions(layers, policy).items()}
+            convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=stored)
+    return layers
+
+
+def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLists | None:
+    """The op lists for a device, or None where nothing is cast by name.
+
+    Args:
+        config: the configuration; its lists include the names in the user's files.
+        device: PyTorch's own lists differ between devices.
+        resumed: whether a run is resumed; the user's files may no longer exist.
+
+    Raises:
+        UsageError: two of the user's files, or two of the configuration's lists, have the same op;
+            with `op_lists.strict`, a name that no op has.
+    """
+    if config.precision.casting != "op_lists":
+        return None
+    section = config.op_lists
+    lower, fp32, promote = (names for names, _ in _without_displaced(section, device, resumed))
+    with as_usage_error("op_lists: "):
+        lists = op_lists(lower, fp32, promote, section.unlisted == "first_input")
+    if section.strict and lists.unknown:
+        first, rest = lists.unknown[:5], len(lists.unknown) - 5
+        more = f"; {rest} more" if rest > 0 else ""
+        raise UsageError(f"op_lists.strict=true: {'; '.join(map(str, first))}{more}")
+    return lists
+
+
+def entries(
+    section: OpListsConfig, kind: str, device: torch.device, resumed: bool = False
+) -> list[Entry]:
+    """The names on one list for a device, each with its source."""
+    path = getattr(section, f"{kind}_file")
+    if path is not None and not resumed:
+        return read_list(Path(path), kind)
+    own = getattr(section, f"{device.type}_{kind}", None)
+    names = getattr(section, kind) if own is None else own
+    source = path or f"op_lists={section.name}"
+    return [Entry(name, source) for name in of_this_version(section.name, names)]
+
+
+def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | None:
+    """A sentence about ops that the user's files remove from the other lists, or None.
+
+    Ops that leave the promote list are not mentioned: in HMP the other two lists win over it.
+    """
+    section = config.op_lists
+    if config.precision.casting != "op_lists" or not _kinds_from_files(section):
+        return None
+    settled = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
+    displaced = [(kind, names) for kind, (_, names) in settled if names and kind != "promote"]
+    if not displaced:
+        return None
+    files = " and ".join(f"op_lists.{kind}_file" for kind in _kinds_from_files(section))
+    moved = ", ".join(f"{', '.join(names)} from the {kind} list" for kind, names in displaced)
+    return (
+        f"{files} takes precedence over op_lists={section.name}, whose other lists lose what it "
+        f"names: {moved}"
+    )
+
+
+def _kinds_from_files(section: OpListsConfig) -> tuple[str, ...]:
+    """The lists that the user's files replace."""
+    return tuple(kind for kind in KINDS if getattr(section, f"{kind}_file") is not None)
+
+
+def _without_displaced(
+    section: OpListsConfig, device: torch.device, resumed: bool
+) -> list[tuple[list[Entry], list[str]]]:
+    """For each of `KINDS` its entries, and the ops that it loses to a list of the user's files.
+
+    An op that a file names is on the file's list only, also where a shipped list has another name
+    for it. A shipped entry for several ops keeps the others. Lists from files lose nothing.
+    """
+    lists = {kind: entries(section, kind, device, resumed) for kind in KINDS}
+    from_files = _kinds_from_files(section)
+    taken = {op for kind in from_files for entry in lists[kind] for op in spelled(entry.text)}
+    settled = []
+    for kind, listed in lists.items():
+        remaining: list[Entry] = []
+        displaced: dict[str, None] = {}
+        for entry in listed:
+            ops = spelled(entry.text)
+            lost = () if kind in from_files else [op for op in ops if op in taken]
+            displaced |= dict.fromkeys(lost)
+            rest = [Entry(op, entry.where) for op in ops if op not in lost]
+            remaining += rest if lost else [entry]
+        settled.append((remaining, list(displaced)))
+    return settled
+
+
+def _layers_file(path: Path) -> dict[str, str]:
+    """The mapping in a file, checked: name to dtype or mode."""
+    try:
+        _, content = read_yaml(path)
+    except OSError as error:
+        reason = error.strerror
+        raise UsageError(f"precision.layers_file={path} cannot be read ({reason})") from None
+    except NotYamlError as error:
+        raise UsageError(f"precision.layers_file={path} is not YAML ({error})") from None
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"precision.layers_file={path}: it is not a mapping; legal is a line for each module, "
+            "'name: dtype'"
+        )
+    with as_usage_error(f"precision.layers_file={path}: "):
+        return layer_values(content)
+
+
+def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> Policy:
+    """The policy, which says whether `layers` names formats of products.
+
+    Raises:
+        UsageError: the mode cannot have them; or no layer of the recipe's model can have the mode's
+            or its own, so that it would train like bf16_mixed.
+    """
+    with as_usage_error():
+        policy = with_layer_formats(policy, layers.values())
+    if policy.gemms == "none":
+        return policy
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = model_of(recipe)
+    except Exception:  # it is the user's, and may need values: the run finds out
+        return policy
+    with as_usage_error(f"precision={policy.name}: "):
+        model_gemms(model, layers, policy.gemms)
+    return policy

@@ -1,0 +1,471 @@
+"""Which optimizer and which learning-rate schedule a run gets.
+
+An optimizer by name (`config.schema.OPTIMIZERS`) is PyTorch's, or its namesake of `mprun.optim`
+that stores parameters and state in 16 bits. One without namesake, by import path or made by the
+recipe computes in its parameters' dtype, so with 16-bit parameters it gets float32 masters. The
+schedule is the configuration's, or the recipe's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+)
+
+from mprun import optim
+from mprun.precision._torch import eager_optimizer
+from mprun.train.assemble.file_recipe import extends, imported
+from mprun.config import Config
+from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
+from mprun.train.machine.speed_choices import SpeedChoice
+from mprun.errors import UsageError, first_line, hint, nearest
+from mprun.watch.memory_recorder import fake_tensors
+from mprun.optim import engines
+from mprun.optim.by_policy import low_precision, with_masters
+from mprun.precision import Policy
+from mprun.precision.convert import convert
+from mprun.precision.layers import layer_precisions
+from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
+from mprun.records.layer_values import layer_dtypes
+from mprun.train.time_limit import Schedule
+from mprun.train.user_code import model_of
+
+CLOSURE = "calls the loss several times in a step, and mprun calls it once"
+ANY = None
+"""The class takes arguments of any name."""
+
+
+def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimizer]:
+    """The class at an import path; the current folder is searched too.
+
+    Raises:
+        UsageError: there is none, or it is no optimizer that can be used.
+    """
+    legal = "legal is the import path of a class, such as torch.optim.Adagrad"
+    kind = imported("train.optimizer.target", target, untrusted, legal)
+    if not extends(kind, Optimizer):
+        module, _, name = target.rpartition(".")
+        known = [n for n, x in vars(sys.modules[module]).items() if extends(x, Optimizer)]
+        near = nearest(name, known)
+        meant = f"; did you mean {module}.{near}?" if near else ""
+        other = f": {', '.join(known)}" if known else ""
+        raise UsageError(
+            f"train.optimizer.target={target} is not a torch.optim.Optimizer{meant or other}"
+        )
+    refuse_closures(kind, f"train.optimizer.target={target}")
+    return kind
+
+
+def refuse_closures(kind: type[Optimizer], what: str) -> None:
+    """Raise `UsageError` for an optimizer whose step needs a closure."""
+    if issubclass(kind, torch.optim.LBFGS):
+        raise UsageError(f"{what}: {kind.__name__} {CLOSURE}; legal is every other optimizer")
+
+
+def arguments_of(kind: type[Optimizer]) -> list[str] | None:
+    """The names of the arguments of a class beside its parameters and lr; None for any."""
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return ANY
+    return [p.name for p in parameters if p.name != "lr" and p.kind is not p.VAR_POSITIONAL]
+
+
+def check_arguments(kind: type[Optimizer], args: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an argument that the class does not take."""
+    legal = arguments_of(kind)
+    for name, value in args.items():
+        if legal is not ANY and name not in legal:
+            raise UsageError(
+                f"'train.optimizer.args.{name}={value}': {kind.__name__} has no such argument"
+                f"{hint(str(name), legal)}; legal: {', '.join(legal)}"
+            )
+
+
+def takes(kind: type[Optimizer], name: str) -> bool:
+    """Whether a class names such an argument."""
+    return name in (arguments_of(kind) or ())
+
+
+def implementation(kind: type[Optimizer], args: Mapping[str, Any], chosen: str) -> str:
+    """The implementation of a run with this class: forloop, foreach, fused, or own.
+
+    Args:
+        kind: the class.
+        args: the user's arguments, which win.
+        chosen: what was measured to be the fastest of PyTorch's optimizers.
+    """
+    if not takes(kind, "foreach"):
+        return "own"
+    asked = [name for name in ("fused", "foreach") if args.get(name)]
+    if asked:
+        return asked[0]
+    if any(name in args for name in ("fused", "foreach")):
+        return "forloop"
+    return "foreach" if chosen == "fused" and not takes(kind, "fused") else chosen
+
+
+def made_of_class(
+    kind: type[Optimizer], parameters: Any, config: OptimizerConfig, lr: float, implementation: str
+) -> Optimizer:
+    """An optimizer of the class, with the user's arguments.
+
+    Raises:
+        UsageError: the class at an import path refuses them.
+    """
+    given = options_of(config, kind)
+    options = {"lr": lr, **{name: _as_argument(value) for name, value in given.items()}}
+    if implementation not in ("own", "masters"):
+        names = [n for n in ("foreach", "fused") if takes(kind, n)]
+        if not any(name in given for name in names):
+            options |= {name: implementation == name for name in names}
+    if config.target is None:
+        return eager_optimizer(kind)(parameters, **options)  # type: ignore[arg-type]
+    try:
+        return kind(parameters, **options)
+    except Exception as error:  # the class may be the user's
+        legal = arguments_of(kind)
+        known = "" if legal is ANY else f"; its arguments: {', '.join(legal)}"
+        raise UsageError(
+            f"train.optimizer.target={config.target} cannot be made ({type(error).__name__}: "
+            f"{first_line(error)}){known}"
+        ) from None
+
+
+def article(value: Any) -> str:
+    """What a function gave, by its class."""
+    return "nothing (a return is missing)" if value is None else f"a {type(value).__name__}"
+
+
+def _as_argument(value: Any) -> Any:
+    """A list as the tuple that optimizers take (betas)."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
+    """A sentence if the recipe's warm-up is longer than the planned optimizer steps.
+
+    Args:
+        train: the configuration.
+        steps: that are planned; None where only time ends the run.
+        given: the fields that the user set.
+
+    Raises:
+        UsageError: the user set such a warm-up.
+    """
+    if steps is None or train.warmup_steps <= steps:
+        return None
+    if "train.warmup_steps" not in given:
+        return f"the run's {steps} steps end within the recipe's warm-up of {train.warmup_steps}"
+    raise UsageError(
+        f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
+        f"(train.epochs, train.max_steps); legal is at most {steps}"
+    )
+
+
+def build_schedule(
+    train: TrainConfig, recipe: Recipe, optimizer: Optimizer, steps: int | None
+) -> Schedule:
+    """The recipe's own schedule, or the configuration's over the planned optimizer steps.
+
+    Raises:
+        UsageError: the recipe's `schedule` gives something else.
+    """
+    if recipe.makes_schedule:
+        return Schedule(_recipes_schedule(recipe, optimizer))
+    if train.warmup_steps or train.min_lr:
+        lowest = 0.0 if train.scheduler == "none" else train.min_lr
+        curve = CURVES[train.scheduler]
+        bases = [float(group["lr"]) for group in optimizer.param_groups]
+        factors = [factor(curve, train.warmup_steps, steps or 1, lowest / base) for base in bases]
+        return Schedule(LambdaLR(optimizer, factors))
+    if train.scheduler == "none" or steps is None:
+        return Schedule()
+    if train.scheduler == "cosine":
+        return Schedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
+
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "none": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+"""The share of the fall that is left, by the share of the steps after the warm-up."""
+
+
+def factor(
+    curve: Callable[[float], float], warmup: int, steps: int, lowest: float
+) -> Callable[[int], float]:
+    """What the learning rate is multiplied by in a step, counted from 0.
+
+    It is (step + 1) / warmup in the warm-up. Then it falls along the curve from 1 to `lowest`,
+    which it would reach one step after the last.
+    """
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return lowest + (1 - lowest) * curve(done)
+
+    return at
+
+
+def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
+    name = f"schedule(optimizer) of {type(recipe).__name__}"
+    schedule = recipe.schedule(optimizer)
+    if not isinstance(schedule, LRScheduler):
+        raise UsageError(
+            f"{name} gave {article(schedule)}; legal is a scheduler of torch.optim.lr_scheduler"
+        )
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise UsageError(
+            f"{name} returned ReduceLROnPlateau, which needs a score, and mprun steps a schedule "
+            "after each optimizer step; legal: any other of torch.optim.lr_scheduler"
+        )
+    return schedule
+
+
+def class_of(config: OptimizerConfig, untrusted: Path | None = None) -> type[Optimizer]:
+    """The class of an optimizer by name or import path; raises as `optimizer_class`."""
+    if config.target is not None:
+        return optimizer_class(config.target, untrusted)
+    return getattr(torch.optim, OPTIMIZERS[config.name].kind)  # type: ignore[no-any-return]
+
+
+def import_path(config: OptimizerConfig) -> str:
+    return config.target or f"torch.optim.{OPTIMIZERS[config.name].kind}"
+
+
+def options_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
+    """What its class is told, without lr: the fields of its name, or the user's arguments."""
+    if config.target is None:
+        values = {**vars(config), "betas": (config.beta1, config.beta2)}
+        return {name: values[name] for name in OPTIMIZERS[config.name].arguments}
+    decays = config.weight_decay and takes(kind, "weight_decay")
+    return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
+
+
+def stores_low_precision(
+    policy: Policy, layers: Mapping[str, str], config: OptimizerConfig
+) -> bool:
+    """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
+    moments = {getattr(policy, f"{moment}_dtype") for moment in config.stored_moments}
+    own = filter(None, (layer_dtypes(value, policy.casting) for value in layers.values()))
+    return {policy.param_dtype, *moments, *(stored for stored, _ in own)} != {"float32"}
+
+
+FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+"""Import paths of classes with the fused kernel that was measured."""
+
+OPTIMIZER_KEYS = (
+    "train.lr",
+    "batch.lr_rule",
+    *(f"train.optimizer.{f.name}" for f in fields(OptimizerConfig)),
+)
+SCHEDULE_KEYS = ("train.scheduler", "train.warmup_steps", "train.min_lr")
+
+
+def optimizer_name(config: OptimizerConfig, recipe: Recipe) -> str:
+    """The name of a run's optimizer, its import path, or the recipe's class that makes it."""
+    if recipe.makes_optimizer:
+        return f"{type(recipe).__name__}.optimizer"
+    return config.name if config.target is None else config.target
+
+
+def unused_by(recipe: Recipe) -> dict[str, str]:
+    """Keys without effect because the recipe makes its own optimizer or schedule, and which."""
+    own = dict.fromkeys(OPTIMIZER_KEYS, "optimizer") if recipe.makes_optimizer else {}
+    return own | (dict.fromkeys(SCHEDULE_KEYS, "schedule") if recipe.makes_schedule else {})
+
+
+def unused_weight_decay(
+    config: OptimizerConfig, recipe: Recipe, given: Sequence[str]
+) -> str | None:
+    """A sentence if the user set a weight decay that the class at the import path does not take."""
+    key = "train.optimizer.weight_decay"
+    if key not in given or config.target is None or recipe.makes_optimizer:
+        return None
+    if takes(optimizer_class(config.target), "weight_decay"):
+        return None
+    return f"{key} has no effect: {config.target} takes none"
+
+
+def check_optimizer(
+    config: Config,
+    recipe: Recipe,
+    policy: Policy,
+    layers: Mapping[str, str],
+    speed: SpeedChoice,
+    lr: float,
+) -> None:
+    """Make the optimizer and its schedule of a model on fake tensors, to report mistakes early.
+
+    A model or an optimizer that reads values cannot be made like this; then the run finds out. An
+    optimizer by name is made of values that were checked, so only the model is looked at, on the
+    meta device, which imports less than fake tensors.
+
+    Raises:
+        UsageError: see `build_optimizer` and `build_schedule`.
+    """
+    is_named = config.train.optimizer.stores_low and not recipe.makes_optimizer
+    try:
+        if is_named and not recipe.makes_schedule:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                check_trainable(model_of(recipe), recipe)
+            return
+        with fake_tensors():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            model = model_of(recipe)
+            stored = {n: row.stored for n, row in layer_precisions(layers, policy).items()}
+            dtype = torch_dtype(policy.param_dtype)
+            convert(model, torch.device("cpu"), dtype, layers=stored)
+            section = config.train.optimizer
+            optimizer = build_optimizer(section, recipe, model, lr, policy, speed, config.seed)
+            build_schedule(config.train, recipe, optimizer, steps=None)
+    except UsageError:
+        raise
+    except Exception:  # the model or the optimizer is the user's, and may need values
+        return
+
+
+def choose_implementation(
+    config: OptimizerConfig,
+    recipe: Recipe,
+    low: bool,
+    chosen: str,
+    untrusted: Path | None = None,
+) -> str | None:
+    """The implementation of an optimizer without namesake in `mprun.optim`: see `SpeedChoice`.
+
+    Args:
+        config: the optimizer section.
+        recipe: the recipe, which may make its own.
+        low: whether parameters are stored in 16 bits.
+        chosen: what was measured to be the fastest.
+        untrusted: a folder whose code is not run.
+
+    Returns:
+        None for one with a namesake.
+
+    Raises:
+        UsageError: there is no such class, or it does not take the arguments.
+    """
+    if recipe.makes_optimizer:
+        return "masters" if low else "own"
+    if config.stores_low:
+        return None
+    kind = class_of(config, untrusted)
+    given = options_of(config, kind)
+    check_arguments(kind, given)
+    if low and issubclass(kind, torch.optim.SparseAdam):
+        raise UsageError(
+            f"train.optimizer.target={config.target} takes sparse gradients, and parameters in 16 "
+            "bits have none; legal: another optimizer, or precision=bf16_mixed"
+        )
+    return "masters" if low else implementation(kind, given, chosen)
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    recipe: Recipe,
+    model: nn.Module,
+    lr: float,
+    policy: Policy,
+    speed: SpeedChoice,
+    seed: int,
+) -> Optimizer:
+    """The optimizer of the parameters that are not frozen, with the implementation in `speed`.
+
+    Raises:
+        UsageError: all are frozen, the recipe's `optimizer` gives something else, or the class
+            does not take its arguments.
+    """
+    check_trainable(model, recipe)
+    engine = speed.optimizer_impl
+    if engine in engines.ENGINES:
+        kind = class_of(config)
+        given = {"lr": lr, **options_of(config, kind)}
+        return low_precision(policy, kind, trained(model), seed, engine, **given)
+
+    def make() -> Optimizer:
+        if recipe.makes_optimizer:
+            return _recipes_optimizer(recipe, model)
+        return made_of_class(class_of(config), trained(model), config, lr, engine)
+
+    if speed.optimizer_impl != "masters":
+        return make()
+    return _with_masters(make, model, policy, seed)
+
+
+def check_trainable(model: nn.Module, recipe: Recipe) -> None:
+    """Raise `UsageError` where all parameters of a recipe's model are frozen."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            f"all parameters of the model of {type(recipe).__name__} are frozen "
+            "(requires_grad=False): there is nothing to train; leave one unfrozen"
+        )
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    name = f"optimizer(model) of {type(recipe).__name__}"
+    optimizer = recipe.optimizer(model)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"{name} gave {article(optimizer)}; legal is a torch.optim.Optimizer")
+    refuse_closures(type(optimizer), name)
+    known = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in known for p in held):
+        raise UsageError(f"{name} holds no parameter of the model that it was given")
+    for group in optimizer.param_groups:  # frozen ones never have a gradient
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    return optimizer
+
+
+def _with_masters(
+    make: Callable[[], Optimizer], model: nn.Module, policy: Policy, seed: int
+) -> Optimizer:
+    """What `make` gives, on float32 masters of the 16-bit parameters."""
+    if policy.rounding == "split":
+        raise UsageError(
+            "precision.rounding=split with an optimizer that gets float32 masters; legal: "
+            "precision.rounding=nearest, or train.optimizer.name"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"precision={policy.name}: {name or type(module).__name__} makes sparse gradients "
+                "(sparse=True), and parameters in 16 bits have none; legal: sparse=False, or "
+                "precision=bf16_mixed"
+            )
+    with optim.float32_masters(model) as masters:
+        inner = make()
+    if isinstance(inner, optim.LowPrecisionOptimizer):
+        inner_kind = f"mprun.optim.{type(inner).__name__}"
+        raise UsageError(
+            f"{inner_kind} stores 16 bits itself and needs no float32 masters; "
+            f"legal is train.optimizer.name={type(inner).__name__.lower()}"
+        )
+    return with_masters(policy, inner, masters, seed)

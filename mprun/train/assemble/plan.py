@@ -1,0 +1,530 @@
+"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mprun.precision import devices
+from mprun.train.assemble.dtype_choices import build_policy, choose_layers, choose_op_lists, displaced_ops, with_formats
+from mprun.train.assemble.file_recipe import RecipeSource, record_of
+from mprun.train.assemble.optimizer import FUSED, check_optimizer, choose_implementation, import_path, stores_low_precision, unused_by, unused_weight_decay, warmup_warning
+from mprun.train.assemble.recipe_loading import Load, load_data, recipe_of, source_of
+from mprun.config import Config
+from mprun.config.validate import GUARD, SATURATES, is_argument, loss_scale_kind, no_formats, without_effect
+from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.machine import has_amx
+from mprun.train.machine.speed_choices import SpeedChoice, choose
+from mprun.errors import UsageError, as_usage_error
+from mprun.precision.nested import to_dtype
+from mprun.optim import engines
+from mprun.precision import Policy, backend_flags
+from mprun.precision.execution import choose_execution, choose_fp32_fallback
+from mprun.precision.layers import LayerRow, layer_rows
+from mprun.precision.op_lists import OpLists, Unknown
+from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
+from mprun.records.run_record import BatchRow
+from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
+from mprun.train.loggers import check_logger, unused_fields
+from mprun.train.loop import Limits
+from mprun.train.recipe_metrics import metrics_of
+from mprun.train.user_code import explained
+
+
+@as_usage_error()
+def choose_device(wanted: str) -> torch.device:
+    """The device; `auto` is the accelerator if there is one.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    return devices.find(wanted)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start: everything is decided, checked and loaded, and nothing is trained."""
+
+    config: Config
+    recipe: Recipe
+    recipe_source: RecipeSource | None
+    """The recipe's file; None for a recipe by name."""
+    policy: Policy
+    device: torch.device
+    execution: str
+    why_emulated: str | None
+    """Why emulation was chosen; None for native execution, and where the user chose."""
+    speed: SpeedChoice
+    splits: Splits
+    batch: BatchRow
+    lr: float
+    layers: dict[str, str]
+    """Modules with a dtype of their own: name to dtype."""
+    op_lists: OpLists | None
+    """Ops cast by name, or None."""
+    weights: Weights
+    """The initial weights; `DRAWN` if the model draws its own."""
+    fp32_fallback: str
+    """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
+    warnings: tuple[str, ...]
+    """Warnings to print before the run, a sentence each."""
+    why_not_compiled: str | None = None
+    """Why the model cannot be compiled in this mode; None where it can."""
+    untrusted: Path | None = None
+    """A folder whose code is not run."""
+    speed_reason: str | None = None
+    """How `speed` was chosen, a sentence; None by the table."""
+
+    @property
+    def native_tf32(self) -> bool:
+        """Whether the hardware's TensorFloat-32 is to be used."""
+        return self.policy.tf32 and self.execution == "native"
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The automatic choices on this machine; a resumed run repeats them."""
+        return {
+            "device": self.device.type,
+            "execution": self.execution,
+            "memory_format": self.speed.memory_format,
+            "optimizer_impl": self.speed.optimizer_impl,
+            "compile": self.speed.compile,
+            "fp32_fallback": self.fp32_fallback,
+            "effective_batch": self.batch.effective,
+        }
+
+    @property
+    def limits(self) -> Limits:
+        """When the run ends."""
+        train = self.config.train
+        return Limits(train.epochs, train.max_steps, train.max_time_s)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Optimizer steps if time does not run out, or None if only time ends the run."""
+        micro_batches = self.splits.train.batches(self.batch.micro)
+        if micro_batches is None:
+            return self.limits.planned_steps(None)
+        per_step = self.batch.accumulate * self.config.parallel.world_size
+        return self.limits.planned_steps(-(-micro_batches // per_step))
+
+    def backend_flags(self) -> AbstractContextManager[None]:
+        """Set PyTorch's process-wide switches by the policy; restore them at the end."""
+        return backend_flags(self.policy, self.native_tf32)
+
+    def layer_rows(self, model: nn.Module) -> list[LayerRow]:
+        """The dtypes of the layers of a prepared model; empty without `precision.layers`."""
+        return layer_rows(model, self.layers, self.policy) if self.layers else []
+
+
+class Asked(NamedTuple):
+    """Step 1: what the configuration asks of the precision."""
+
+    policy: Policy
+    layers: dict[str, str]
+
+
+class Execution(NamedTuple):
+    """Step 3, on the device of step 2: how the policy is carried out there."""
+
+    name: str
+    why_emulated: str | None
+    op_lists: OpLists | None
+    speed: SpeedChoice
+    fp32_fallback: str
+    why_not_compiled: str | None
+    notices: list[str]
+
+
+class Data(NamedTuple):
+    """Step 4: what the run trains on and starts from."""
+
+    weights: Weights
+    splits: Splits
+    batch: BatchRow
+    notices: list[str]
+
+
+@explained("the run cannot be planned", only_users=True)
+def make_plan(
+    config: Config,
+    given: Sequence[str],
+    choices: Mapping[str, Any] | None = None,
+    load: Load = load_data,
+    untrusted: Path | None = None,
+    resumed: bool | None = None,
+    recipe: Recipe | None = None,
+) -> Plan:
+    """Choose, check and load, in five steps: policy, device, execution, data, schedule.
+
+    Each takes the configuration and what the steps before it chose. Data are loaded when all that
+    does not depend on them is known to fit.
+
+    Args:
+        config: the checked configuration.
+        given: keys the user set, for warnings about those without effect in the recipe.
+        choices: `Plan.choices` of the run that is resumed, which are repeated.
+        load: gives a recipe's samples; a `DataCache` if several runs share them.
+        untrusted: a folder whose code is not run: by default that of `run.resume`, unless
+            `run.trust` is set.
+        resumed: whether a run is resumed, with its own weights; None: where there are `choices`.
+        recipe: in place of the configuration's.
+
+    Raises:
+        UsageError: see the package's text.
+    """
+    check_logger(config.logger.name, config.logger.mode == "online")
+    if config.speed.name != "plain":
+        steady_heap()  # a switch of the process, which holds for memory that it gets afterwards
+    if untrusted is None and config.run.resume is not None and not config.run.trust:
+        untrusted = record_of(Path(config.run.resume))
+    recipe_source = source_of(config)
+    recipe = recipe or recipe_of(config, untrusted)
+    earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
+
+    asked = ask_precision(config, recipe)
+    device = choose_device(earlier.get("device", config.device))
+    chosen = execution_on(device, config, recipe, asked, earlier, resumed, untrusted)
+    data = load_parts(config, recipe, asked, earlier, resumed, load)
+    lr = checked_lr(config, recipe, asked, chosen.speed, data.splits)
+    plan = Plan(
+        config=config,
+        recipe=recipe,
+        recipe_source=recipe_source,
+        policy=asked.policy,
+        device=device,
+        execution=chosen.name,
+        why_emulated=chosen.why_emulated,
+        speed=chosen.speed,
+        splits=data.splits,
+        batch=data.batch,
+        lr=lr,
+        layers=asked.layers,
+        op_lists=chosen.op_lists,
+        weights=data.weights,
+        fp32_fallback=chosen.fp32_fallback,
+        warnings=(
+            *_fields_without_effect(config, given, recipe, asked.policy),
+            *(*chosen.notices, *data.notices),
+            *_decided_by_loader(given, data.splits),
+        ),
+        why_not_compiled=chosen.why_not_compiled,
+        untrusted=untrusted,
+    )
+    warmup = warmup_warning(config.train, plan.planned_steps, given)
+    return plan if warmup is None else replace(plan, warnings=(*plan.warnings, warmup))
+
+
+def ask_precision(config: Config, recipe: Recipe) -> Asked:
+    """The policy, and the modules with a precision of their own."""
+    policy = build_policy(config)
+    layers = choose_layers(config, recipe, policy)
+    policy = with_formats(policy, recipe, layers)
+    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
+        raise UsageError(SATURATES)
+    check_parallel(config, recipe, policy)
+    return Asked(policy, layers)
+
+
+def execution_on(
+    device: torch.device,
+    config: Config,
+    recipe: Recipe,
+    asked: Asked,
+    earlier: Mapping[str, Any],
+    resumed: bool,
+    untrusted: Path | None,
+) -> Execution:
+    """Whose kernels compute, and how; a resumed run repeats the choices of `earlier`."""
+    policy, layers = asked
+    wanted, guard = earlier.get("execution", config.execution), guard_action(config, policy)
+    with as_usage_error():
+        chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
+    op_lists = choose_op_lists(config, device, resumed)
+    low = stores_low_precision(policy, layers, config.train.optimizer)
+    speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
+    fallback = earlier.get("fp32_fallback")
+    if fallback is None:
+        fallback = choose_fp32_fallback(config.speed.name, policy, chosen.name, device)
+    not_compiled = why_not(config, chosen.name, fallback)
+    notices = [
+        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
+        displaced_ops(config, device, resumed),
+        chosen.why_emulated if chosen.is_choice else None,
+        *(unknown_names(op_lists.unknown) if op_lists else []),
+    ]
+    speed = replace(speed, compile=speed.compile and not_compiled is None)
+    known = [text for text in notices if text is not None]
+    return Execution(
+        chosen.name, chosen.why_emulated, op_lists, speed, fallback, not_compiled, known
+    )
+
+
+def load_parts(
+    config: Config,
+    recipe: Recipe,
+    asked: Asked,
+    earlier: Mapping[str, Any],
+    resumed: bool,
+    load: Load,
+) -> Data:
+    """Initial weights, samples and the sizes of batches."""
+    weights = DRAWN
+    if config.train.init_from is not None and not resumed:  # a resumed run has its own
+        weights = load_weights(config.train.init_from, recipe, config.recipe.name)
+    splits = as_stored(load(recipe, data_request(config)), recipe, asked.policy)
+    if splits.train.is_empty:
+        raise UsageError(f"{splits.name} has no training sample")
+    own = splits.train.own_batch_size
+    batch, capped = batch_sizes(config, own)
+    if (whole := earlier.get("effective_batch")) is not None:
+        batch = with_effective(batch, whole, config.parallel.world_size, own)
+    if not config.data.test:
+        splits = replace(splits, test=splits.test.first(0))
+    notices = [capped, splits.notice, range_warning(weights, *asked)]
+    return Data(weights, splits, batch, [text for text in notices if text is not None])
+
+
+def checked_lr(
+    config: Config, recipe: Recipe, asked: Asked, speed: SpeedChoice, splits: Splits
+) -> float:
+    """The learning rate of an optimizer and a schedule that can be made."""
+    _check_schedule(config, splits.train)
+    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
+    check_optimizer(config, recipe, *asked, speed, lr)
+    return lr
+
+
+def choose_speed(
+    config: Config,
+    recipe: Recipe,
+    device: torch.device,
+    policy: Policy,
+    low: bool,
+    earlier: Mapping[str, Any],
+    untrusted: Path | None,
+) -> SpeedChoice:
+    """Memory format and optimizer kernels; a resumed run repeats those of `earlier`.
+
+    Args:
+        low: whether the optimizer writes anything in 16 bits.
+    """
+    optimizer = config.train.optimizer
+    named = "adamw" if import_path(optimizer) in FUSED else optimizer.name
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
+    other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
+    if earlier:
+        names = (earlier["memory_format"], earlier["optimizer_impl"])
+        speed = SpeedChoice(*names, earlier["compile"])
+    else:
+        speed = replace(speed, compile=config.speed.compile is True)
+    if other is not None:
+        return replace(speed, optimizer_impl=other)
+    if not low:
+        return speed
+    # All engines give the same bits on one device; eager needs no compiler.
+    if config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager":
+        return replace(speed, optimizer_impl="eager")
+    return replace(speed, optimizer_impl=engines.fastest(device, optimizer.name))
+
+
+def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
+    """Why the model is not compiled in this mode; None where it can be."""
+    if execution == "emulated":
+        return "emulated arithmetic rounds op by op, which compiled code does not do"
+    if fp32_fallback != "none":
+        return "this CPU's float16 ops are computed in float32 op by op"
+    if config.parallel.world_size > 1 and config.parallel.name == "fsdp2":
+        return "parallel=fsdp2 gathers parameters between modules, which was not tried compiled"
+    if config.debug.fp_exceptions != "off":
+        return "debug.fp_exceptions inspects single ops, which compiled code does not run"
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):
+        return "torch.compile needs a C++ compiler, and there is none"
+    return None
+
+
+def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
+    """Raise `UsageError` for what several processes cannot do together."""
+    parallel = config.parallel
+    if parallel.world_size == 1:
+        return
+    action = config.debug.fp_exceptions
+    if parallel.name == "fsdp2" and action != "off":
+        raise UsageError(
+            f"debug.fp_exceptions={action} with parallel=fsdp2: gradients change their tensors "
+            "between the backward pass and the step, so what they come from is not known; legal: "
+            "off, or parallel=ddp"
+        )
+    if policy.accum_dtype != policy.param_dtype:
+        raise UsageError(
+            f"precision.accum_dtype={policy.accum_dtype} with parallel={parallel.name}: "
+            "PyTorch's DDP and FSDP2 keep gradients in the parameters' dtype, "
+            f"{policy.param_dtype}; legal: that (precision.reduce_dtype is the dtype of the sum "
+            "over processes)"
+        )
+    for name, metric in metrics_of(recipe).items():
+        if not callable(getattr(metric.metric, "merge_state", None)):
+            raise UsageError(
+                f"metric {name!r} has no merge_state(other), and each of {parallel.world_size} "
+                "processes sees other samples; legal: a metric that adds another one's batches to "
+                "its own by merge_state, as those of torchmetrics and of mprun.metrics do"
+            )
+
+
+def guard_action(config: Config, policy: Policy) -> str:
+    """off, log or promote: what is done about products that do not tolerate their format."""
+    return "off" if policy.gemms == "none" else config.debug.guard
+
+
+def _fields_without_effect(
+    config: Config, given: Sequence[str], recipe: Recipe, policy: Policy
+) -> Iterable[str]:
+    """A sentence for each field that the user set without effect; the recipe's reason wins."""
+    sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
+    sentences |= unused_fields(config.logger.name, given)
+    unused = unused_by(recipe)
+    for key in given:
+        name = f"recipe={config.recipe.name}"
+        if key in GUARD and policy.gemms == "none":
+            sentences[key] = f"{key} has no effect: {no_formats(policy.name)}"
+        if key in recipe.ignores:
+            sentences[key] = f"{key} has no effect: {name} does not use it"
+        elif maker := unused.get("train.optimizer.args" if is_argument(key) else key):
+            sentences[key] = f"{key} has no effect: {name} makes its own {maker}"
+    if why := unused_weight_decay(config.train.optimizer, recipe, given):
+        sentences["train.optimizer.weight_decay"] = why
+    return sentences.values()
+
+
+def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
+    """A sentence for each field that the user set and that the recipe's own loaders decide."""
+    evaluated = [part for part in (splits.validation, splits.test) if not part.is_empty]
+    loaders = {
+        "train.batch_size": [splits.train],
+        "train.eval_batch_size": evaluated,
+        "data.workers": [splits.train, *evaluated],
+    }
+    for key, parts in loaders.items():
+        if key in given and parts and all(part.own_batch_size is not None for part in parts):
+            yield f"{key} has no effect: the recipe's DataLoader has its own"
+
+
+def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
+    """Raise `UsageError` for a schedule over a number of steps that nobody knows."""
+    scheduler, steps = config.train.scheduler, config.train.max_steps
+    if scheduler != "none" and steps is None and train.batches(1) is None:
+        raise UsageError(
+            f"train.scheduler={scheduler} needs a planned number of steps, and the training "
+            "data do not say how many batches an epoch has: set train.max_steps"
+        )
+
+
+def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
+    """A sentence for each of the first 20 names that no op has, and one for the rest."""
+    rest = len(unknown) - 20
+    more = [f"{rest} more names of unknown ops"] if rest > 0 else []
+    return [*map(str, unknown[:20]), *more]
+
+
+def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
+    """Inputs that neither `prepare` nor the loss reads, converted once to the mode's input dtype.
+
+    In a true 16-bit mode they then go to the device at half the size.
+    """
+    if recipe.prepares or recipe.loss_reads_inputs:
+        return splits
+    convert = partial(to_dtype, dtype=torch_dtype(policy.input_dtype))
+    parts = {part: getattr(splits, part) for part in ("train", "validation", "test")}
+    return replace(splits, **{name: part.with_inputs(convert) for name, part in parts.items()})
+
+
+def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str | None]:
+    """The batch sizes of a run, and a sentence if a preset capped them.
+
+    Args:
+        config: the checked configuration.
+        own: the batch size of a recipe's own loader, whose batches are not cut: a doubled batch
+            accumulates two.
+    """
+    base, cap = config.train.batch_size, config.preset.max_batch_size
+    notice, factor, accumulate = None, config.batch.factor, config.train.accumulate
+    if own is not None:
+        base = micro = own
+        accumulate *= factor
+    else:
+        if cap is not None and base > cap:
+            notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
+            base = cap
+        micro = base * factor
+    row = BatchRow(
+        micro=micro,
+        accumulate=accumulate,
+        effective=micro * accumulate * config.parallel.world_size,
+        base=base,
+        lr_rule=config.batch.lr_rule,
+    )
+    return row, notice
+
+
+def with_effective(
+    batch: BatchRow, effective: int, world_size: int, own: int | None = None
+) -> BatchRow:
+    """The sizes with which another number of processes takes the same global batches.
+
+    A process takes as many micro-batches as it needs; one that is too large is cut.
+
+    Args:
+        batch: the sizes that the configuration gives this number of processes.
+        effective: samples of a global batch.
+        world_size: the number of processes.
+        own: the batch size of a recipe's own loader, whose batches are not cut.
+
+    Raises:
+        UsageError: the processes cannot share a global batch evenly.
+    """
+    if batch.effective == effective:
+        return batch
+    each, rest = divmod(effective, world_size)
+    if rest or not each or (own is not None and each % own):
+        units = effective // (own or 1)
+        legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
+        raise UsageError(
+            f"the run's batch of {effective} samples cannot be split evenly over {world_size} "
+            f"processes; legal numbers of processes: {', '.join(map(str, legal))}"
+        )
+    micro = math.gcd(batch.micro, each)
+    return replace(batch, micro=micro, accumulate=each // micro, effective=effective)
+
+
+def lr_factor(rule: str, factor: int) -> float:
+    """The factor of the learning rate for a batch that is `factor` times larger.
+    linear: Goyal et al., "Accurate, Large Minibatch SGD", 2017; sqrt: Krizhevsky, "One weird
+    trick", 2014.
+    """
+    return {"none": 1.0, "linear": float(factor), "sqrt": math.sqrt(factor)}[rule]
+
+
+def data_request(config: Config) -> DataRequest:
+    """The data section in plain values."""
+    data = config.data
+    return DataRequest(
+        source=data.source,
+        root=data.root,
+        fallback=data.fallback == "generated",
+        validation_fraction=data.validation_fraction,
+        train_limit=data.train_limit,
+        eval_limit=data.eval_limit,
+        seed=config.seed,
+    )

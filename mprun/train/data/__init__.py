@@ -1,0 +1,31 @@
+"""Data sets as tensors: where they come from, and how batches are made of them.
+
+`sources.py` checks, downloads and reads the published files, or draws a set in their place;
+`text.py` cuts a text into windows; `image_folder.py` reads folders of images; `batches.py` has
+decoded samples in memory and batches them there; `loader_sets.py` and `loader_batches.py` read
+samples one by one, by PyTorch's loader, with random numbers of their own (`random_numbers.py`).
+"""
+
+from mprun.train.data.batches import Batch, Batches, BatchForm, MicroBatch, Order, TensorBatches, TensorOrder, TensorSet
+from mprun.train.data.loader_batches import LoaderBatches, LoaderOrder
+from mprun.train.data.loader_sets import LoadedSet, loaded_set
+from mprun.train.data.sources import DataRequest, Splits, image_sample, image_splits
+
+__all__ = [
+    "Batch",
+    "BatchForm",
+    "Batches",
+    "DataRequest",
+    "LoadedSet",
+    "LoaderBatches",
+    "LoaderOrder",
+    "MicroBatch",
+    "Order",
+    "Splits",
+    "TensorBatches",
+    "TensorOrder",
+    "TensorSet",
+    "image_sample",
+    "image_splits",
+    "loaded_set",
+]

@@ -1,0 +1,162 @@
+"""What a recipe's `data` gives, as splits: {"train": part, "validation": part, "test": part}.
+
+A part is a tuple or a mapping of tensors with samples along dimension 0, nested as a batch is to
+be; or a data set, a stream or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may
+replace the mapping. Without `validation` a tenth of the
+training samples is held out. It is drawn at random, because samples are often sorted, and is the
+same for every seed, so that runs are judged by the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun.train.data.batches import TensorSet
+from mprun.train.data.loader_sets import LoadedSet, loaded_set
+from mprun.train.data.sources import DataRequest, Splits
+from mprun.errors import UsageError, hint
+from mprun.precision.nested import leaves
+
+NAMES = ("train", "validation", "test")
+FORM = 'return {"train": (inputs, targets)}, and "validation" and "test" if there are any'
+HELD_OUT = 0.1
+"""Share of the training samples that validates where the recipe has no validation data."""
+NOT_VALIDATED = 'no "validation": nothing is validated; "validation": None says that it is meant so'
+SOURCE = "recipe"
+
+
+def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
+    """The splits of what a recipe's `data` returned.
+
+    Args:
+        parts: by name, or in the order of `NAMES`; one that is missing or None has no samples.
+        name: the data set's.
+        request: its limits and its share of validation samples hold.
+
+    Raises:
+        UsageError: it has another form; the message has the one that works.
+    """
+    if isinstance(parts, Splits):
+        return parts
+    named = _by_name(parts)
+    given = {key: _as_set(part, key) for key, part in named.items() if part is not None}
+    if "train" not in given:
+        raise UsageError(f"data() gives no training samples; {FORM}")
+    train, notice = given["train"], None
+    none = train.first(0)
+    validation, test = given.get("validation", none), given.get("test", none)
+    if "validation" not in named:
+        train, validation, notice = _held_out(train, request.validation_fraction)
+    elif request.validation_fraction:
+        notice = "data.validation_fraction has no effect: data() gives its own validation samples"
+    limit = request.eval_limit
+    return Splits(
+        name,
+        SOURCE,
+        train.first(request.train_limit),
+        validation.first(limit),
+        test.first(limit),
+        notice=notice,
+    )
+
+
+def _by_name(parts: Any) -> dict[str, Any]:
+    """The parts by name."""
+    if isinstance(parts, Mapping):
+        for key in parts:
+            if key not in NAMES:
+                raise UsageError(
+                    f"data() gives a part {key!r}; legal: {', '.join(NAMES)}"
+                    f"{hint(str(key), NAMES)}; {FORM}"
+                )
+        return dict(parts)
+    if not isinstance(parts, tuple):
+        received = "nothing" if parts is None else f"a {type(parts).__name__}"
+        raise UsageError(f"data() gives {received}; {FORM}")
+    if any(isinstance(part, Tensor) for part in parts):
+        raise UsageError(
+            "data() gives tensors directly, which could be inputs and targets or the training, "
+            f"validation and test samples; {FORM}"
+        )
+    if not 1 <= len(parts) <= len(NAMES):
+        raise UsageError(
+            f"data() gives {len(parts)} parts; legal are one to three, in the order "
+            f"{', '.join(NAMES)}; or {FORM}"
+        )
+    return dict(zip(NAMES, parts, strict=False))
+
+
+def _as_set(part: Any, key: str) -> TensorSet | LoadedSet:
+    """A part as samples."""
+    if isinstance(part, TensorSet):
+        return part
+    if isinstance(part, Tensor | tuple | Mapping):
+        return _in_memory(part, key)
+    loaded = loaded_set(part, key)
+    if loaded is not None:
+        return loaded
+    raise UsageError(
+        f"data() gives a {type(part).__name__} as {key}; legal is a tuple or a dict of tensors, a "
+        f"Dataset or a DataLoader; {FORM}"
+    )
+
+
+def _in_memory(content: Any, key: str) -> TensorSet:
+    """Nested tensors as samples, each with as many of them."""
+    sizes = set()
+    for leaf in leaves(content):
+        if not isinstance(leaf, Tensor):
+            kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
+            text = kind.removeprefix("builtins.")
+            remedy = (
+                "; torch.as_tensor(...) makes a tensor of it" if kind == "numpy.ndarray" else ""
+            )
+            raise UsageError(
+                f"data(): {key} contains a {text}; legal are tensors with the samples along "
+                f"dimension 0{remedy}"
+            )
+        if not leaf.dim():
+            raise UsageError(
+                f"data(): {key} contains a tensor without dimensions; samples lie along dimension 0"
+            )
+        sizes.add(len(leaf))
+    if len(sizes) != 1:
+        counts = ", ".join(map(str, sorted(sizes)))
+        received = f"tensors of {counts} samples" if sizes else "no tensor"
+        raise UsageError(
+            f"data(): {key} contains {received}; legal are tensors with equally many samples "
+            f"along dimension 0; {FORM}"
+        )
+    return TensorSet(content)
+
+
+def _held_out(
+    train: TensorSet | LoadedSet, share: float
+) -> tuple[TensorSet | LoadedSet, TensorSet | LoadedSet, str | None]:
+    """The training samples without the held-out ones, those, and what the user has to know."""
+    none = train.first(0)
+    if train.samples == 0:
+        return train, none, None
+    if train.samples == 1:
+        return train, none, f"data() gives one training sample and {NOT_VALIDATED}"
+    if train.places is not None:
+        kept, out = (train.select(index) for index in _order(train.places, share))
+        if kept is not None and out is not None:
+            return kept, out, None
+    kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
+    return train, none, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
+
+
+def _order(total: int, share: float) -> tuple[list[int], list[int]]:
+    """The places of the samples that train, and of those that are held out."""
+    held_out = max(1, round(total * (share or HELD_OUT)))
+    if held_out >= total:
+        raise UsageError(f"data.validation_fraction={share} leaves no training sample")
+    # a seed of its own: runs with any seed are judged by the same samples
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    kept, out = order[held_out:].sort().values, order[:held_out].sort().values
+    return kept.tolist(), out.tolist()

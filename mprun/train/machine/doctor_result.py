@@ -1,0 +1,391 @@
+"""The results of `mprun doctor` on a machine: the content of its JSON, and its tables. No torch.
+
+Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
+What the system does not report is null, never a guess. docs/reference/doctor.md has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.console.formatting import counted, size_text
+from mprun.records.mode_names import SHORT_DTYPES
+from mprun.records.policy_columns import Number
+from mprun.records.run_record import Hardware
+from mprun.inspect.roofline_result import FormatGains, Roofline
+
+SCHEMA_VERSION = 2
+
+OpName = Literal["matmul", "convolution", "convolution_backward"]
+Format = Literal["float32", "tf32", "bfloat16", "float16"]
+GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
+SpeedVerdict = Literal[
+    "worth trying", "depends on the model", "no gain", "not for speed", "not known"
+]
+
+OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
+FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
+
+
+@dataclass
+class DoctorSettings:
+    """How a machine is examined."""
+
+    json: bool = False
+    """Whether one JSON object is printed instead of tables."""
+    budget_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    """About how many seconds rates are measured; at least six rounds are made."""
+    steps: Number = 40
+    """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
+
+
+@dataclass(kw_only=True)
+class Spread:
+    """A quantity measured several times."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+
+@dataclass(kw_only=True)
+class Ratio:
+    """A speed-up, measured round by round."""
+
+    median: float
+    low: float
+    high: float
+    """The median's 95 % interval is from `low` to `high`."""
+    n: int
+
+
+@dataclass(kw_only=True)
+class Rate:
+    """The speed of one op in one number format, at one size."""
+
+    op: OpName
+    format: Format
+    size: str
+    flops: int
+    """Multiplications and additions of a call."""
+    time_ms: Spread
+    """Of a call."""
+    gflops: Spread
+    """10^9 operations a second."""
+    speedup: Ratio
+    """Over float32, same op and size."""
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """The speed of copying a buffer within the device's memory."""
+
+    bytes: int
+    """Of the buffer."""
+    gigabytes_per_second: Spread
+    """10^9 bytes per second, read and written: each byte counts twice."""
+
+
+@dataclass(kw_only=True)
+class OneDnn:
+    """The library that computes matmuls and convolutions on CPUs."""
+
+    version: str | None
+    limit_by: str | None
+    """The environment variable that limits its instructions, null if none does."""
+    limit: str | None
+    """That variable's value, in upper case."""
+    bfloat16: bool | None
+    """Whether PyTorch passes it bfloat16 here; if not, PyTorch computes in its own loops."""
+    float16: bool | None
+
+
+@dataclass(kw_only=True)
+class Cuda:
+    """A GPU."""
+
+    compute_capability: str
+    tensor_cores: list[str] | None
+    """Formats its matrix units take; null if it is not NVIDIA's."""
+    multiprocessors: int
+    memory_free_bytes: int
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Facts that need no measurement, except `hardware.accelerated`, which is measured."""
+
+    system: str
+    architecture: str
+    hardware: Hardware
+    """The same as in the record of a run, with both 16-bit dtypes."""
+    cores_total: int | None
+    """Cores of the whole machine; `hardware.cores` are those this process may use."""
+    cpu_quota: float | None
+    """How many cores' time a container may use; null without a limit."""
+    threads: int
+    """PyTorch's threads in a run."""
+    load_average: float | None
+    """Of the machine, over the minute before measuring."""
+    instructions: dict[str, bool | None]
+    """The instruction sets that matter for number formats; null if it is not known."""
+    cpu_capability: str
+    """The vector instructions PyTorch's own CPU kernels use."""
+    onednn: OneDnn
+    variables: dict[str, str]
+    """Those set of the environment variables that change speed."""
+    cuda: Cuda | None
+    """The GPU examined."""
+    gpu_unused: GpuUnused | None
+    """Why a GPU that seems to be present is not examined; null if none seems to be."""
+    optimizer_kernels: str | None = None
+    """Where the CPU kernels of optimizers and of rounding come from, or why there are none."""
+
+
+@dataclass(kw_only=True)
+class Mode:
+    """A precision mode on this machine."""
+
+    name: str
+    format: Format
+    """The format of its matmuls and convolutions."""
+    execution: Literal["native", "emulated"]
+    why_emulated: str | None
+    accelerated: bool | None
+    """As in `hardware`, for native 16-bit modes; null for others."""
+    substituted: list[OpName]
+    """Ops that a run computes in float32 and rounds (`speed=auto`)."""
+    loss_scale: str
+    """The kind of `loss_scale=auto`."""
+    products_of_8_bits: bool = False
+    """Its native matmuls have factors of 8 bits: their rate is not among the measured ones."""
+
+
+@dataclass(kw_only=True)
+class MachineFinding:
+    """A fact that affects timed runs on this machine."""
+
+    level: Literal["warning", "note"]
+    about: str
+    text: str
+
+
+@dataclass(kw_only=True)
+class Conclusion:
+    """The use of the modes of one format on this machine."""
+
+    format: Format
+    modes: list[str]
+    verdict: SpeedVerdict
+    text: str
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """The examination before conclusions are drawn from it."""
+
+    machine: Machine
+    versions: dict[str, str | None]
+    """Those of a record, and of cuda and cudnn; null for a missing one."""
+    threads: int
+    """Threads of the CPU rates: fewer than PyTorch's if other processes use the cores."""
+    rates: list[Rate]
+    copy: Copy
+    modes: list[Mode]
+
+
+@dataclass(kw_only=True)
+class Examination(Measured):
+    """The whole result of `mprun doctor`."""
+
+    schema_version: int
+    examined_at: str
+    mprun_version: str
+    git_commit: str | None
+    budget_s: float
+    measured_s: float
+    """How long the rates took."""
+    findings: list[MachineFinding]
+    conclusions: list[Conclusion]
+    roofline: Roofline | None = None
+    """Of a recipe's step, where a recipe was named."""
+    formats: list[FormatGains] | None = None
+    """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without a recipe,
+    empty where the device multiplies none."""
+
+
+OP_NAMES: dict[OpName, str] = {
+    "matmul": "matmul",
+    "convolution": "conv",
+    "convolution_backward": "conv backward",
+}
+
+TERA = 10_000
+"""From this many GFLOP/s, rates are shown in TFLOP/s."""
+
+ELSEWHERE = "the output of doctor.json=true"
+
+
+def renderables(examination: Examination) -> Iterator[FittedTable | str]:
+    """The parts in the order they are shown."""
+    yield machine_table(examination)
+    on_cpu = examination.machine.cuda is None
+    yield rates_table(examination.rates, examination.threads if on_cpu else None)
+    yield modes_table(examination.modes, examination.rates)
+    for finding in examination.findings:
+        yield f"{finding.level}: {finding.text}"
+    yield "what the modes are good for here:"
+    for conclusion in examination.conclusions:
+        yield f"  {conclusion.text}"
+
+
+def machine_table(examination: Examination) -> FittedTable:
+    """A row for each property of the machine."""
+    machine, copy = examination.machine, examination.copy
+    hardware, load = machine.hardware, machine.load_average
+    fault_us = hardware.page_fault_us
+    rows = {
+        "device": f"{hardware.device}, {hardware.name}",
+        "system": f"{machine.system}, {machine.architecture}",
+        "memory": _size(hardware.memory_bytes),
+        "cores": _cores(machine),
+        "page fault": "-" if fault_us is None else f"{fault_us:.2f} us",
+        "load before": "unknown" if load is None else f"{load:.2f}",
+        "CPU instructions": _instructions(machine),
+        "oneDNN": _onednn(machine),
+        "optimizer kernels": machine.optimizer_kernels or "-",
+        **_gpu(machine.cuda),
+        "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
+        "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
+        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, {size_text(copy.bytes)}",
+        "versions": _versions(examination),
+        "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
+    }
+    return FittedTable(
+        "machine",
+        text_column("property", cell=itemgetter(0)),
+        text_column("value", cell=itemgetter(1)),
+        rows=rows.items(),
+    )
+
+
+def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
+    """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
+    by = "" if threads is None else f" in {counted(threads, 'thread')}"
+    unit, factor = "GFLOP/s", 1
+    if max(r.gflops.median for r in rates) >= TERA:
+        unit, factor = "TFLOP/s", 1000
+    rows = sorted(rates, key=lambda r: list(OP_NAMES).index(r.op))
+    names = [f"{OP_NAMES[r.op]} {r.size.partition(',')[0]}" for r in rows]
+    shown = ["" if n and names[n - 1] == name else name for n, name in enumerate(names)]
+    return FittedTable(
+        f"measured rates{by}: median (10th-90th percentile)",
+        text_column("op", cell=lambda row: row[0]),
+        text_column("in", cell=lambda row: SHORT_DTYPES.get(row[1].format, row[1].format)),
+        figure_column(unit, cell=lambda row: _spread(row[1].gflops, factor)),
+        figure_column("over fp32", cell=lambda row: _speedup(row[1])),
+        figure_column("n", 1, lambda row: str(row[1].gflops.n)),
+        rows=zip(shown, rows, strict=True),
+        elsewhere=ELSEWHERE,
+        caption="over fp32: median [its 95 % interval], round by round; 3x3 convolutions",
+    )
+
+
+def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> FittedTable:
+    """A row for each mode: how it runs here, and its ops' rates over float32's."""
+    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
+    return FittedTable(
+        "precision modes: rates over float32's, at the largest size measured",
+        text_column("mode", cell=lambda mode: mode.name),
+        text_column("runs", cell=lambda mode: mode.execution),
+        *(figure_column(name, cell=partial(_cell, op, speedups)) for op, name in OP_NAMES.items()),
+        text_column("loss scale", 1, cell=lambda mode: mode.loss_scale),
+        rows=modes,
+        elsewhere=ELSEWHERE,
+    )
+
+
+def _cell(op: OpName, speedups: Mapping[tuple[OpName, Format], float], mode: Mode) -> str:
+    if mode.execution != "native":
+        return "-"
+    if mode.format == "float32":
+        return "1"
+    if op in mode.substituted:
+        return "in float32"
+    if op == "matmul" and mode.products_of_8_bits:
+        return "-"
+    speedup = speedups.get((op, mode.format))
+    return "-" if speedup is None else _figure(speedup)
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _spread(spread: Spread, unit: float = 1) -> str:
+    values = (spread.median, spread.p10, spread.p90)
+    median, low, high = (_figure(value / unit) for value in values)
+    return f"{median} ({low}-{high})"
+
+
+def _speedup(rate: Rate) -> str:
+    if rate.format == "float32":
+        return "1"
+    ratio = rate.speedup
+    return f"{_figure(ratio.median)} [{_figure(ratio.low)}-{_figure(ratio.high)}]"
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else size_text(nbytes)
+
+
+def _yes_no(has: Mapping[str, bool | None]) -> str:
+    texts = {True: "yes", False: "no", None: "unknown"}
+    return ", ".join(f"{name} {texts[value]}" for name, value in has.items())
+
+
+def _cores(machine: Machine) -> str:
+    total = machine.cores_total
+    text = f"{machine.hardware.cores} usable of {'unknown' if total is None else total}"
+    if machine.cpu_quota is not None:
+        text += f", of which {machine.cpu_quota:g} by the container's quota"
+    return f"{text}; threads by default {machine.threads}"
+
+
+def _instructions(machine: Machine) -> str:
+    names = _yes_no(machine.instructions) or "unknown on this architecture"
+    return f"{names}; PyTorch's own kernels: {machine.cpu_capability}"
+
+
+def _onednn(machine: Machine) -> str:
+    onednn = machine.onednn
+    taken = _yes_no({"bfloat16": onednn.bfloat16, "float16": onednn.float16})
+    limit = f", {onednn.limit_by}={onednn.limit}" if onednn.limit else ""
+    return f"{onednn.version or 'unknown version'}; takes {taken}{limit}"
+
+
+def _gpu(cuda: Cuda | None) -> dict[str, str]:
+    if cuda is None:
+        return {}
+    units = cuda.tensor_cores
+    return {
+        "GPU": f"compute capability {cuda.compute_capability}, "
+        f"{cuda.multiprocessors} multiprocessors, "
+        f"{_size(cuda.memory_free_bytes)} free",
+        "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
+    }
+
+
+def _versions(examination: Examination) -> str:
+    versions = {"mprun": examination.mprun_version, **examination.versions}
+    return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())

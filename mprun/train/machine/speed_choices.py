@@ -1,0 +1,129 @@
+"""Choices that change the time of a step, not its result: memory format, kernels, compilation.
+
+`speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
+implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that a
+trial on this machine found faster (`mprun.train.assemble.speed_trial`); everything else stays plain.
+Results are equal up to float addition order.
+
+Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
+wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
+convolutions, and for bfloat16 unless the CPU has AMX, where it lost a tenth to a quarter. Compiling
+was slower than eager on the CPU. On CUDA (one H100) fused AdamW takes 2 to 6 % off a step, and 22 %
+where a loss scale decides about it, since the host then need not wait; channels-last won nothing.
+
+What a trial found is kept for later runs, in a small JSON file for each machine, model and shape in
+the user's cache folder. A damaged file counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from mprun.precision import kernels
+from mprun.records.files import write_atomic
+
+
+@dataclass(frozen=True)
+class SpeedChoice:
+    """The choices, with the names that records use."""
+
+    memory_format: str
+    """contiguous or channels_last."""
+    optimizer_impl: str
+    """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
+    compile: bool = False
+    """Whether `torch.compile` compiles the model."""
+
+    def __str__(self) -> str:
+        parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
+        return ", ".join([*parts, "compiled"] if self.compile else parts)
+
+    @property
+    def torch_memory_format(self) -> torch.memory_format:
+        """The memory format as torch's object."""
+        last = self.memory_format == "channels_last"
+        return torch.channels_last if last else torch.contiguous_format
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        """A batch in the memory format; unchanged if its shape is not [B, C, H, W]."""
+        if self.memory_format == "channels_last" and inputs.dim() == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
+
+
+def choose(
+    speed: str, device_type: str, compute_dtype: str, optimizer: str, amx: bool = False
+) -> SpeedChoice:
+    """The row for a run.
+
+    Args:
+        speed: plain or auto.
+        device_type: cpu or cuda.
+        compute_dtype: the dtype of convolutions.
+        optimizer: sgd, rmsprop or adamw.
+        amx: whether the CPU multiplies bfloat16 in tiles (`machine.has_amx`).
+    """
+    default = SpeedChoice("contiguous", "foreach" if device_type == "cuda" else "forloop")
+    if speed == "plain":
+        return default
+    if device_type != "cpu":
+        return replace(default, optimizer_impl="fused") if optimizer == "adamw" else default
+    last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
+    return SpeedChoice(
+        "channels_last" if last else "contiguous",
+        "fused" if optimizer == "adamw" else "forloop",
+    )
+
+
+MAX_BYTES = 64 * 1024
+LOCK_TIMEOUT_S = 300.0
+"""A trial that takes longer is made once more."""
+FORMATS = ("contiguous", "channels_last")
+IMPLEMENTATIONS = ("forloop", "foreach", "fused", "c", "inductor", "eager", "masters")
+
+
+@dataclass(frozen=True)
+class KeptChoice:
+    """What a trial found."""
+
+    choice: SpeedChoice
+    reason: str
+    """A sentence about the trial."""
+
+
+def read_choice(key: str) -> KeptChoice | None:
+    """What an earlier trial found; None without one."""
+    try:
+        with _path(key).open("rb") as file:
+            kept = msgspec.json.decode(file.read(MAX_BYTES), type=KeptChoice)
+    except (OSError, ValueError):
+        return None
+    known = kept.choice.memory_format in FORMATS and kept.choice.optimizer_impl in IMPLEMENTATIONS
+    return kept if known and kept.reason.isprintable() else None
+
+
+@contextlib.contextmanager
+def choice_lock(key: str) -> Iterator[None]:
+    """Inside, no other process makes this trial; where nothing can be locked, one may."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError, Timeout):
+            stack.enter_context(FileLock(_path(key).with_suffix(".lock"), timeout=LOCK_TIMEOUT_S))
+        yield
+
+
+def write_choice(key: str, kept: KeptChoice) -> None:
+    """Keep it; where nothing can be written, the next run tries again."""
+    with contextlib.suppress(OSError):
+        write_atomic(_path(key), msgspec.json.encode(kept))
+
+
+def _path(key: str) -> Path:
+    return kernels.cache_folder() / f"speed_{key}.json"

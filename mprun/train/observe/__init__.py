@@ -1,0 +1,1 @@
+"""mprun's eyes in training loops that mprun does not own."""

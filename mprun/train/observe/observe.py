@@ -1,0 +1,441 @@
+"""mprun's eyes in a loop that mprun does not own.
+
+    with mprun.observe(model, optimizer, out="runs/bf16", seed=0) as run:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_function(model(x), y)
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)          # optional: what `mprun compare` judges by
+    print(run)
+
+The loop's own calls are followed by hooks (`StepHooks`), and no bit of the training changes. The
+folder holds the record of a run: step times, waits for data, page faults, memory, skipped steps,
+the dtypes in use, the audit of them, and the values that the loop logs. `mprun compare` reads it.
+
+What costs time is kept out of the timed steps: the audit looks at one of the first steps, and
+memory by category (`memory=True`) is counted in two of them, op by op. What remains is a read of
+the clock and of each gradient in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import original_module
+from mprun.errors import first_line
+from mprun.train.observe.observed_record import ObservedRecord, ObservedStep, checked, configuration, first_summary, metric_of, report_text, samples_of, split_of
+from mprun.train.observe.step_probes import NonfiniteStep, StepProbes, all_finite, device_of, gradients, mode_name, nonfinite_names, observed_row
+from mprun.watch.audit import Audit
+from mprun.watch.nonfinite.saved_step import StepCapture
+from mprun.watch.step_events import StepHooks, StepListener, entries, plain_optimizers
+from mprun.precision import Precision
+from mprun.records.run_config import variant_hash
+from mprun.records.run_record import Metric, Summary
+from mprun.train.clock import StepTime, clock_for
+from mprun.train.stopwatch import Stopwatch
+
+logger = logging.getLogger("mprun")
+
+WRITE_EVERY_S = 1.0
+"""A crash loses the lines of at most a second, and fast loops do not write at every step."""
+MAX_NAMES = 20
+"""Of the gradients that are not finite: one NaN of the loss spoils all of them."""
+NO_STEP = (
+    "no step was observed: the loop has to call the model (or use its autograd graph) and the "
+    "optimizer that were given to mprun.observe"
+)
+LOSS = ("the loss",)
+"""What is not finite, by name."""
+ON_NONFINITE = ("off", "report", "save")
+
+
+class Observation(StepListener):
+    """What `mprun.observe` yields; its arguments are those of `observe`.
+
+    Attributes:
+        audit: the dtype audit of the second step; None before it.
+        nonfinite: the first step with a NaN or an infinity; None without one.
+        summary: the record so far.
+        times_steps: whether the steps that begin are timed; False while something slows them.
+    """
+
+    times_steps = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        out: Path,
+        name: str | None,
+        seed: int,
+        metric: Metric,
+        memory: bool,
+        on_nonfinite: str,
+        precision: Precision | None,
+    ) -> None:
+        self._model, self._optimizers, self._name = model, optimizers, name
+        self._precision, self._on_nonfinite = precision, on_nonfinite
+        self._probes = StepProbes(model, optimizers, memory)
+        device = device_of(model)
+        self._clock, self._watch = clock_for(device), Stopwatch()
+        self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
+        # before it: what the capture does at a call is not part of the step's time
+        first = [] if self._capture is None else [self._capture]
+        self._hooks = StepHooks(model, optimizers, [*first, self._probes, self])
+        row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
+        mode = mode_name(row) if precision is None else precision.policy.name
+        self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
+        self.nonfinite: NonfiniteStep | None = None
+        self._config = self._configuration()
+        self._record = ObservedRecord(out, self.summary, device, self._watch)
+        self._waiting: list[ObservedStep] = []
+        """Steps that are not written yet; the loop may still log values of the last one."""
+        self._unread: list[tuple[int, Tensor, tuple[str, ...]]] = []
+        """Steps that were checked on the device, the answers, and of what; nothing: gradients."""
+        self._current: ObservedStep | None = None
+        self._steps = 0
+        self._ended_at: float | None = None
+        self._written_at = time.perf_counter()
+
+    # ---- the loop's calls ------------------------------------------------------------------------
+
+    @property
+    def audit(self) -> Audit | None:
+        return self._probes.audit
+
+    @property
+    def out(self) -> Path:
+        """The folder of the record."""
+        return self._record.path
+
+    def log(self, **values: Any) -> None:
+        """Log values of the step that was just taken, or of a validation or test.
+
+        Args:
+            values: numbers or scalar tensors: `loss`, other figures of the training, and with the
+                prefix validation_, val_, eval_ or test_ those of a validation or the test.
+
+        Raises:
+            TypeError, ValueError: a value is no number.
+        """
+        began = time.perf_counter()
+        with self._watch.during("logging"):
+            rows: dict[str, dict[str, Any]] = {"train": {}, "validation": {}, "test": {}}
+            for key, value in values.items():
+                split, name = split_of(key)
+                rows[split][name] = checked(key, value)
+            step = self._current or (self._waiting[-1] if self._waiting else None)
+            if step is not None:
+                step.values.update(rows["train"])
+            if rows["validation"]:
+                self._write()
+                self._record.validation({k: float(v) for k, v in rows["validation"].items()})
+            if rows["test"]:
+                self._record.test({k: float(v) for k, v in rows["test"].items()})
+        if self._ended_at is not None:  # else it would count as a wait for data
+            self._ended_at += time.perf_counter() - began
+
+    def note_batch(self, batch: Any) -> None:
+        """Remember a batch with its targets, for a step that is saved: call it once a batch."""
+        if self._capture is not None:
+            self._capture.note_batch(batch)
+
+    def begin_step(self) -> None:
+        """The batch is ready: for loops that know; else the model's first call begins the step."""
+        self._hooks.begin_step()
+
+    def begin_call(self, batch: Any) -> None:
+        """A micro-batch is ready: for loops that know, and may not call the model itself."""
+        self._hooks.begin_call(batch)
+
+    def __str__(self) -> str:
+        return report_text(self.summary, self.audit, self.nonfinite, self._probes.notes)
+
+    # ---- StepListener ----------------------------------------------------------------------------
+
+    def on_step_begin(self) -> None:
+        now = self._watch.switch("logging")
+        self._steps += 1
+        waited = None if self._ended_at is None else (now - self._ended_at) * 1e3
+        step = ObservedStep(self._steps, data_time_ms=waited)
+        step.timed = self.times_steps and self._probes.is_timed(self._steps)
+        if now - self._written_at > WRITE_EVERY_S:
+            self._write()
+        if self._steps == 1:
+            self._probes.before(1)
+        self._current = step
+        self._watch.switch("compute")
+        self._clock.start()
+
+    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+        assert self._current is not None
+        self._current.calls += 1
+        args, kwargs = inputs
+        self._current.samples += samples_of(args) or samples_of(kwargs)
+
+    def on_evaluation(self) -> None:
+        if self._current is None and self._ended_at is not None:
+            self._ended_at = None
+            self._watch.switch("evaluation")
+
+    def on_loss(self, loss: Tensor) -> None:
+        if self._current is None or loss.numel() != 1 or not loss.is_floating_point():
+            return
+        loss = loss.detach()
+        if self._precision is not None:  # its loss scale may have made an infinity
+            loss = loss.nan_to_num(math.nan, 0.0, 0.0)
+        finite = math.isfinite(float(loss)) if loss.is_cpu else loss.isfinite()
+        self._current.finite.append(finite)
+
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step = self._current
+        assert step is not None
+        if self._on_nonfinite == "off" or self.nonfinite is not None:
+            return
+        if self._check_loss(step):
+            return
+        flag = getattr(optimizer, "found_inf", None)
+        if flag is not None:  # a loss scale decides about this step
+            return
+        self._check(step.step, all_finite(gradients(optimizer)))
+
+    def _check_loss(self, step: ObservedStep) -> bool:
+        """Whether an output of the model or the loss is not finite: reported and saved.
+
+        No loss scale helps a loss that is not finite itself.
+        """
+        if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
+            self._on_nonfinite_step(step.step, names)
+            return True
+        return any(self._check(step.step, x, LOSS) for x in step.finite)
+
+    def _check(self, step: int, finite: Tensor | bool, names: tuple[str, ...] = ()) -> bool:
+        """Report a step that is known not to be finite; see `_on_nonfinite_step`."""
+        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
+            self._unread.append((step, finite, names))  # read later, so that nothing waits for it
+            return False
+        if not finite and self.nonfinite is None:
+            self._on_nonfinite_step(step, names)
+        return not finite
+
+    def on_step_end(self, skipped: bool) -> None:
+        self._clock.stop()
+        self._watch.switch("logging")
+        step, self._current = self._current, None
+        assert step is not None
+        if skipped and self._on_nonfinite != "off" and self.nonfinite is None:
+            self._check_loss(step)  # a scaler does not call an optimizer that it skips
+        step.skipped, step.lr = skipped, float(self._optimizers[0].param_groups[0].get("lr", 0.0))
+        self._waiting.append(step)
+        self._probes.after(step.step)
+        if self._capture is not None:
+            self._capture.next_step()
+        if step.step == 1:
+            self._on_first_step(step)
+        elif step.samples != self.summary.batch_size:
+            step.timed = False  # a partial batch
+        self._probes.before(step.step + 1)
+        self._ended_at = self._watch.switch("data")
+
+    # ---- the record ------------------------------------------------------------------------------
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """The record is begun, and ended with the status of what runs inside."""
+        self._record.config(self._config)
+        self._record.summary()
+        try:
+            with self._hooks.attached():
+                yield
+        except KeyboardInterrupt:
+            self.summary.status, self.summary.error = "interrupted", "Ctrl-C"
+            raise
+        except BaseException as error:
+            self.summary.status, self.summary.failed_by = "failed", "run"
+            self.summary.error = f"{type(error).__name__}: {first_line(error)}"
+            raise
+        else:
+            self.summary.status = "completed"
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._watch.switch("logging")
+        self._probes.close()
+        if self._capture is not None:
+            self._capture.next_step()
+        with contextlib.suppress(RuntimeError):  # a device that failed cannot be read
+            self._write()
+        summary = self.summary
+        if not summary.steps and summary.status == "completed":
+            summary.status, summary.error, summary.failed_by = "failed", NO_STEP, "run"
+            logger.warning(NO_STEP)
+        if summary.status == "completed" and (failure := self._record.failure()):
+            summary.status, summary.error, summary.failed_by = "failed", failure, "run"
+            logger.warning(failure)
+        self._read_precision()
+        summary.memory_bytes = replace(summary.memory_bytes, **self._probes.bytes_by_category())
+        if self.audit is not None:
+            summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
+        self._record.close()
+        self._record.report(str(self))
+
+    def _on_first_step(self, step: ObservedStep) -> None:
+        """What only a step shows: the dtypes of autocast, and the size of a batch."""
+        summary = self.summary
+        batch = summary.batch
+        summary.batch_size = batch.effective = batch.base = step.samples
+        batch.accumulate = max(step.calls, 1)
+        batch.micro = step.samples // batch.accumulate
+        self._read_precision()
+
+    def _read_precision(self) -> None:
+        summary, read = self.summary, self._probes.autocast.dtypes
+        row = observed_row(self._model, self._optimizers, read, self._precision)
+        if self._precision is None:
+            summary.precision = mode_name(row)
+            summary.variant = self._name or summary.precision
+        if row != summary.effective or summary.batch_size != self._config["batch"]["effective"]:
+            summary.requested = summary.effective = row
+            self._config = self._configuration()
+            self._record.config(self._config)
+
+    def _configuration(self) -> dict[str, Any]:
+        """What config.yaml has; its hash becomes the summary's."""
+        config = configuration(self._model, self._optimizers, self.summary)
+        self.summary.variant_hash = variant_hash(config)
+        return config
+
+    def _write(self) -> None:
+        """Write the steps that have ended."""
+        times: list[StepTime] = self._clock.take()
+        self._record.steps(self._waiting, times)
+        for number, finite, names in self._unread:
+            if self.nonfinite is None and not finite:
+                self._on_nonfinite_step(number, names)
+        self._check_losses()
+        self._unread, self._waiting = [], []
+        self._written_at = time.perf_counter()
+
+    def _check_losses(self) -> None:
+        """Report the first logged loss that is not finite, with finite gradients."""
+        for step in self._waiting:
+            loss = float(step.values.get("loss", 0.0))
+            if not math.isfinite(loss) and not step.skipped and self.nonfinite is None:
+                self._report_nonfinite(NonfiniteStep(step.step, ("the logged loss",), None))
+
+    def _on_nonfinite_step(self, step: int, names: tuple[str, ...] = ()) -> None:
+        """Something was not finite: report and save.
+
+        Args:
+            step: its number.
+            names: of what; none: a sum of gradients, which may have overflowed.
+        """
+        weights = dict(self._model.named_parameters())
+        held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
+        names = names or tuple(nonfinite_names(held))
+        if not names:
+            return
+        names = (*(f"{n}, before the step" for n in nonfinite_names(weights)), *names)[:MAX_NAMES]
+        file = None
+        if self._capture is not None:
+            file = self._save(step, f"{names[0]} is not finite")
+        self._report_nonfinite(NonfiniteStep(step, names, file))
+
+    def _report_nonfinite(self, found: NonfiniteStep) -> None:
+        if self._on_nonfinite == "off":
+            return
+        self.nonfinite, names = found, found.names
+        row = {"kind": "event", "event": "nonfinite", "step": found.step, "names": list(names)}
+        self._record.event(row)
+        text = f"step {found.step}: {names[0]} is not finite"
+        text += f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        self.summary.warnings.append(text)
+        logger.warning(text + (f"; saved: mprun replay {found.file}" if found.file else ""))
+
+    def _save(self, step: int, reason: str) -> Path | None:
+        assert self._capture is not None
+        path = self.out / f"nonfinite_step_{step}.pt"
+        try:
+            self._capture.save(path, step, reason, self._probes.autocast.dtype)
+        except Exception as error:
+            logger.warning("step %d could not be saved: %s", step, first_line(error))
+            return None
+        return path
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    out: str | Path,
+    name: str | None = None,
+    seed: int | None = None,
+    metric: str | tuple[str, str] = "loss",
+    memory: bool = False,
+    on_nonfinite: Literal["off", "report", "save"] = "report",
+    precision: Precision | None = None,
+) -> Iterator[Observation]:
+    """Observe the training inside, and leave a record of it.
+
+    Args:
+        model: what trains; an `nn.ModuleList` of several models that train together.
+        optimizer: its optimizer, or several; a step ends when each has stepped.
+        out: the folder of the record, new or empty.
+        name: of the variant in comparisons; None for the precision mode, read from the loop.
+        seed: pairs this run with others of the same seed; None for `torch.initial_seed()`.
+        metric: what comparisons judge by: loss, or a name that the loop logs. One whose better
+            direction is not known comes with it: ("bleu", "max").
+        memory: count activations, temporaries and the peak, in two steps that are not timed.
+        on_nonfinite: at the first NaN or infinity in a gradient: report it, or also save the step
+            to a file for `mprun replay`.
+        precision: the `mprun.Precision` of the loop, if it has one.
+
+    Yields:
+        What is observed so far; `log(...)` takes the loop's values.
+
+    Raises:
+        FileExistsError: `out` has a run already.
+        TypeError, ValueError: an argument is not legal.
+        OSError: the folder cannot be written at the start. Later, a full disk ends the record
+            and not the training.
+    """
+    if not issubclass(type(model), nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"a model of type {kind}; legal: a module, of several an nn.ModuleList")
+    optimizers = plain_optimizers(optimizer)
+    if not optimizers:
+        raise ValueError("there is no optimizer: name the one that trains the model")
+    if on_nonfinite not in ON_NONFINITE:
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}; legal: {', '.join(ON_NONFINITE)}")
+    if on_nonfinite == "save" and entries(original_module(model)) != [original_module(model)]:
+        raise ValueError(
+            "on_nonfinite='save' needs one model with a forward pass; observe each with its own"
+        )
+    metric_name, higher = metric_of(metric)
+    run = Observation(
+        model,
+        optimizers,
+        Path(out),
+        name,
+        torch.initial_seed() if seed is None else seed,
+        Metric(name=metric_name, higher_is_better=higher),
+        memory,
+        on_nonfinite,
+        precision,
+    )
+    with run.recorded():
+        yield run

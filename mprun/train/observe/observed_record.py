@@ -1,0 +1,493 @@
+"""The record of an observed training, by the recorder of mprun's own loop, and its report.
+
+A full disk ends the record, never the training. A loop logs losses of steps, and scores of
+validation and test:
+
+    run.log(loss=loss)                           the training loss of the step that was just taken
+    run.log(accuracy=0.9)                        another figure of the training
+    run.log(validation_loss=0.3)                 also val_ or eval_: a validation
+    run.log(test_loss=0.3, test_accuracy=0.9)    the final test
+
+A tensor on a device is read later, so that logging waits for nothing.
+
+A mean of the losses of all steps hides what a model became, and a loss that is NaN has no mean. So
+without a validation a training is judged by its last tenth, at least 20 steps; and one that is dead
+there has failed: its loss is not finite to the end, in a step that was taken or for the whole last
+part, or no step is taken in it as the loss scale skips all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil, isfinite, nan
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import is_compiled, original_module
+from mprun.records.console.formatting import size_text
+from mprun.train.machine.heap import allocator
+from mprun.errors import UsageError
+from mprun.train.observe.step_probes import NonfiniteStep, device_of
+from mprun.watch.audit import Audit
+from mprun.precision import NativeArithmetic
+from mprun.records.files import write_atomic
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import BackendRow, BatchRow, DataRow, Epoch, LossScaleRow, Metric, PrecisionRow, Scores, Summary, TrainScore, page_fault_share
+from mprun.train.callbacks import StepLine
+from mprun.train.clock import StepTime
+from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
+from mprun.train.stopwatch import Stopwatch
+
+logger = logging.getLogger("mprun")
+
+REPORT = "report.txt"
+SOURCE = "observed"
+"""The data source of a loop that mprun does not own."""
+
+
+def first_summary(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    row: PrecisionRow,
+    mode: str,
+    name: str | None,
+    seed: int,
+    metric: Metric,
+) -> Summary:
+    """The summary before the first step; see `mprun.observe`."""
+    return new_summary(
+        device_of(model),
+        [],
+        recipe=class_name(model),
+        seed=seed,
+        precision=mode,
+        variant=name or mode,
+        variant_hash="",
+        requested=row,
+        effective=row,
+        execution="native",
+        backend=BackendRow(
+            memory_format=_memory_format(model),
+            optimizer_impl=_implementation(optimizers[0]),
+            compile=any(map(is_compiled, model.modules())),
+            threads=torch.get_num_threads(),
+            allocator=allocator(),
+        ),
+        data=DataRow(
+            name=SOURCE,
+            source=SOURCE,
+            train_samples=None,
+            validation_samples=None,
+            test_samples=None,
+        ),
+        batch=BatchRow(micro=0, accumulate=1, effective=0, base=0, lr_rule="none"),
+        batch_size=0,
+        loss_scale=LossScaleRow(kind="none", initial=1.0, final=1.0),
+        metric=metric,
+        observed=True,
+    )
+
+
+def configuration(
+    model: nn.Module, optimizers: Sequence[Optimizer], summary: Summary
+) -> dict[str, Any]:
+    """What tells one variant of a loop from another, as config.yaml has it."""
+    options = [_options(optimizer) for optimizer in optimizers]
+    several = {str(n): row for n, row in enumerate(options)}
+    return {
+        "observed": {
+            "name": summary.variant,
+            "model": class_name(model),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "precision": {"name": summary.precision, **asdict(summary.effective)},
+        "optimizer": options[0] if len(options) == 1 else several,
+        "batch": asdict(summary.batch),
+        "compile": summary.backend.compile,
+        "seed": summary.seed,
+    }
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Class and plain options; the learning rate is the first one's, before any schedule."""
+    group = optimizer.param_groups[0]
+    plain = {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, int | float | str) and key not in ("lr", "attempts", "seed")
+    }
+    lr = float(group.get("initial_lr", group.get("lr", 0.0)))
+    return {"name": class_name(optimizer), "lr": lr, **plain}
+
+
+def class_name(x: object) -> str:
+    """The class, without wrappers that `torch.compile` makes."""
+    return type(original_module(x) if isinstance(x, nn.Module) else x).__name__
+
+
+def _memory_format(model: nn.Module) -> str:
+    images = [p for p in model.parameters() if p.dim() == 4]
+    last = torch.channels_last
+    wide = [p for p in images if not p.is_contiguous() and p.is_contiguous(memory_format=last)]
+    return "channels_last" if wide else "contiguous"
+
+
+def _implementation(optimizer: Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    if type(optimizer).__module__.startswith("mprun."):
+        return "mprun"
+    return "fused" if group.get("fused") else "foreach" if group.get("foreach") else "default"
+
+
+PREFIXES = {"validation": "validation", "val": "validation", "eval": "validation", "test": "test"}
+LOWER, HIGHER = ("loss", "perplexity", "mae"), ("accuracy", "f1")
+"""Metrics whose better direction is known."""
+
+
+def metric_of(given: str | tuple[str, str]) -> tuple[str, bool]:
+    """A metric's name, and whether higher is better.
+
+    Raises:
+        ValueError: the direction is neither known nor given.
+    """
+    if isinstance(given, str) and given in (*LOWER, *HIGHER):
+        return given, given in HIGHER
+    if not isinstance(given, str) and len(given) == 2 and given[1] in ("max", "min"):
+        return given[0], given[1] == "max"
+    known = ", ".join((*LOWER, *HIGHER))
+    raise ValueError(
+        f'metric={given!r}; legal: {known}, or a name with its better direction: ("bleu", "max")'
+    )
+
+
+def split_of(name: str) -> tuple[str, str]:
+    """train, validation or test, and the name without the prefix."""
+    for separator in ("_", "/"):
+        prefix, found, rest = name.partition(separator)
+        if found and rest and prefix in PREFIXES:
+            return PREFIXES[prefix], rest
+    return "train", name
+
+
+def checked(name: str, value: object) -> Tensor | float:
+    """A value that can be logged; a tensor without its graph.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is a tensor of several.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            shape = list(value.shape)
+            raise ValueError(f"{name} has the shape {shape}; legal: a number or a scalar tensor")
+        if value.device.type == "cpu":
+            return float(value.detach())
+        return value.detach().clone()  # loops add to their loss in place
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {type(value).__name__}; legal: a number or a scalar tensor")
+    return float(value)
+
+
+class Means:
+    """Means of training values since the last validation."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """The values of one step."""
+        for name, value in values.items():
+            self._values[name].append((step, value))
+
+    def take(self, after: int = 0) -> Scores:
+        """The means over the steps after this one; counting begins again.
+
+        A value that was logged in none of these steps is the last one that was.
+        """
+        means = {}
+        for name, logged in self._values.items():
+            last = [value for step, value in logged if step > after]
+            means[name] = fmean(last or [logged[-1][1]])
+        self._values.clear()
+        return scores_of(means)
+
+
+def scores_of(values: Mapping[str, float]) -> Scores:
+    """The record of named scores."""
+    rest: dict[str, Any] = {k: v for k, v in values.items() if k not in ("loss", "accuracy")}
+    return Scores(
+        loss=values.get("loss"), accuracy=values.get("accuracy"), samples=None, metrics=rest or None
+    )
+
+
+SHARE, MIN_STEPS = 0.1, 20
+
+
+def last_steps(steps: int) -> int:
+    """How many steps of a training with so many are its last part."""
+    return min(steps, max(MIN_STEPS, ceil(steps * SHARE)))
+
+
+class LastPart:
+    """Follows the steps to the end of a training."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._skipped_from: int | None = None
+        """The first of the steps that were skipped, all of them since."""
+        self._broken_from: int | None = None
+        """The first step whose loss was not finite, as no known loss has been since."""
+        self._broken_loss = 0.0
+        self._took_broken = False
+        """Whether a step with such a loss was taken."""
+
+    def add(self, step: int, loss: float | None, skipped: bool) -> None:
+        """The next step.
+
+        Args:
+            step: its number.
+            loss: NaN or infinite where any loss was; None where it is not known.
+            skipped: whether the loss scale skipped it.
+        """
+        self._steps = step
+        self._skipped_from = (self._skipped_from or step) if skipped else None
+        if loss is None:
+            return
+        if isfinite(loss):
+            self._broken_from, self._took_broken = None, False
+            return
+        self._broken_from, self._broken_loss = self._broken_from or step, loss
+        self._took_broken |= not skipped
+
+    def failure(self) -> str:
+        """Why the model does not train at the end; empty if it does."""
+        last, least = self._steps, last_steps(self._steps)
+        since = self._broken_from
+        if since is not None and (self._took_broken or last - since + 1 >= least):
+            skipped = "" if self._took_broken else "; the loss scale skips them, and cannot help"
+            where = f"from step {since} to" if since < last else "at"
+            return f"the loss is {self._broken_loss} {where} the last step, {last}{skipped}"
+        since = self._skipped_from
+        if since is not None and last - since + 1 >= least:
+            return (
+                f"no step was taken from step {since} to the last one, {last}: their gradients "
+                "overflowed, and the loss scale skipped them"
+            )
+        return ""
+
+
+def samples_of(args: Any) -> int:
+    """The first dimension of the first tensor in these arguments; 0 without one."""
+    for x in args.values() if isinstance(args, Mapping) else args:
+        if isinstance(x, Tensor) and x.dim():
+            return int(x.shape[0])
+        if isinstance(x, tuple | list | Mapping) and (count := samples_of(x)):
+            return count
+    return 0
+
+
+@dataclass
+class ObservedStep:
+    """One step, while it is taken and until it is written."""
+
+    step: int
+    lr: float = 0.0
+    skipped: bool = False
+    data_time_ms: float | None = None
+    """None after an evaluation, whose time cannot be told from the wait."""
+    calls: int = 0
+    """Of the model: one for each micro-batch."""
+    samples: int = 0
+    timed: bool = True
+    values: dict[str, Tensor | float] = field(default_factory=dict)
+    """What the loop logged for it."""
+    finite: list[Tensor | bool] = field(default_factory=list)
+    """Whether each loss that went backward is finite."""
+
+
+class ObservedRecord(Recorder):
+    """Writes the record of a loop that mprun does not own; what it does not know is null.
+
+    Args:
+        path: the folder.
+        summary: updated with every step.
+        device: where the model computes.
+        watch: counts the seconds.
+
+    Raises:
+        FileExistsError: the folder has a run.
+        OSError: it cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, summary: Summary, device: torch.device, watch: Stopwatch
+    ) -> None:
+        if (path / "summary.json").exists():
+            raise FileExistsError(f"out={path} already contains a run; choose another folder")
+        try:
+            folder = RunFolder(path)
+        except UsageError as error:
+            raise OSError(str(error).replace("run.dir=", "out=")) from None
+        super().__init__(summary, folder, NativeArithmetic(), device, log_every=1, watch=watch)
+        self.path = path
+        self._conditions = ConditionsRecorder(summary)
+        self._means, self._last_part = Means(), LastPart()
+        self._logged: dict[int, tuple[ObservedStep, dict[str, float]]] = {}
+        """Step to what is known of it, for the lines that are written next."""
+        self._broken = False
+
+    def config(self, content: dict[str, Any]) -> None:
+        """Write config.yaml."""
+        text = yaml.safe_dump(content, sort_keys=False)
+        self._try(lambda: self._folder.write("config.yaml", text))
+
+    def summary(self) -> None:
+        """Write summary.json."""
+        self._try(lambda: self._folder.summary(self._summary))
+
+    def event(self, row: dict[str, Any]) -> None:
+        """Write a line of something that happened, at once."""
+        self.on_event(row)
+        self._write([])
+
+    def report(self, text: str) -> None:
+        """Write the report."""
+        self._try(lambda: write_atomic(self.path / REPORT, f"{text}\n".encode()))
+
+    def steps(self, steps: list[ObservedStep], times: list[StepTime]) -> None:
+        """Write steps that are complete."""
+        if not steps:
+            return
+        last, lines = self._history.last, []
+        for step, time in zip(steps, times, strict=True):
+            values = {name: float(value) for name, value in step.values.items()}
+            if not step.skipped:
+                self._means.add(step.step, values)
+            known = values.get("loss") if all(map(bool, step.finite)) else nan
+            self._last_part.add(step.step, known, step.skipped)
+            self._logged[step.step] = step, values
+            lines.append(
+                StepLine(
+                    step=step.step,
+                    epoch=1 if last is None else last.epoch + 1,
+                    loss=0.0,
+                    lr=step.lr,
+                    loss_scale=1.0,
+                    skipped=step.skipped,
+                    step_time_ms=time.ms,
+                    data_time_ms=step.data_time_ms or 0.0,
+                    timed=step.timed,
+                    page_faults=time.page_faults,
+                )
+            )
+        self.on_steps(lines)
+        self._summary.epochs = 0 if last is None else last.epoch
+        self._conditions.on_steps(lines)
+
+    def _row(self, line: StepLine) -> dict[str, Any]:
+        step, values = self._logged.pop(line.step)
+        known = {"loss": None, **values, "data_time_ms": step.data_time_ms}
+        return {**super()._row(line), **known}
+
+    def validation(self, values: dict[str, float]) -> None:
+        """The model was validated after the last step."""
+        last = self._history.last
+        self._add(1 if last is None else last.epoch + 1, self._means.take(), values)
+
+    def _without_validation(self) -> None:
+        """The training ended without a validation: its last part is what it is judged by."""
+        steps = self._summary.steps
+        last = last_steps(steps)
+        train = self._means.take(after=steps - last)
+        self._add(1, train, {})
+        self._summary.train = TrainScore(loss=train.loss, last_steps=last)
+
+    def _add(self, number: int, train: Scores, validation: dict[str, float]) -> None:
+        epoch = Epoch(epoch=number, train=train, validation=scores_of(validation))
+        self._summary.epochs = number
+        self.on_epoch_end(epoch, self._summary.steps)
+
+    def failure(self) -> str:
+        """Why the model does not train at the end; empty if it does."""
+        return self._last_part.failure()
+
+    def test(self, values: dict[str, float]) -> None:
+        """The model was tested."""
+        known = {name: x for name, x in vars(scores_of(values)).items() if x is not None}
+        self._summary.test = replace(self._summary.test, **known)
+
+    def close(self) -> None:
+        """Write the last figures."""
+        if self._history.last is None:
+            self._without_validation()
+        self.on_end(self._summary.status)
+        self._conditions.on_end(self._summary.status)
+        self.summary()
+        with contextlib.suppress(OSError):
+            self._folder.close()
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._try(lambda: Recorder._write(self, rows))
+
+    def _try(self, write: Callable[[], object]) -> None:
+        if self._broken:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._broken = True
+            logger.warning("the record in %s ends here: %s", self.path, error.strerror or error)
+
+
+def report_text(
+    summary: Summary,
+    audit: Audit | None,
+    nonfinite: NonfiniteStep | None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The figures, the audit, and what could not be looked at."""
+    lines = [f"FAILED: {summary.error}"] if summary.status == "failed" else []
+    lines += _figures(summary)
+    if nonfinite is not None:
+        lines.append(f"not finite at step {nonfinite.step}: {', '.join(nonfinite.names)}")
+        if nonfinite.file is not None:
+            lines.append(f"    mprun replay {nonfinite.file}")
+    if audit is not None:
+        lines += ["", "audit", *(f"  {line}" for line in str(audit).splitlines())]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _figures(summary: Summary) -> Iterator[str]:
+    row = summary.effective
+    yield f"{summary.recipe} in {summary.precision}: {summary.steps} steps, {summary.status}"
+    yield (
+        f"precision   parameters {row.param_dtype}, computation {row.compute_dtype} "
+        f"({row.casting}), rounding {row.rounding}"
+    )
+    step, data = summary.step_time_ms, summary.data_time_ms
+    if step.median is not None and step.p10 is not None and step.p90 is not None:
+        yield (
+            f"step time   {step.median:.2f} ms (10 % below {step.p10:.2f}, 10 % above "
+            f"{step.p90:.2f}; {step.n} steps, {step.warmup} of warm-up left out)"
+        )
+    if data.median is not None:
+        yield f"data wait   {data.median:.2f} ms"
+    if summary.samples_per_second is not None:
+        yield f"throughput  {summary.samples_per_second:,.0f} samples/s"
+    share = page_fault_share(summary)
+    if share is not None:
+        yield f"page faults {summary.page_faults_per_step:,.0f} per step, {share:.1%} of its time"
+    if summary.skipped_steps:
+        yield f"skipped     {summary.skipped_steps} steps, by the loss scale"
+    memory = {k: v for k, v in vars(summary.memory_bytes).items() if v}
+    yield "memory      " + ", ".join(f"{k} {size_text(v)}" for k, v in memory.items())

@@ -1,0 +1,315 @@
+"""What is looked at in single steps of a loop, and whether its gradients are finite.
+
+Nothing of the start is timed:
+
+    step 1        the state of autocast at every layer
+    step 2        the casts of the model's first call; the audit, where the gradients are complete
+    steps 3, 4    memory op by op, if it is asked for; optimizers have made their state by then
+
+Whether gradients are finite is asked in every step, at a price that a training does not notice:
+every gradient is read once. The sum of its squares (of its values in 16 bits) is finite only if
+each value is. A sum may overflow without a fault, so an alarm is confirmed value by value.
+
+The loop has no configuration, so its precision is read: each column of the policy from what decides
+it, which are the parameters, their gradients, the optimizer, the backend switches, and autocast in
+the first step. The mode is the one whose row of the table fits, else `custom`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import is_compiled, storage_key, tree_leaves
+from mprun.errors import first_line
+from mprun.watch.audit import Audit, audit
+from mprun.watch.cast_counts import CastCounts
+from mprun.watch.memory_recorder import MemoryRecorder
+from mprun.watch.step_events import StepListener, entries
+from mprun.optim.by_policy import rounding_columns
+from mprun.precision import Precision
+from mprun.precision.policy import Policy, dtype_name, policy
+from mprun.precision.switches import tf32_is_on
+from mprun.records.mode_names import SHIPPED_MODES
+from mprun.records.run_record import PrecisionRow
+
+
+@dataclass(frozen=True)
+class NonfiniteStep:
+    """The first step with a NaN or an infinity."""
+
+    step: int
+    names: tuple[str, ...]
+    """What was not finite, in the model's order, up to 20."""
+    file: Path | None
+    """The saved step, for `mprun replay`."""
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's next step reads."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [_values(g) for g in held if g is not None]
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor | bool:
+    """Whether every value is finite; False, too, where a sum overflows.
+
+    A boolean on the CPU; elsewhere a tensor, which is read later so that nothing waits for it.
+    """
+    with torch.no_grad():
+        if all(x.is_cpu for x in tensors):
+            return isfinite(sum([float(_sum(x)) for x in tensors]))
+        sums = [_sum(x).to(tensors[0].device, torch.float32) for x in tensors]
+        return torch.stack(sums).isfinite().all()
+
+
+def _sum(x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.is_contiguous():
+        flat = x.view(-1)
+        return flat.dot(flat)
+    return x.sum(dtype=torch.float32)
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> Iterator[str]:
+    """The names of those with a NaN or an infinity, value by value."""
+    for name, x in tensors.items():
+        if x is not None and x.is_floating_point() and not _values(x).isfinite().all():
+            yield name
+
+
+def _values(x: Tensor) -> Tensor:
+    """The stored values of a sparse tensor."""
+    x = x.detach() if x.requires_grad else x
+    return x.coalesce().values() if x.is_sparse else x
+
+
+CUSTOM = "custom"
+"""The name of a mode that no row of the table fits."""
+
+
+class AutocastReader:
+    """Which dtypes autocast has while the layers of a model run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._device_type = device_of(model).type
+        self.dtypes: Counter[torch.dtype] = Counter()
+        """How many calls of layers autocast would cast to a dtype."""
+
+    def note(self) -> None:
+        """Count the state of autocast now."""
+        if torch.is_autocast_enabled(self._device_type):
+            self.dtypes[torch.get_autocast_dtype(self._device_type)] += 1
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The most frequent one; None without autocast."""
+        return self.dtypes.most_common(1)[0][0] if self.dtypes else None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks at the layers count while this is entered; those of compiled code would be traced.
+
+        A region that `forward` enters itself is only seen from inside.
+        """
+        compiled = any(map(is_compiled, self._model.modules()))
+        layers = [] if compiled else [m for m in self._model.modules() if _is_layer(m)]
+        handles = [layer.register_forward_pre_hook(lambda *_: self.note()) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter; the CPU without any."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def observed_row(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    autocast: Counter[torch.dtype],
+    precision: Precision | None = None,
+) -> PrecisionRow:
+    """The columns of a training.
+
+    Args:
+        model: what trains.
+        optimizers: its optimizers; the first one's rounding and moments are recorded.
+        autocast: see `AutocastReader`.
+        precision: the loop's, if it has one, which decides the casts.
+    """
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    param = _most(floating, lambda p: p.dtype)
+    trained = [p for p in floating if p.requires_grad]
+    casts = {"casting": "none", "compute_dtype": dtype_name(param)}
+    if autocast:
+        [(dtype, _)] = autocast.most_common(1)
+        casts = {"casting": "autocast", "compute_dtype": dtype_name(dtype)}
+    row: dict[str, Any] = {
+        "param_dtype": dtype_name(param),
+        "accum_dtype": dtype_name(_most(trained, lambda p: p.grad_dtype or p.dtype)),
+        "output_dtype": casts["compute_dtype"],
+        "op_lists": "none",
+        "layers": {},
+        "tf32": tf32_is_on(device_of(model)),
+        **casts,
+        **rounding_columns(optimizers[0], [p.dtype for p in floating]),
+        **({} if precision is None else precision.columns),
+    }
+    return PrecisionRow(**row)
+
+
+def _most(
+    parameters: Sequence[nn.Parameter], kind: Callable[[nn.Parameter], torch.dtype]
+) -> torch.dtype:
+    """The dtype of most numbers; float32 without any."""
+    counts: Counter[torch.dtype] = Counter()
+    for p in parameters:
+        counts[kind(p)] += p.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+TELLING = (
+    *("param_dtype", "compute_dtype", "casting", "rounding", "rounding_scope", "tf32", "gemms"),
+)
+"""The columns in which the modes differ."""
+
+
+def mode_name(row: PrecisionRow) -> str:
+    """The mode with these columns, or `CUSTOM`."""
+
+    def fits(mode: Policy) -> bool:
+        return all(getattr(mode, column) == getattr(row, column) for column in TELLING)
+
+    return next((name for name in SHIPPED_MODES if fits(policy(name))), CUSTOM)
+
+
+AUDITED_STEP = 2
+RECORDED_STEPS = (3, 4)  # optimizers have made their state by then
+
+
+class StepProbes(StepListener):
+    """Looks at single steps.
+
+    Args:
+        model, optimizers: what trains.
+        memory: whether memory is counted by category.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], memory: bool) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._stack = ExitStack()
+        self._step = 0
+        self._recorder: MemoryRecorder | None = None
+        self.autocast = AutocastReader(model)
+        self.audit: Audit | None = None
+        self.notes: list[str] = []
+        """What could not be looked at, and why."""
+        self.memory_bytes: dict[str, int] = {}
+        """Bytes by category at the larger peak of the recorded steps."""
+        self._gradient_bytes = 0
+        self._casts: CastCounts | None = None
+        self._recorded = RECORDED_STEPS if memory and self._can_record() else ()
+
+    def is_timed(self, step: int) -> bool:
+        """Whether nothing is looked at in this step."""
+        return step > AUDITED_STEP and step not in self._recorded
+
+    def before(self, step: int) -> None:
+        """The step number `step` is the next one: called before anything of it runs."""
+        self._step = step
+        if step == 1:
+            self._stack.enter_context(self.autocast.attached())
+        if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
+            self._casts = CastCounts(self._model)
+            self._stack.enter_context(self._casts.next_call(entries(self._model)))
+        if step in self._recorded:
+            self._recorder = MemoryRecorder(self._model, self._optimizers[0])
+            # hooks of the optimizer cannot be added here, while it calls them
+            self._stack.enter_context(self._recorder.recording())
+
+    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+        if self._step == 1:
+            self.autocast.note()
+
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.tracker.begin_update()
+            self._recorder.on_update_begin(optimizer, args, kwargs)
+        if self._step == AUDITED_STEP:
+            self._gradient_bytes += _bytes(gradients(optimizer))
+            self._audit(optimizer)
+
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        if self._recorder is not None:
+            self._recorder.tracker.end_update()
+            self._recorder.on_update_end(optimizer)
+
+    def after(self, step: int) -> None:
+        """The step is over."""
+        if step <= AUDITED_STEP or step in self._recorded:
+            self.close()
+
+    def bytes_by_category(self) -> dict[str, int]:
+        """Bytes by category: at the peak, if memory was recorded, else of what outlives a step."""
+        if self.memory_bytes:
+            return self.memory_bytes
+        states = [x for optimizer in self._optimizers for x in optimizer.state.values()]
+        return {
+            "parameters": _bytes(self._model.parameters()),
+            "buffers": _bytes(self._model.buffers()),
+            "gradients": self._gradient_bytes,
+            "optimizer_state": _bytes(x for x in tree_leaves(states) if isinstance(x, Tensor)),
+        }
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stack.close()
+        if self._recorder is not None:
+            totals = self._recorder.step_memory().totals
+            if totals["peak"] > self.memory_bytes.get("peak", 0):
+                self.memory_bytes = totals
+            self._recorder = None
+
+    def _can_record(self) -> bool:
+        reason = ""
+        if len(self._optimizers) > 1:
+            reason = "there are several optimizers"
+        elif any(map(is_compiled, self._model.modules())):
+            reason = "ops of compiled code are not seen"
+        if reason:
+            self.notes.append(f"activations were not counted: {reason}")
+        return not reason
+
+    def _audit(self, optimizer: Optimizer) -> None:
+        if len(self._optimizers) > 1:
+            text = "no audit: several optimizers; call mprun.audit(model, optimizer) for each"
+            self.notes = [*dict.fromkeys([*self.notes, text])]
+            return
+        try:
+            self.audit = audit(self._model, optimizer, self._casts)
+        except Exception as error:  # a look must never end a training
+            self.notes.append(f"no audit: {first_line(error)}")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages, each counted once."""
+    storages = {storage_key(x): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())

@@ -1,0 +1,278 @@
+"""How the processes of one command meet, get their jobs, and learn that one of them is lost.
+
+All processes get the same command line. The first one carries the command out: it composes, plans,
+keeps records, prints. Wherever the command trains, it announces a job, and the others carry out the
+same job beside it (`mprun.run.follow`). So every command works in several processes, studies too,
+and only training is parallel.
+
+A job ends in all processes, or in none. A loss that becomes NaN is the same number everywhere, so
+all fail at the same step and are ready for the next job. A fault of one process (a kill, a full
+disk) leaves the others inside an exchange: their connections break, and the command ends.
+
+The processes leave notes for each other in torchrun's own store, which outlives them: why a process
+failed, and the run's folder, by which torchrun's `--max-restarts` resumes the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mprun.precision import devices
+from mprun.errors import MachineFailedError, first_line, text_of
+from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.ranks import GroupRanks, PeerLostError, lost
+from mprun.records.launch import Launch
+
+PATIENCE = timedelta(minutes=30)
+"""How long an exchange may take, PyTorch's default; a process that ends is noticed at once."""
+GRACE_S = 5.0
+"""How long a process that failed in a part of a job waits for the others to fail in it."""
+NOTE_S = 2.0
+"""How long to wait for the note of a process that failed."""
+POLL_S = 0.02
+
+
+class Coordinator:
+    """One process: there is nobody to meet. With several, `GroupCoordinator`."""
+
+    is_first = True
+
+    def announce(self, job: Any) -> None:
+        """The first process begins a job: the others get `job`."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all processes do the same part of a job.
+
+        It fails in all of them, and all can begin the next job; or the command ends.
+
+        Raises:
+            PeerLostError: another process is gone.
+        """
+        yield
+
+    def finish(self) -> None:
+        """The job is done in this process, and its exchanges are over."""
+
+    def layout(self, kind: str, device: torch.device) -> Layout:
+        """What this process holds of a model: none, ddp or fsdp2."""
+        return Layout()
+
+    def keep_folder(self, folder: Path) -> None:
+        """Keep the folder of the run, for processes that torchrun starts again."""
+
+    def earlier_folder(self) -> Path | None:
+        """The folder of the run that this command began before torchrun started it again."""
+        return None
+
+    def close(self) -> None:
+        """The command has ended: the other processes end."""
+
+
+class GroupCoordinator(Coordinator):
+    """The processes that torchrun started; all of them construct it at the same time."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._rank, self._size = rank, size = launch.rank, launch.world_size
+        self._restarts = launch.restarts
+        self.is_first = rank == 0
+        self._number = self._jobs = 0
+        self._is_busy = False
+        backend, here = "gloo", devices.accelerator()
+        if here is not None and launch.local_rank < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(launch.local_rank)
+            if (own_group := devices.backend(here).group) is not None:
+                backend = f"cpu:gloo,{here.type}:{own_group}"
+        store = _store(rank)
+        self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
+        # torchrun's store outlives the processes: those of an earlier start left addresses in it
+        own = dist.PrefixStore(f"mprun/{launch.restarts}", store)  # type: ignore[attr-defined]
+        self._notes = own
+        # PyTorch 2.14's FSDP2 calls functions that it has itself deprecated
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed\.")
+        try:
+            dist.init_process_group(
+                backend, timeout=PATIENCE, store=own, rank=rank, world_size=size
+            )
+        except RuntimeError as error:
+            raise MachineFailedError(
+                f"process {rank} of {size} cannot connect to the others: {first_line(error)}"
+            ) from None
+        self._notes.set(f"process/{rank}", f"{gethostname()} {os.getpid()}")
+
+    def announce(self, job: Any) -> None:
+        if self._is_busy:  # the others are still in an exchange of the last job
+            self._disconnect()
+        self._is_busy = job is not None
+        self._jobs += 1
+        # the others look for this note before they enter an exchange, which ends after PATIENCE
+        self._notes.set(f"job/{self._jobs}", "1")
+        self._exchange(job)
+
+    def next_job(self) -> Any:
+        """What the first process announces next; None where the command ends.
+
+        Raises:
+            PeerLostError: the first process is gone.
+        """
+        self._jobs += 1
+        while self.is_connected and not self._notes.check([f"job/{self._jobs}"]):
+            if self._is_gone(0):  # what it does alone may take longer than an exchange
+                raise PeerLostError("the first process ended")
+            time.sleep(POLL_S)
+        return self._exchange(None)
+
+    def finish(self) -> None:
+        self._is_busy = False
+
+    @property
+    def is_connected(self) -> bool:
+        """False once a part of a job has failed in this process alone."""
+        return dist.is_initialized()
+
+    def _exchange(self, job: Any) -> Any:
+        if not self.is_connected:
+            raise PeerLostError("the processes are no longer connected: one of them has ended")
+        return GroupRanks(torch.device("cpu")).share(job)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._number += 1
+        try:
+            yield
+        except PeerLostError as error:
+            raise self._explained(error) from None
+        except BaseException as error:
+            if (loss := lost(error)) is not None:
+                raise self._explained(loss) from error
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """A part failed here: if it failed everywhere, all go on, else the connections end."""
+        first = first_line(error) if text_of(error).strip() else type(error).__name__
+        self._notes.set(f"failed/{self._rank}", first)
+        self._notes.set(f"end/{self._number}/{self._rank}", "1")
+        if self._noted([f"end/{self._number}/{rank}" for rank in range(self._size)], GRACE_S):
+            self._notes.delete_key(f"failed/{self._rank}")  # all failed: nothing to explain
+            self._is_busy = False
+        else:
+            self._disconnect()
+
+    def _noted(self, keys: list[str], patience_s: float) -> bool:
+        """Whether the store has all notes, or gets them within so many seconds."""
+        until = time.monotonic() + patience_s
+        while not self._notes.check(keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _explained(self, error: PeerLostError) -> PeerLostError:
+        """The error with the process that is gone, and what it said."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        notes = {rank: self._note_of(rank) for rank in others}
+        said = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
+        gone = [
+            f"process {n} of {self._size} was killed, or crashed"
+            for n in others
+            if self._is_gone(n)
+        ]
+        # what a process said explains more than that it is gone, and both more than neither
+        what = [*said, *gone, f"one of the {self._size} processes ended"][0]
+        self._notes.set(f"failed/{self._rank}", f"{error}")
+        if self._kept.check(["folder"]):
+            what += f"; continue the run with run.resume={self._kept.get('folder').decode()}"
+        return PeerLostError(what)
+
+    def _note_of(self, rank: int) -> str | None:
+        """Why another process failed, as it has noted."""
+        if not self._noted([f"failed/{rank}"], NOTE_S / self._size):
+            return None
+        return self._notes.get(f"failed/{rank}").decode()
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a process has ended, as far as can be seen: on this machine."""
+        machine, number = self._notes.get(f"process/{rank}").decode().split()
+        if machine != gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+        except OSError:
+            return not Path(f"/proc/{number}").exists()
+        return state.split()[0] in "ZX"  # a zombie: its parent has not asked for its status
+
+    def layout(self, kind: str, device: torch.device) -> Layout:
+        if kind == "fsdp2":
+            from mprun.train.parallel.shards import ShardLayout  # imports a second of PyTorch
+
+            return ShardLayout(GroupRanks(device), device, lambda: self._file_group)
+        from mprun.train.parallel.replicas import ReplicaLayout
+
+        return ReplicaLayout(GroupRanks(device))
+
+    @cached_property
+    def _file_group(self) -> Any:
+        """The processes again, to write checkpoints beside training; all ask for it at once."""
+        return dist.new_group(timeout=PATIENCE, backend="gloo")
+
+    def keep_folder(self, folder: Path) -> None:
+        self._kept.set("folder", str(folder.resolve()))
+
+    def earlier_folder(self) -> Path | None:
+        if not self._restarts or not self._kept.check(["folder"]):
+            return None
+        return Path(self._kept.get("folder").decode())
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            if self.is_first:
+                self.announce(None)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        gc.collect()  # models in cycles hold the group, whose threads must end before Python does
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _store(rank: int) -> Any:
+    """The store that all processes share: torchrun's, else the first process has it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # multi_tenant: a process that makes the store twice gets the one that it has
+    return dist.TCPStore(host, port, is_master=hosts, multi_tenant=True)  # type: ignore[attr-defined]
+
+
+_here: list[Coordinator] = [Coordinator()]
+
+
+def coordinator_here() -> Coordinator:
+    """That of this process; there is one for all of it, as of torch.distributed."""
+    return _here[-1]
+
+
+@contextmanager
+def coordinator_of(launch: Launch) -> Iterator[GroupCoordinator]:
+    """Inside, `coordinator_here()` is that of the processes that torchrun started."""
+    coordinator = GroupCoordinator(launch)
+    _here.append(coordinator)
+    try:
+        yield coordinator
+    finally:
+        _here.pop()
+        coordinator.close()

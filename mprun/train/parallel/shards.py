@@ -1,0 +1,293 @@
+"""Shards: each process holds a part of every parameter, by PyTorch's FSDP2 (`fully_shard`).
+
+A block's parameters are gathered before it runs, and its gradients are summed and cut afterwards
+(Zhao et al., "PyTorch FSDP", 2023). A parameter is cut along its first dimension into one
+contiguous part per process.
+
+What is gathered in which dtype follows the policy. Stored parameters keep their dtype. Under
+autocast, the weights of linear layers and convolutions are gathered in the 16-bit dtype: autocast
+would cast them to it anyway. All other modules (norms, embeddings, layers with products of 8 bits
+or fewer) are wrapped on their own and gathered in float32, since they compute with their weights as
+they are.
+
+The optimizer gets each process's part as an ordinary tensor. So every optimizer that computes
+element by element works, mprun's rounding ones too: they draw random bits by the element's index in
+the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
+those of all parts (`ShardCombine`).
+
+Checkpoints hold each process's parts: `shard_files.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import empty as empty_parts
+from torch.optim import Optimizer
+
+from mprun.precision._torch import own_parameters, parameters_replaced
+from mprun.errors import RunFailedError
+from mprun.train.parallel.model_blocks import blocks_of, cast_modules
+from mprun.train.parallel import shard_files
+from mprun.train.parallel.layouts import GroupLayout, Outline
+from mprun.train.parallel.ranks import GroupRanks, Ranks
+from mprun.precision import Combine
+from mprun.precision.policy import Policy, torch_dtype
+from mprun.precision.products import LOW
+from mprun.precision.random_bits import NAME, mark_shard
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""What a module's parameters are stored and gathered in."""
+
+
+class ShardCombine(Combine):
+    """Figures of all processes' parts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        square = norm.detach().float().square()
+        self._ranks.sum_tensors([square])
+        return square.sqrt().to(norm.dtype)
+
+    def overflow(self, flag: Tensor) -> Tensor:
+        return self._ranks.largest(flag)
+
+
+class _TimedCollective:
+    """What FSDP2 asks of a collective, by PyTorch's own, timed as communication.
+
+    FSDP2 gathers parameters and scatters gradients by itself, so their time would count as
+    computation. On a CPU a collective returns when the data are there, so the time of the call is
+    that of the communication. On a GPU it only enqueues kernels, and FSDP2 keeps its own.
+    """
+
+    def __init__(self, ranks: GroupRanks, name: str) -> None:
+        self._ranks, self._name = ranks, name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor that receives the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        with self._ranks.communicating():
+            return getattr(dist, self._name)(output_tensor, input_tensor, **options)
+
+
+class ShardLayout(GroupLayout):
+    """A part of every parameter in each process.
+
+    Args:
+        ranks: the processes.
+        device: what they compute on.
+        file_group: connects them, when all call it, to write checkpoints beside training.
+    """
+
+    kind = "fsdp2"
+
+    def __init__(
+        self,
+        ranks: GroupRanks,
+        device: torch.device,
+        file_group: Callable[[], ProcessGroup | None] = lambda: None,
+    ) -> None:
+        super().__init__(ranks)
+        self._file_group = file_group
+        self.combine = ShardCombine(ranks)
+        self._group = ranks
+        self._mesh = init_device_mesh(device.type, (ranks.size,))
+        self._own: dict[nn.Parameter, DTensor] = {}
+        """Each process's parts, and the parameters that they are parts of."""
+
+    def arrange(self, model: nn.Module, policy: Policy) -> None:
+        # a parameter's random bits follow its name, which `fully_shard` does not carry over
+        names = {name: getattr(p, NAME, name) for name, p in model.named_parameters()}
+        super().arrange(model, policy)
+        for module, dtype in units(model, policy):
+            rule = MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch_dtype(policy.reduce_dtype),
+                cast_forward_inputs=False,
+            )
+            fully_shard(module, mesh=self._mesh, mp_policy=rule)
+        gather: Any = _TimedCollective(self._group, "all_gather_into_tensor")
+        scatter: Any = _TimedCollective(self._group, "reduce_scatter_tensor")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # gradients are summed: the loss is a share
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                if self._mesh.device_type == "cpu":
+                    module.set_custom_all_gather(gather)
+                    module.set_custom_reduce_scatter(scatter)
+        parameters: Any = model.named_parameters()  # they are `DTensor`s now
+        self._own = {self._part(p, names[name]): p for name, p in parameters}
+
+    def _part(self, p: Any, name: str) -> nn.Parameter:
+        own = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+        mark_shard(own, name, self._rows(p)[0] * (p.numel() // max(1, len(p))))
+        return own
+
+    def _rows(self, p: Tensor) -> tuple[int, int]:
+        """The first row of this process's part, and the end."""
+        each = -(-len(p) // self.ranks.size)
+        return min(self.ranks.rank * each, len(p)), min((self.ranks.rank + 1) * each, len(p))
+
+    @contextmanager
+    def trainable(self, model: nn.Module) -> Iterator[None]:
+        with parameters_replaced(model, {whole: own for own, whole in self._own.items()}):
+            yield
+
+    def end_backward(self) -> None:
+        for own, whole in self._own.items():
+            gradient: Any = whole.grad
+            own.grad = None if gradient is None else gradient.to_local()
+            whole.grad = None
+        super().end_backward()
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Any]:
+        return model.state_dict(keep_vars=True)  # a tied parameter is one object
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        own = model.state_dict()
+        model.load_state_dict({name: self._as_own(x, own.get(name)) for name, x in state.items()})
+
+    def _as_own(self, value: Any, own: Any) -> Any:
+        """A state's entry, cut as the model's own is."""
+        if not isinstance(own, DTensor) or isinstance(value, DTensor):
+            return value
+        return shard_files.as_part(self._cut(value, own), own)
+
+    def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        if isinstance(whole, DTensor):
+            return whole.to_local()
+        first, end = self._rows(p)
+        return whole[first:end]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._placed)
+        return state
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
+
+    def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
+        rest, tied, shards = shard_files.without_shards(state)
+        return Outline(rest, tied), shard_files.write(shards, folder, self._file_group())
+
+    def fetch(self, outline: Outline, folder: Path) -> Any:
+        def own_part(whole: Tensor) -> DTensor:
+            cut = [Shard(0)]
+            return empty_parts(
+                whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=cut
+            )
+
+        return shard_files.read(outline.state, outline.tied or {}, folder, own_part)
+
+    def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
+        """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = {
+            index: {
+                name: convert(entry, held[index], self._own[held[index]])
+                for name, entry in own.items()
+            }
+            for index, own in state["state"].items()
+        }
+        converted = {**state, "state": entries}
+        if "masters" in state:
+            low = [p for p in held if p.dtype in LOW]
+            converted["masters"] = [
+                convert(master, p, self._own[p])
+                for master, p in zip(state["masters"], low, strict=True)
+            ]
+        return converted
+
+    def _placed(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+        if not isinstance(entry, Tensor) or not entry.dim():
+            return entry
+        if entry.shape != own.shape:
+            raise RunFailedError(
+                f"parallel=fsdp2 keeps a part of each parameter, {list(own.shape)} here, and the "
+                f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
+                "computes element by element, such as AdamW, or parallel=ddp"
+            )
+        return shard_files.as_part(entry, whole)
+
+    def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+        if not isinstance(entry, Tensor) or entry.shape != whole.shape:
+            return entry
+        return self._cut(entry, whole).clone()
+
+
+def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype]]:
+    """The modules to shard, inner ones first, each with the dtype that it is gathered in.
+
+    They are the model's blocks and the model itself. Inside each of them, modules whose parameters
+    are stored or gathered in another dtype than most are on their own.
+    """
+    tied = _tied(model)
+    cast = cast_modules(model) if policy.casting == "autocast" else []
+    low = {id(model.get_submodule(path)) for path in cast}
+    found: list[tuple[nn.Module, torch.dtype]] = []
+    blocks = [m for _, m in blocks_of(model) if not tied & {*m.parameters()}]
+    for unit in [*blocks, model]:
+        done = {id(m) for m, _ in found if m is not unit}
+        inner = [m for m in _inside(unit, done) if any(True for _ in m.parameters(recurse=False))]
+        kinds = {id(m): _dtypes(m, id(m) in low, policy) for m in inner}
+        most = _most(inner, kinds)
+        apart: set[int] = set()
+        for module in inner:
+            if id(module) in apart or module is unit or kinds[id(module)] == most:
+                continue
+            if tied & {*module.parameters()}:
+                continue
+            apart |= {id(m) for m in module.modules()}
+            found.append((module, kinds[id(module)][1]))
+        found.append((unit, most[1]))
+    return found
+
+
+def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:
+    """`unit` and the modules inside it, without those that are sharded already."""
+    yield unit
+    for child in unit.children():
+        if id(child) not in done:
+            yield from _inside(child, done)
+
+
+def _tied(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules share; they have to be in one unit."""
+    seen: set[nn.Parameter] = set()
+    tied: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = {p for p in own_parameters(module).values() if p is not None}
+        tied |= own & seen
+        seen |= own
+    return tied
+
+
+def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
+    stored = next(p.dtype for p in own_parameters(module).values() if p is not None)
+    is_cast &= stored == torch.float32
+    return stored, torch_dtype(policy.compute_dtype) if is_cast else stored
+
+
+def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
+    """The dtypes of most parameters."""
+    sizes: dict[Dtypes, int] = {}
+    for module in modules:
+        numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
+        sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
+    return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))

@@ -1,0 +1,364 @@
+"""One run, from a plan to its record.
+
+The summary is always written with the status that ended the run (its limits, an error, a full disk,
+Ctrl-C, SIGTERM or SIGHUP), and earlier records stay readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from torch import nn
+
+from mprun.train.assemble import Plan, build_run, footprint, make_plan
+from mprun.train.assemble.initial_summary import initial_summary
+from mprun.train.assemble.parts import effective, requested, run_loggers
+from mprun.train.assemble.planned_memory import has_room_for_another
+from mprun.config import Config
+from mprun.errors import MprunError, UsageError, first_line
+from mprun.train.parallel.coordinator import Coordinator, coordinator_here
+from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.ranks import PeerLostError
+from mprun.records.files import dated_folder
+from mprun.records.run_folder import RECIPE, RunFolder
+from mprun.records.run_record import Status, Summary, read_summary
+from mprun.train.callbacks import Callback, Messages
+from mprun.train.checkpoint import Checkpointer, CheckpointMisfitError, Stateful, fetched, path_in, restoring, run_facts
+from mprun.train.checks import PARTIAL, AccumulationCheck, check_loss_falls, check_steps_taken, over_time_warning, page_fault_warning, partial_scores_warning, skipped_warning, slow_dtype_warning
+from mprun.train.exception_log import ExceptionLog, GuardLog
+from mprun.train.loggers import Logger
+from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
+from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
+from mprun.train.signals import SignalReceivedError, StopSignals
+from mprun.train.stopwatch import Stopwatch
+from mprun.train.user_code import explain_faults
+
+QUICK_STEP_S = 0.2
+"""Two steps of less take less time than a step on fake tensors, whose first imports a compiler."""
+
+
+class RunResult(NamedTuple):
+    """How a run ended."""
+
+    summary: Summary
+    """Its status is `completed`, or `interrupted` by a signal."""
+    folder: Path
+    """The record's folder."""
+
+
+def run(
+    plan: Plan,
+    resolved: dict[str, Any],
+    stop: StopSignals,
+    callbacks: Sequence[Callback] = (),
+    saved: dict[str, Any] | None = None,
+    watch: Stopwatch | None = None,
+) -> RunResult:
+    """Carry out a plan.
+
+    Args:
+        plan: the plan.
+        resolved: the configuration, for config.yaml.
+        stop: the signals, entered.
+        callbacks: notified of all events, after the run's own callbacks.
+        saved: the checkpoint of the run to resume, or None.
+        watch: counts the run's seconds since its start-up began; None: it begins now.
+
+    Raises:
+        UsageError: the run's folder cannot be used, or it was trained on other data; nothing was
+            started.
+        RunFailedError: the run failed; the reason is in its record.
+    """
+    watch = watch or Stopwatch()
+    earlier = _earlier_summary(plan)
+    with contextlib.closing(_open_folder(plan, saved)) as folder:
+        summary = _first_summary(plan, resolved, earlier, watch)
+        messages = Messages(summary, callbacks)
+        first_step = None if saved is None else saved["trainer"]["step"] + 1
+        loggers = run_loggers(plan, resolved, summary, folder.path, first_step, messages)
+        with (
+            _logged(loggers, summary, folder),
+            explain_faults(summary, folder),
+            plan.backend_flags(),
+        ):
+            folder.write("config.yaml", OmegaConf.to_yaml(resolved))
+            if plan.recipe_source is not None:
+                folder.write(RECIPE, plan.recipe_source.content)
+            folder.summary(summary)
+            try:
+                with _accounted(summary, watch):
+                    notified = [*loggers, *callbacks]
+                    _train(plan, summary, folder, stop, notified, messages, saved, watch)
+                summary.status = "completed"
+            except (StopRequestedError, SignalReceivedError):
+                summary.status = "interrupted"
+                summary.error = f"{stop.name} at step {summary.steps}"
+            except CheckpointMisfitError:
+                if earlier is not None:
+                    folder.restore(earlier)
+                raise
+            folder.summary(summary)
+    return RunResult(summary, folder.path)
+
+
+def _train(
+    plan: Plan,
+    summary: Summary,
+    folder: RunFolder,
+    stop: StopSignals,
+    callbacks: Sequence[Callback],
+    messages: Messages,
+    saved: dict[str, Any] | None,
+    watch: Stopwatch,
+) -> None:
+    """Assemble the run, train, test and check it."""
+    train, coordinator = plan.config.train, coordinator_here()
+    layout = coordinator.layout(plan.config.parallel.name, plan.device)
+    coordinator.announce(
+        Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve())
+    )
+    coordinator.keep_folder(folder.path)
+    with stop.deferred():
+        try:
+            with coordinator.together():
+                layout.ranks.barrier()  # the others have planned
+                parts, exceptions = build_run(plan, messages.report, layout)
+            row = effective(plan, parts.model, parts.optimizer, parts.precision)
+            summary.converted_gemms = parts.precision.converted_gemms
+            summary.effective = row.with_partials_of(summary.effective)
+        finally:
+            for callback in callbacks:
+                callback.on_start(summary, folder.path)
+            messages.warn(slow_dtype_warning(summary))
+        with coordinator.together():
+            _raise_if_stopped(layout, stop)
+
+    arithmetic = parts.precision.arithmetic
+    recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
+    guard_log = GuardLog(parts.precision.guard, summary, folder, recorder)
+    states: dict[str, Stateful] = {
+        "journal": recorder,
+        "exceptions": exceptions,
+        "guard": guard_log,
+    }
+    facts = {"choices": plan.choices, **run_facts(summary)}
+    checkpointer = Checkpointer(folder.path, layout, states, facts, saved)
+    log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
+    check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
+    conditions = ConditionsRecorder(summary)
+    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
+    count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
+    callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
+    every = train.checkpoint_every_steps
+    trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
+    if saved is not None:
+        with restoring(folder.path), coordinator.together():
+            trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
+            for name, part in states.items():
+                part.load_state_dict(saved[name])
+        done = trainer.step == plan.planned_steps
+        more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
+        messages.report(f"resumed at step {trainer.step}{more}")
+        if plan.splits.train.is_stream and trainer.batches_to_skip:
+            messages.report(
+                f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
+                "that this epoch has trained on are read again and dropped; the run continues "
+                "exactly only if the stream gives the same samples as before"
+            )
+
+    with _ending(callbacks, watch), stop.deferred(), coordinator.together():
+        for callback in callbacks:
+            callback.on_train_start(parts.model, watch.after_start_up_s)
+        for notice in exceptions.attach(parts.model, parts.optimizer, log.on_step_end):
+            messages.report(f"note: {notice}")
+        trainer.fit()
+        # all processes learn whether a step was taken: otherwise none tests (see `_follow`)
+        layout.ranks.any(summary.steps == summary.skipped_steps)
+        check_steps_taken(summary)
+        trainer.test()
+        coordinator.finish()
+    messages.warn(skipped_warning(summary))
+    messages.warn(page_fault_warning(summary))
+    messages.warn(partial_scores_warning(summary))
+    messages.warn(over_time_warning(summary, train.max_time_s))
+    if plan.config.preset.loss_must_fall:
+        messages.warn(
+            check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
+        )
+
+
+def _raise_if_stopped(layout: Layout, stop: StopSignals) -> None:
+    """End the run in all processes if one of them was asked to while it was assembled."""
+    if layout.ranks.any(stop.requested()):
+        raise StopRequestedError
+
+
+class Job(NamedTuple):
+    """What the other processes need to train beside the first one."""
+
+    config: Config
+    choices: dict[str, Any]
+    """`Plan.choices`, so that all processes make the same."""
+    saved: dict[str, Any] | None
+    """The checkpoint of the run to resume."""
+    untrusted: Path | None
+    """A folder whose code is not run."""
+    folder: Path
+    """The run's."""
+
+
+def follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
+    """Train beside the first process, without a record: this process's part of a job.
+
+    Raises:
+        PeerLostError: another process is gone.
+    """
+    with stop.deferred():
+        try:
+            _follow(job, stop, coordinator)
+        except PeerLostError:
+            raise
+        except (Exception, StopRequestedError):  # the first process fails too, and reports it
+            return
+
+
+def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
+    with contextlib.ExitStack() as flags:
+        with coordinator.together():
+            plan = make_plan(
+                job.config, (), job.choices, untrusted=job.untrusted, resumed=job.saved is not None
+            )
+            flags.enter_context(plan.backend_flags())
+            layout = coordinator.layout(plan.config.parallel.name, plan.device)
+            layout.ranks.barrier()
+            parts, exceptions = build_run(plan, lambda line: None, layout)
+        with coordinator.together():
+            _raise_if_stopped(layout, stop)
+        every, watch = plan.config.train.checkpoint_every_steps, Stopwatch()
+        checkpointer = Checkpointer(job.folder, layout, {}, {})
+        trainer = Trainer(parts, plan.limits, [checkpointer], stop.requested, every, watch)
+        if job.saved is not None:
+            with coordinator.together():
+                trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
+                exceptions.load_state_dict(job.saved["exceptions"])
+        with _ending([checkpointer], watch), coordinator.together():
+            exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
+            trainer.fit()
+            if not layout.ranks.any(False):  # the first process knows: `_train`
+                trainer.test()
+
+
+@contextlib.contextmanager
+def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> Iterator[None]:
+    """At the end of the code inside, the record is complete: the loggers get its files."""
+    try:
+        yield
+    finally:
+        before = len(summary.warnings)
+        for logger in loggers:
+            logger.finish_run(summary)
+        if len(summary.warnings) > before:
+            with contextlib.suppress(OSError):  # a full disk has been reported before
+                folder.summary(summary)
+
+
+@contextlib.contextmanager
+def _accounted(summary: Summary, watch: Stopwatch) -> Iterator[None]:
+    """At the end of the code inside, record the run's wall time and what it was spent on."""
+    try:
+        yield
+    finally:
+        watch.switch("logging")
+        summary.wall_time_s, summary.time_budget_s = watch.read()
+
+
+@contextlib.contextmanager
+def _ending(callbacks: Sequence[Callback], watch: Stopwatch) -> Iterator[None]:
+    """At the end of the code inside, call `on_end` of all callbacks with its status."""
+    status: Status = "failed"
+    try:
+        yield
+        status = "completed"
+    except (StopRequestedError, SignalReceivedError):
+        status = "interrupted"
+        raise
+    finally:
+        watch.switch("logging")
+        with contextlib.ExitStack() as stack:  # calls all of them, even where one raises
+            for callback in reversed(callbacks):
+                stack.callback(callback.on_end, status)
+
+
+def _earlier_summary(plan: Plan) -> Summary | None:
+    """The summary of the run that is resumed; None for a new run, or one that was killed at once.
+
+    Raises:
+        UsageError: the run would be resumed on another data set. (Data of a recipe's file have its
+            name; its SHA-256 was compared.)
+    """
+    resume, name = plan.config.run.resume, plan.splits.name
+    if resume is None:
+        return None
+    try:
+        earlier = read_summary(Path(resume))
+    except MprunError:
+        return None
+    if plan.recipe_source is None and name != earlier.data.name:
+        raise UsageError(
+            f"run.resume={resume}: the run was trained on {earlier.data.name}, and now there is "
+            f"{name}; put the data back, or begin a new run"
+        )
+    return earlier
+
+
+def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
+    config = plan.config.run
+    if config.resume is None:
+        return RunFolder(Path(config.dir) if config.dir is not None else dated_folder())
+    step = 0 if saved is None else saved["trainer"]["step"]
+    unfinished = None if saved is None else unfinished_epoch(saved["trainer"])
+
+    def keep(line: dict[str, Any]) -> bool:
+        """Keep lines up to the checkpoint, except the scores of an unfinished epoch."""
+        redone = line["kind"] in ("validation", "epoch") and line["epoch"] == unfinished
+        return bool(line["step"] <= step and not redone)
+
+    return RunFolder(Path(config.resume), keep)
+
+
+def _first_summary(
+    plan: Plan, resolved: dict[str, Any], earlier: Summary | None, watch: Stopwatch
+) -> Summary:
+    """The summary before the first step; that of a resumed run continues its earlier one."""
+    summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
+    if earlier is not None:
+        summary.started_at, summary.memory_bytes = earlier.started_at, earlier.memory_bytes
+        kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
+        summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
+        summary.effective = summary.effective.with_partials_of(earlier.effective)
+    return summary
+
+
+def _footprint(
+    plan: Plan, model: nn.Module, report: Callable[[str], None], step_s: float | None
+) -> dict[str, int]:
+    """The memory of a step; a second model on real tensors is made only if it is small."""
+    real = has_room_for_another(model, plan.device)
+    on_cpu = plan.device.type == "cpu"  # a GPU's peak is measured, and would rise
+    quick = real and on_cpu and step_s is not None and step_s < QUICK_STEP_S
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            counted, why_real = footprint(plan, real, quick)
+    except Exception as error:  # the step may not run at all: the run itself will say so
+        report(f"note: the memory of a step was not measured ({first_line(error)})")
+        return {}
+    if why_real is not None:
+        report(f"note: the memory of a step was counted on a real step: {why_real}")
+    return counted

@@ -1,0 +1,302 @@
+"""Casts of weights that one forward pass repeats, and the dtypes of a model by module.
+
+`torch.autocast` casts a float32 weight where an op needs it in 16 bits, and keeps the result for
+the next op that does. It keeps little:
+
+    region   until the outermost region ends: a region that a loop enters again casts again
+    leaves   casts of parameters that require gradients; frozen weights are cast for every op
+    whole    no casts of a view, such as `weight.t()` or a slice
+    cache    nothing with `cache_enabled=False`
+
+A layer that runs once in a forward pass loses nothing by that. One that runs in a loop (a recurrent
+cell, shared layers, a weight that several heads use) reads and writes all of its weights each time,
+and autograd keeps each copy until the backward pass.
+
+    with mprun.numerics.CastCounts(model) as casts:           # around one call
+        loss = model(batch)
+    loss.backward()
+    print(mprun.audit(model, optimizer, casts))
+
+The counts are of casts below autograd, made by autocast or by the model's own code. Ops run as they
+would, so results have the same bits; code that `torch.compile` made runs compiled, and its casts
+are not seen.
+
+In the rows of dtypes, a part whose numbers all have one dtype is one row, and so are parts that
+differ in nothing but a number of their name: `layers.*.norm`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import DispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
+from mprun.records.console.formatting import size_text
+from mprun.watch.audit_finding import AuditFinding, fewest_modules
+from mprun.precision.policy import dtype_name
+
+FIXES = {
+    "frozen": "autocast keeps casts of trainable weights only: convert frozen ones once, with "
+    "module.to(torch.bfloat16)",
+    "cache": "take cache_enabled=False out of torch.autocast",
+    "view": "autocast keeps no casts of views (weight.t(), a slice): give the weight itself to the "
+    "op, as F.linear(x, weight) does",
+    "region": "enter torch.autocast once, around the whole forward pass: its casts are dropped "
+    "where a region ends",
+}
+"""Why the casts were made again -> what to do."""
+
+
+class CastKey(NamedTuple):
+    """Casts with the same key make the same numbers."""
+
+    parameter: str
+    dtype: torch.dtype
+    offset: int
+    """Of the part of the parameter that is cast, in numbers."""
+    numbers: int
+
+
+@dataclass(frozen=True)
+class RepeatedCast:
+    """Weights that were cast several times in one call of the model."""
+
+    parameter: str
+    """A name of `named_parameters()`."""
+    dtype: torch.dtype
+    """The dtype they were cast to."""
+    count: int
+    """How often; of a parameter that is cast in parts, the part with most casts."""
+    nbytes: int
+    """Bytes that casts after the first read and write."""
+    reason: str
+    """Why they were cast again: a key of `FIXES`."""
+
+
+class CastCounts(DispatchMode):
+    """Counts the casts of a model's parameters while it is entered: around one call of the model.
+
+    Args:
+        model: on any device; its parameters stay the same while this is used.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = dict(model.named_parameters())
+        self._names = {storage_key(local_tensor(p)): n for n, p in self._parameters.items()}
+        self._counts: Counter[CastKey] = Counter()
+        self._reasons: dict[str, str] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled inside: else its results would have other bits."""
+        return True
+
+    @contextmanager
+    def next_call(self, entries: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the next call of each of these modules is counted, and no later one."""
+        watched: set[nn.Module] = set()
+        calls: list[nn.Module] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():  # its casts are not seen
+                return
+            if module not in watched and not in_backward():
+                watched.add(module)
+                calls.append(module)
+                self.__enter__()
+
+        def end(module: nn.Module, args: Any, outputs: Any) -> None:
+            if not torch.compiler.is_compiling() and calls and calls[-1] is module:
+                calls.pop()
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        with ExitStack() as stack:
+            for module in entries:
+                for handle in (
+                    module.register_forward_pre_hook(begin, prepend=True),
+                    module.register_forward_hook(end, always_call=True),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that parameters were cast to."""
+        return {key.dtype for key in self._counts}
+
+    def repeated(self) -> list[RepeatedCast]:
+        """The parameters that were cast to a dtype more than once, in the model's order."""
+        counts: dict[tuple[str, torch.dtype], int] = {}
+        nbytes: Counter[tuple[str, torch.dtype]] = Counter()
+        for key, count in self._counts.items():
+            which = (key.parameter, key.dtype)
+            counts[which] = max(count, counts.get(which, 0))
+            each = self._parameters[key.parameter].element_size() + key.dtype.itemsize
+            nbytes[which] += (count - 1) * key.numbers * each
+        order = {name: n for n, name in enumerate(self._parameters)}
+        return [
+            RepeatedCast(name, dtype, count, nbytes[name, dtype], self._reasons[name])
+            for (name, dtype), count in sorted(counts.items(), key=lambda x: order[x[0][0]])
+            if count > 1
+        ]
+
+    def findings(self, model: nn.Module) -> Iterator[AuditFinding]:
+        """A finding for each reason and dtype, and the fewest modules that it concerns."""
+        among = {self._parameters[key.parameter] for key in self._counts}
+        groups: dict[tuple[str, torch.dtype], dict[nn.Parameter, RepeatedCast]] = {}
+        for cast in self.repeated():
+            held = groups.setdefault((cast.reason, cast.dtype), {})
+            held[self._parameters[cast.parameter]] = cast
+        for (reason, dtype), casts in groups.items():
+            for fewest in fewest_modules(model, {*casts}, among):
+                name = _smallest(model, fewest, {*casts})
+                rows = [casts[p] for p in model.get_submodule(name).parameters() if p in casts]
+                yield AuditFinding("repeated_cast", name, _text(rows, dtype), FIXES[reason])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if op_name(func) == "_to_copy":
+            self._note(args[0], kwargs.get("dtype"))
+        return func(*args, **kwargs)
+
+    def _note(self, x: Tensor, dtype: torch.dtype | None) -> None:
+        local = local_tensor(x)
+        if dtype in (None, x.dtype) or local.layout is not torch.strided:
+            return
+        name = self._names.get(storage_key(local))
+        if name is None:
+            return
+        assert dtype is not None
+        self._counts[CastKey(name, dtype, int(local.storage_offset()), local.numel())] += 1
+        self._reasons[name] = self._reason(self._parameters[name], x)
+
+    @staticmethod
+    def _reason(parameter: nn.Parameter, x: Tensor) -> str:
+        if not parameter.requires_grad:
+            return "frozen"
+        if not torch.is_autocast_cache_enabled():
+            return "cache"
+        return "region" if viewed(x) is x else "view"
+
+
+def _smallest(model: nn.Module, name: str, wanted: set[nn.Parameter]) -> str:
+    """The innermost part of a module that has all of its wanted parameters."""
+    module = model.get_submodule(name)
+    held = wanted.intersection(module.parameters())
+    for child, part in module.named_children():
+        if held <= {*part.parameters()}:
+            return _smallest(model, f"{name}.{child}" if name else child, wanted)
+    return name
+
+
+def _text(casts: list[RepeatedCast], dtype: torch.dtype) -> str:
+    what = casts[0].parameter.rpartition(".")[2] if len(casts) == 1 else f"{len(casts)} parameters"
+    are = "is" if len(casts) == 1 else "are"
+    upto = "" if len({cast.count for cast in casts}) == 1 else "up to "
+    size = sum(cast.nbytes for cast in casts)
+    return (
+        f"{what} {are} cast to {dtype_name(dtype)} {upto}{max(c.count for c in casts)} times in "
+        f"one forward pass; the casts after the first read and write {size_text(size)} each time"
+    )
+
+
+ELSEWHERE = "(not of this model)"
+Tensors = Mapping[str, list[Tensor]]
+"""By the name of the parameter or buffer that they belong to."""
+
+
+@dataclass(frozen=True)
+class DtypeRow:
+    """The numbers of one dtype in a part of a model."""
+
+    role: str
+    """parameters, gradients, buffers or optimizer state."""
+    dtype: str
+    module: str
+    """A name of `named_modules()`, with * for numbers where it stands for several; empty for the
+    model."""
+    modules: int
+    """How many it stands for."""
+    numbers: int
+
+    def __str__(self) -> str:
+        several = f" ({self.modules} modules)" if self.modules > 1 else ""
+        where = self.module or "the model"
+        return f"{self.role:<16}{self.dtype:<10}{self.numbers:>14,}  {where}{several}"
+
+
+def dtype_rows(model: nn.Module, optimizer: Optimizer | None) -> tuple[DtypeRow, ...]:
+    """Parameters, gradients, buffers and optimizer state by dtype and module."""
+    named = dict(model.named_parameters())
+    content: dict[str, Tensors] = {
+        "parameters": {name: [p] for name, p in named.items()},
+        "gradients": {name: [p.grad] for name, p in named.items() if p.grad is not None},
+        "buffers": {name: [x] for name, x in model.named_buffers()},
+        "optimizer state": _states(named, optimizer),
+    }
+    return tuple(row for role, tensors in content.items() for row in _rows(role, tensors))
+
+
+def totals(rows: Iterable[DtypeRow]) -> dict[str, dict[str, int]]:
+    """Role to dtype to how many numbers, the most frequent dtype first."""
+    counts: dict[str, dict[str, int]] = {}
+    for row in rows:
+        of_role = counts.setdefault(row.role, {})
+        of_role[row.dtype] = of_role.get(row.dtype, 0) + row.numbers
+    return {role: dict(sorted(row.items(), key=lambda x: -x[1])) for role, row in counts.items()}
+
+
+def _states(named: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> Tensors:
+    """The tensors of an optimizer's state by parameter; single numbers, such as `step`, are not
+    counted."""
+    names = {p: name for name, p in named.items()}
+    tensors: dict[str, list[Tensor]] = {}
+    states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    for p, state in states.items():
+        held = [x for x in state.values() if isinstance(x, Tensor) and x.dim()]
+        if held:
+            tensors.setdefault(names.get(p, f"{ELSEWHERE}."), []).extend(held)
+    return tensors
+
+
+def _rows(role: str, tensors: Tensors) -> Iterator[DtypeRow]:
+    counts: dict[tuple[str, str], tuple[set[str], int]] = {}
+    for module, dtype, numbers in _parts("", tensors):
+        words = ["*" if word.isdigit() else word for word in module.split(".")]
+        modules, total = counts.get((".".join(words), dtype), (set(), 0))
+        counts[".".join(words), dtype] = (modules | {module}, total + numbers)
+    for (pattern, dtype), (modules, numbers) in counts.items():
+        where = pattern if len(modules) > 1 else next(iter(modules))
+        yield DtypeRow(role, dtype, where, len(modules), numbers)
+
+
+def _parts(prefix: str, tensors: Tensors) -> Iterator[tuple[str, str, int]]:
+    """Module, dtype and count of numbers: one for each largest part of one dtype."""
+    counts: dict[str, int] = {}
+    for x in (x for held in tensors.values() for x in held):
+        counts[dtype_name(x.dtype)] = counts.get(dtype_name(x.dtype), 0) + x.numel()
+    children: dict[str, dict[str, list[Tensor]]] = {}
+    own: dict[str, list[Tensor]] = {}
+    for name, held in tensors.items():
+        child, dot, _ = name.removeprefix(f"{prefix}." if prefix else "").partition(".")
+        if dot:
+            children.setdefault(child, {})[name] = held
+        else:
+            own[name] = held
+    if len(counts) == 1 or not children:
+        yield from ((prefix, dtype, numbers) for dtype, numbers in counts.items())
+        return
+    if own:
+        yield from _parts(prefix, own)
+    for child, held_below in children.items():
+        yield from _parts(f"{prefix}.{child}" if prefix else child, held_below)

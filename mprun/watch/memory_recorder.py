@@ -1,0 +1,338 @@
+"""Memory of a training step, counted from the tensors alive: by category, by module, over time.
+
+A process's resident memory shows little of a model: allocators retain freed memory. Counting
+the storages of live tensors gives exact figures, the same on every run, by the use of the tensors:
+
+    parameters, buffers     the model's
+    gradients               what ends up in a parameter's `grad`
+    optimizer_state         the optimizer's, once it exists
+    activations             made in the forward pass: inputs, results stored for the backward pass,
+                            16-bit copies of weights that autocast makes; not a data set in memory
+                            of which a batch is a view
+    temporary               made in the backward pass or after it, and none of the above
+
+A storage keeps one category for its whole life: a tensor of the backward pass that later becomes a
+gradient counts as a gradient from the start. So the categories sum to the live bytes at every op.
+
+Each storage also has an owner. Parameters, buffers, gradients and optimizer state belong to the
+module with the parameter, activations to the module whose forward pass made them, temporaries
+to the module whose gradient was being computed.
+
+The step may run on real tensors, or on fake ones (`fake_tensors`), which have a shape, a dtype and
+a lifetime but no data. A step on fake tensors costs almost no time or memory, and works for a model
+larger than the machine. Not counted: memory inside kernels (oneDNN's and cuDNN's scratch), sparse
+tensors, and what an allocator adds by rounding up.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.precision._torch import in_backward, is_fake, is_traceable_wrapper_subclass, op_name, storage_key, without_compiled_code
+from mprun.watch._torch_fakes import FakeTensorMode, conversions_replace_parameters
+from mprun.watch.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
+from mprun.watch.process_memory import LiveStorage, MemoryPoint, ProcessRule, StepMemory, one_process
+from mprun.watch.step_events import OpContext, StepListener
+
+INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
+"""Owners that are no modules; `(loss)` is everything outside of model and optimizer."""
+
+SAME_DTYPE = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr", "convolution")
+)
+"""ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it."""
+
+REDUCED_IN_PLACE = frozenset(
+    ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
+"""Losses whose kernels reduce into the tensor of the single losses: their scalar keeps its memory.
+
+The result of a fake tensor has the memory of a scalar.
+"""
+
+NO_OPS = ("prim", "profiler")
+"""Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
+
+
+class DtypeMismatchError(RuntimeError):
+    """Real kernels would refuse this step; the text is that of the `OpFault`."""
+
+
+def memory(
+    step: Callable[[], object],
+    model: nn.Module,
+    optimizer: Optimizer,
+    inputs: Iterable[Tensor] = (),
+    warmup: int = 1,
+    rule: ProcessRule = one_process,
+) -> StepMemory:
+    """The memory of one training step.
+
+    Args:
+        step: runs one whole step: zero gradients, forward, backward, optimizer step.
+        model: the model it trains.
+        optimizer: its optimizer.
+        inputs: the batch, alive before the step begins; counted as activations.
+        warmup: steps run first, uncounted: most optimizers make their state in the first one.
+        rule: what one of several processes holds of the step.
+
+    Returns:
+        The live memory after each op.
+    """
+    with without_compiled_code():  # as the recorded step
+        for _ in range(warmup):
+            step()
+    with record_memory(model, optimizer, inputs) as recorder:
+        step()
+    return recorder.step_memory(rule)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have no data: a model of any size can be made, and a step of it counted.
+
+    Code that reads values (`x.item()`, a branch on a tensor) fails inside. What `torch.compile` was
+    called on runs as it is: compiled kernels would read and write at an address of no memory. The
+    state of PyTorch's random numbers is restored at the end.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it writes a traceback of every error before raising it
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+            FakeTensorMode(),
+            without_compiled_code(),
+            conversions_replace_parameters(),
+        ):
+            # a copy's
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def record_memory(
+    model: nn.Module, optimizer: Optimizer, inputs: Iterable[Tensor] = ()
+) -> Iterator[MemoryRecorder]:
+    """Count the live memory while one step of any loop runs inside.
+
+    What `torch.compile` was called on runs op by op: a compiled function shows no ops, and one
+    with `fullgraph=True` refuses to run where they are watched.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer, whose state should exist already.
+        inputs: tensors of the batch that exist before; counted as activations.
+    """
+    recorder = MemoryRecorder(model, optimizer)
+    with without_compiled_code(), recorder.recording(inputs, optimizer):
+        yield recorder
+
+
+class MemoryRecorder(OpWatcher, StepListener):
+    """Registers the storage of every tensor that an op makes, and notes when the storage dies.
+
+    Tensors on other devices than the model's are not counted.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._model, self._optimizer = model, optimizer
+        self._devices = {p.device for p in model.parameters()}
+        self._storages: list[LiveStorage] = []
+        self._alive: dict[int, LiveStorage] = {}
+        self._finalizers: list[Any] = []
+        self._points: list[MemoryPoint] = []
+        self._went_backward = False  # since the last forward pass
+
+    def step_memory(self, rule: ProcessRule = one_process) -> StepMemory:
+        """The live memory after each op.
+
+        Args:
+            rule: what one of several processes holds of the step.
+
+        Raises:
+            ValueError: no op ran.
+        """
+        held = rule(self._storages, self._points)
+        kinds = {path: type(module).__name__ for path, module in self._model.named_modules()}
+        others = dict.fromkeys((INPUTS, LOSS, OPTIMIZER), "")
+        return StepMemory.of(held, self._points, kinds | others)
+
+    @contextmanager
+    def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
+        """Count while this is entered.
+
+        Args:
+            inputs: tensors of the batch that exist before; counted as activations.
+            followed: optimizers that notify this of their steps; else the caller does.
+        """
+        self._classify_named("parameters", self._model.named_parameters())
+        self._classify_buffers()
+        self._classify_gradients()
+        self._classify_state()
+        self._classify(inputs, "activations", INPUTS)
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            stack.enter_context(self.following(self._model, *followed, listeners=[self]))
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    hook = partial(self._on_gradient, _owner(name))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    stack.callback(handle.remove)
+            stack.enter_context(self)
+            yield
+
+    def _end(self) -> None:
+        """The step is over: storages that die from now on are not counted."""
+        self._classify_buffers()  # a module may have put new ones in their place
+        for finalizer in self._finalizers:  # they would keep the model alive
+            finalizer.detach()
+        self._finalizers.clear()
+        self._alive.clear()
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        if func.namespace in NO_OPS:
+            return run()
+        context, back = self.tracker.context(), in_backward()
+        name = op_name(func)
+        if name in SAME_DTYPE and len(dtypes := floating_dtypes(args)) > 1:
+            raise DtypeMismatchError(
+                str(OpFault(name, context.module or "", context.phase, dtypes))
+            )
+        result = run()
+        if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
+            result.untyped_storage().resize_(args[0].nbytes)
+        self._went_backward = back or (self._went_backward and context.phase != "forward")
+        later = self._went_backward or context.phase == "optimizer"
+        category, owner = "temporary" if later else "activations", _owner_of(context)
+        for x in tensors_of(result):
+            if not self._is_of_before(x, (args, kwargs)):
+                self._register(x, category, owner)
+        if name == "_to_copy":
+            self._note_cast(args[0], result)
+        phase = "backward" if back else context.phase  # a recomputation is the backward pass's
+        self._points.append(MemoryPoint(name, phase, owner))
+        return result
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._classify_inputs(inputs)
+
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._classify_gradients()
+
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        self._classify_state()
+
+    def _classify_inputs(self, inputs: Any) -> None:
+        """The batch, or most of it (all tokens but the last); not a small part of a data set."""
+        for x in tensors_of(inputs):
+            if not _has_storage(x) or storage_key(x) in self._alive:
+                continue
+            if 2 * x.nbytes >= x.untyped_storage().nbytes():
+                self._classify([x], "activations", INPUTS)
+
+    def _is_of_before(self, result: Tensor, arguments: Any) -> bool:
+        """Whether a result is a view of a tensor that no op of the step made."""
+        if not _has_storage(result) or storage_key(result) in self._alive:
+            return False
+        key = storage_key(result)
+        return any(_has_storage(x) and storage_key(x) == key for x in tensors_of(arguments))
+
+    def _classify(self, tensors: Iterable[Tensor], category: str, owner: str) -> None:
+        """Set category and owner of the tensors' storages; new storages are registered."""
+        for tensor in tensors:
+            for storage in self._register(tensor, category, owner):
+                storage.category, storage.owner = category, owner
+                if category == "gradients":  # the product that made it may be transposed
+                    storage.shape = tuple(tensor.shape)
+
+    def _register(self, tensor: Tensor, category: str, owner: str) -> Sequence[LiveStorage]:
+        if names := _parts(tensor):
+            parts = [self._register(getattr(tensor, name), category, owner) for name in names]
+            return [storage for part in parts for storage in part]
+        if not _has_storage(tensor) or (self._devices and tensor.device not in self._devices):
+            return ()
+        storage = tensor.untyped_storage()
+        key, nbytes, now = storage_key(tensor), storage.nbytes(), len(self._points)
+        known = self._alive.get(key)
+        if known is not None and known.nbytes == nbytes:
+            return (known,)
+        if known is None:
+            self._finalizers.append(weakref.finalize(storage, self._forget, key))
+        else:  # it was resized
+            known.died = now
+        new = LiveStorage(nbytes, category, owner, now, tuple(tensor.shape), tensor.dtype)
+        self._alive[key] = new
+        self._storages.append(new)
+        return (new,)
+
+    def _note_cast(self, source: Tensor, result: Tensor) -> None:
+        copy = self._alive.get(storage_key(result)) if _has_storage(result) else None
+        if copy is not None:
+            copy.cast_of = self._alive.get(storage_key(source))
+
+    def _forget(self, key: int) -> None:
+        if (dead := self._alive.pop(key, None)) is not None:
+            dead.died = len(self._points)
+
+    def _on_gradient(self, owner: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._classify([parameter.grad], "gradients", owner)
+
+    def _classify_buffers(self) -> None:
+        self._classify_named("buffers", self._model.named_buffers())
+
+    def _classify_gradients(self) -> None:
+        named = self._model.named_parameters()
+        self._classify_named(
+            "gradients", ((name, p.grad) for name, p in named if p.grad is not None)
+        )
+
+    def _classify_named(self, category: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, x in named:
+            self._classify([x], category, _owner(name))
+
+    def _classify_state(self) -> None:
+        owners: dict[Tensor, str] = {p: _owner(name) for name, p in self._model.named_parameters()}
+        for parameter, state in self._optimizer.state.items():
+            owner = owners.get(parameter, OPTIMIZER)
+            self._classify(tensors_of(state), "optimizer_state", owner)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether its numbers are in one storage: neither a wrapper nor sparse."""
+    return tensor.layout is torch.strided and not _parts(tensor)
+
+
+def _parts(tensor: Tensor) -> list[str]:
+    """Attributes with the tensors inside, where it is a wrapper around others; else none."""
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        return []
+    names, _ = wrapper.__tensor_flatten__()
+    return [name for name in names if isinstance(getattr(wrapper, name), Tensor)]
+
+
+def _owner(parameter: str) -> str:
+    """The path of the module with the parameter or buffer of this name."""
+    return parameter.rpartition(".")[0]
+
+
+def _owner_of(context: OpContext) -> str:
+    if context.module is not None:
+        return context.module
+    return OPTIMIZER if context.phase == "optimizer" else LOSS

@@ -1,0 +1,32 @@
+"""Floating-point exceptions: which op first made a NaN, an infinity or a saturated number.
+
+A loss of NaN shows that something went wrong, often many ops and steps earlier. So each op is
+inspected when it runs, in forward pass, loss, backward pass and optimizer. An op that reads finite
+numbers and makes others is the origin of an exception. Later NaN and infinities lead back to it.
+
+    fp_exception       the results as plain data: exceptions, verdicts, counts
+    op_call            what an op reads and writes, its range of values, the op again in float64
+    nonfinite_watcher  the mode that sees every op: its line of Python; whether it is an origin, a
+                       consequence, or a constant like a mask's -inf
+    step_monitor       which gradients, weights, buffers and state it reached; the verdict; the
+                       response: log, halt, skip
+    loops              the two entries: any training loop, and mprun's run
+    saved_step         what a step needs to run again, remembered in a loop that is not inspected,
+                       and written as a file
+    step_replay        that step run again, with every op inspected
+"""
+
+from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
+from mprun.watch.nonfinite.loops import FpExceptionError, RunExceptions, WatchedRunExceptions, fp_exceptions
+from mprun.watch.nonfinite.step_monitor import StepOutcome
+
+__all__ = [
+    "FpException",
+    "FpExceptionError",
+    "NonfiniteReport",
+    "RunExceptions",
+    "StepOutcome",
+    "WatchedRunExceptions",
+    "finding_lines",
+    "fp_exceptions",
+]

@@ -1,0 +1,551 @@
+"""A training step that can be run again: remembered while it runs, and saved as a file.
+
+A step with a NaN is only known when its backward pass is over. By then its random numbers are
+drawn, its running statistics have moved and its batch is about to be freed. So every step is
+remembered until it ends (`StepCapture`), as references where that is enough:
+
+    inputs          references to the arguments of each call of the model (with accumulation there
+                    are several); an input that is changed in place later is noted, not copied
+    random states   before each call
+    buffers         copies from before the first call
+    gradients       references to those that backward passes bring to the model's outputs
+
+Nothing of this changes a result: no random number is drawn, no op enters the autograd graph, and
+no hook returns a value. `benchmarks.observe` measures what it costs a step, which is a fraction of
+a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
+
+The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
+tuples and dictionaries keep their nesting; other containers become plain ones (`PlainCopy`).
+"""
+
+from __future__ import annotations
+
+import io
+import platform
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun import __version__
+from mprun.precision import devices
+from mprun.precision._torch import dispatch_modes, function_modes, original_module, outside_of_modes, own_buffers, write_count
+from mprun.errors import UsageError
+from mprun.precision.nested import all_tensors
+from mprun.watch.step_events import StepListener
+from mprun.precision.policy import dtype_name
+from mprun.records.files import write_atomic
+from mprun.records.reader import converted
+
+FORMAT = "mprun step"
+FORMAT_VERSION = 1
+UNSAVED = "mprun: not saved"
+DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+SMALL_BYTES = 2**16
+"""Floating buffers up to this size are copied in every step."""
+MAX_CALLS = 256
+"""Calls of one step that are remembered, the last ones: a loop that never steps must not collect
+its inputs for ever."""
+MAX_CHECKED = 2**20
+"""Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer."""
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+@dataclass
+class AutocastState:
+    """The state of autocast for a kind of device."""
+
+    device: str
+    """cpu, cuda, ..."""
+    enabled: bool
+    dtype: str
+    """PyTorch's name without the package."""
+
+
+@dataclass
+class SavedCall:
+    """One call of the model."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    needs_grad: list[bool]
+    """Whether each tensor in `args` and `kwargs`, in their order, required a gradient."""
+    random: dict[str, Any]
+    """The random states before it; see `RandomSnapshot`."""
+    autocast: list[AutocastState]
+    output_grads: list[list[Tensor]]
+    """Per tensor in the output that needs a gradient: those that backward passes brought it."""
+
+
+@dataclass
+class SavedStep:
+    """A step of training, before its first op."""
+
+    format: str
+    format_version: int
+    step: int
+    reason: str
+    """Why it was saved."""
+    model: str
+    """The class of the model."""
+    optimizers: list[str]
+    """The class of each optimizer."""
+    device: str
+    """Of the model."""
+    threads: int
+    versions: dict[str, str]
+    """Of python, torch and mprun."""
+    parameters: dict[str, Tensor]
+    """By the names of `Module.named_parameters`."""
+    buffers: dict[str, Tensor]
+    """By the names of `Module.named_buffers`, as they were before the first call."""
+    frozen: list[str]
+    """Parameters that do not need gradients."""
+    in_evaluation: list[str]
+    """Modules that are not in training mode; the model itself is the empty name."""
+    calls: list[SavedCall]
+    batches: list[Any]
+    """Those that the loop gave; empty if it gave none."""
+    autocast: str | None
+    """The dtype of autocast inside of the model; None without it, or where it is not known."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be saved as it was."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For `torch.save`."""
+        calls = [{**vars(c), "autocast": [vars(state) for state in c.autocast]} for c in self.calls]
+        return {**vars(self), "calls": calls}
+
+
+def saved_step(content: Any, path: Path) -> SavedStep:
+    """The content of the file `path` as a saved step.
+
+    Raises:
+        UsageError: it is no such step, is damaged, or a later version of mprun wrote it.
+    """
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} is not a saved step; legal is a file that mprun.observe(..., "
+            "on_nonfinite='save') wrote"
+        )
+    version = content.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise UsageError(f"{path} has format {version}, this mprun reads up to {FORMAT_VERSION}")
+    saved = converted(path, content, SavedStep)
+    for reason in _faults(saved):
+        raise UsageError(f"{path} is damaged: {reason}")
+    return saved
+
+
+def _faults(saved: SavedStep) -> Iterator[str]:
+    """What types cannot express."""
+    if not saved.calls:
+        yield "it has no call of the model"
+    states = [state for call in saved.calls for state in call.autocast]
+    for device in (saved.device, *(state.device for state in states)):
+        if not DEVICE.fullmatch(device):
+            yield f"{device!r:.40} is not a device"
+    for dtype in (*(state.dtype for state in states), saved.autocast):
+        if dtype not in (*AUTOCAST_DTYPES, None):
+            yield f"{dtype!r:.40} is not a dtype of autocast"
+    tensors = (*saved.parameters.values(), *saved.buffers.values(), *all_tensors(saved.batches))
+    inputs = all_tensors([[call.args, call.kwargs, call.output_grads] for call in saved.calls])
+    if any(x.is_meta or x.layout != torch.strided for x in (*tensors, *inputs)):
+        yield "a tensor has no values"
+
+
+# ---- tensors and plain values --------------------------------------------------------------------
+
+
+class PlainCopy:
+    """Makes tensors and plain values of anything; collects what changed.
+
+    A named tuple becomes a tuple, a dataclass or another mapping (Transformers' `ModelOutput`) a
+    dictionary, a NumPy array a tensor. A mapping with the single key `UNSAVED` and the name of the
+    type takes the place of whatever else a model is called with.
+
+    Attributes:
+        needs_grad: whether each saved tensor required a gradient.
+        changed: the types that became others, each once.
+        unsaved: the types that cannot be saved, each once.
+    """
+
+    def __init__(self) -> None:
+        self.needs_grad: list[bool] = []
+        self.changed: dict[str, str] = {}
+        self.unsaved: dict[str, None] = {}
+
+    def of(self, value: Any) -> Any:
+        """`value` as tensors and plain values."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, PLAIN):
+            return _exact(value)
+        if isinstance(value, torch.Size):
+            return value
+        if isinstance(value, list | tuple):
+            items = [self.of(x) for x in value]
+            kind = list if isinstance(value, list) else tuple
+            return self._instead(value, kind(items), kind)
+        if isinstance(value, Mapping):
+            return self._instead(value, {_exact(k): self.of(v) for k, v in value.items()}, dict)
+        if is_dataclass(value) and not isinstance(value, type):
+            row = {f.name: self.of(getattr(value, f.name, None)) for f in fields(value)}
+            return self._instead(value, row, dict)
+        if type(value).__module__ == "numpy" and value.dtype.kind in "biufc":
+            return self._instead(value, torch.as_tensor(value).clone(), Tensor)
+        return self._left_out(value)
+
+    def _tensor(self, x: Tensor) -> Any:
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
+            return self._left_out(x)
+        self.needs_grad.append(x.requires_grad)
+        return bare(x)
+
+    def _instead(self, value: Any, made: Any, kind: type) -> Any:
+        if type(value) is not kind:
+            self.changed[type(value).__name__] = kind.__name__
+        return made
+
+    def _left_out(self, value: Any) -> dict[str, str]:
+        self.unsaved[type(value).__name__] = None
+        return {UNSAVED: type(value).__name__}
+
+
+def bare(x: Tensor) -> Tensor:
+    """The tensor without its graph, and without the rest of the memory that it is a view of."""
+    x = x.detach()
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+
+
+def unsaved_types(value: Any) -> list[str]:
+    """The types in a saved value that could not be saved."""
+    if isinstance(value, dict) and set(value) == {UNSAVED}:
+        return [str(value[UNSAVED])]
+    children: list[Any] = []
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = list(value)
+    return [kind for child in children for kind in unsaved_types(child)]
+
+
+def _exact(value: Any) -> Any:
+    """A number or text without a class of its own, such as that of an enum."""
+    for kind in PLAIN:
+        if type(value) is kind:
+            return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return str(value)
+
+
+# ---- random states -------------------------------------------------------------------------------
+
+
+class RandomSnapshot(NamedTuple):
+    """The states of all generators that a model may draw from, at one moment.
+
+    To take them draws no number. It costs about 50 us, most of it for Python and NumPy, whose
+    states are 2.5 kB each.
+    """
+
+    cpu: Tensor
+    """uint8, as of `torch.get_rng_state`."""
+    devices: dict[str, Tensor]
+    """An accelerator (`cuda:0`) to its state."""
+    python: tuple[Any, ...]
+    numpy: Any
+    """None where NumPy's was not in use."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """As tensors, lists and numbers."""
+        version, words, gauss = self.python
+        numpy = None
+        if self.numpy is not None:
+            kind, state = self.numpy["bit_generator"], self.numpy["state"]
+            cached = int(self.numpy["has_gauss"]), float(self.numpy["gauss"])
+            numpy = [str(kind), state["key"].tolist(), int(state["pos"]), *cached]
+        python = [version, list(words), gauss]
+        return {"cpu": self.cpu, "devices": self.devices, "python": python, "numpy": numpy}
+
+
+def random_snapshot(of: Iterable[torch.device]) -> RandomSnapshot:
+    """The states now; of accelerators those of `of`."""
+    numpy = sys.modules.get("numpy.random")
+    return RandomSnapshot(
+        torch.get_rng_state(),
+        devices.random_states(of),
+        random.getstate(),
+        None if numpy is None else numpy.get_state(legacy=False),  # in half the time of a tuple
+    )
+
+
+def restore_random(saved: dict[str, Any]) -> None:
+    """Set the generators to states that `as_plain` gave; an accelerator's where there is one.
+
+    Raises:
+        Exception: of any kind, where the states are none.
+    """
+    torch.set_rng_state(saved["cpu"])
+    devices.restore_random_states(saved["devices"])
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    if saved["numpy"] is not None:
+        import numpy as np
+
+        kind, keys, position, has_gauss, cached = saved["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+
+
+# ---- a step while it runs ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ObservedCall:
+    """A call of the model in the current step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: list[tuple[Tensor, int]]
+    """The tensors in the arguments, and how often each was written to before the call."""
+    random: RandomSnapshot
+    autocast: list[tuple[str, bool, torch.dtype]]
+    has_nan: list[Tensor | bool]
+    """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
+    gradients: list[list[Tensor]]
+    """Per tensor in the output that needs a gradient: those that arrived."""
+
+
+class StepCapture(StepListener):
+    """Remembers the current step of a loop that `StepHooks` follows, and saves it on demand.
+
+    Args:
+        model: the module that the loop calls.
+        optimizers: its optimizers; the file names their classes.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._model = original_module(model)
+        devices = dict.fromkeys(p.device for p in model.parameters())
+        self._devices = list(devices) or [torch.device("cpu")]
+        self._kinds = list(dict.fromkeys((self._devices[0].type, "cpu")))
+        self._buffers = BufferCopies(model)
+        self._calls: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
+        self._noted: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
+        """The batches that the loop gave, each as a call: a loop may call parts of the model."""
+        self._seen = 0
+        """Calls of this step."""
+        self._open: ObservedCall | None = None
+        self._of_leaves: list[Any] = []
+        """Handles of hooks on outputs that are parameters, which outlast the step."""
+
+    def next_step(self) -> None:
+        """The step is over: forget it."""
+        for call in self._calls:
+            for arrived in call.gradients:  # their graph may refer to this list in turn
+                arrived.clear()
+        for handle in self._of_leaves:
+            handle.remove()
+        self._of_leaves.clear()
+        self._calls.clear()
+        self._noted.clear()
+        self._seen, self._open = 0, None
+
+    def note_batch(self, batch: Any) -> None:
+        """The loop trains on this batch now: what a replay's `step(model, batch)` gets."""
+        self._noted.append(self._call((batch,), {}))
+
+    def outputs_with_nan(self) -> Iterator[str]:
+        """The small outputs of the step with a NaN: a NaN need not reach the gradients."""
+        for n, found in ((n, x) for call in self._calls for n, x in enumerate(call.has_nan)):
+            if found:
+                yield f"output {n} of the model"
+
+    def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
+        """Write the step to a file; call it before the optimizer changes the weights.
+
+        Args:
+            path: the file; it is replaced as a whole.
+            step: its number.
+            reason: why it is saved, in a few words.
+            autocast: the dtype of autocast inside of the model, if it is known: a framework may
+                enter autocast there, and not around it.
+
+        Raises:
+            ValueError: the model was not called in this step, and the loop gave no batch.
+            TypeError: a parameter is no ordinary tensor, such as one that FSDP divided.
+            OSError: the file cannot be written.
+        """
+        if not self._calls and not self._noted:
+            raise ValueError(f"step {step} cannot be saved: the model was not called in it")
+        with outside_of_modes():
+            buffer = io.BytesIO()
+            torch.save(self._saved(step, reason, autocast).as_plain(), buffer)
+        write_atomic(path, buffer.getvalue())
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._open = self._call(*inputs)
+        self._calls.append(self._open)
+        self._seen += 1
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservedCall:
+        """A call that begins now; before the first one of a step, buffers are copied."""
+        if not self._calls and not self._noted:
+            self._buffers.update()
+        return ObservedCall(
+            args,
+            kwargs,
+            [(x, write_count(x)) for x in all_tensors((args, kwargs))],
+            random_snapshot(self._devices),
+            autocast_of(self._kinds),
+            [],
+            [],
+        )
+
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        call, self._open = self._open, None
+        if call is None:  # the step ended inside of the call
+            return
+        for x in all_tensors(outputs):
+            call.has_nan.append(_has_nan(x.detach()))
+            if x.requires_grad:
+                arrived: list[Tensor] = []
+                call.gradients.append(arrived)
+                handle = x.register_hook(arrived.append)
+                if x.is_leaf:
+                    self._of_leaves.append(handle)
+
+    def _saved(self, step: int, reason: str, autocast: torch.dtype | None) -> SavedStep:
+        copy, model = PlainCopy(), self._model
+        parameters = dict(model.named_parameters())
+        calls = [_saved_call(call) for call in self._calls or self._noted]
+        batches = [copy.of(call.args[0]) for call in self._noted]
+        copies = [copy, *(of_call for _, of_call in calls)]
+        return SavedStep(
+            format=FORMAT,
+            format_version=FORMAT_VERSION,
+            step=step,
+            reason=reason,
+            model=type(model).__name__,
+            optimizers=[type(x).__name__ for x in self._optimizers],
+            device=str(self._devices[0]),
+            threads=torch.get_num_threads(),
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "mprun": __version__,
+            },
+            parameters={name: _checked(name, p) for name, p in parameters.items()},
+            buffers={name: _checked(name, x) for name, x in self._buffers.by_name().items()},
+            frozen=[name for name, p in parameters.items() if not p.requires_grad],
+            in_evaluation=[name for name, m in model.named_modules() if not m.training],
+            calls=[call for call, _ in calls],
+            batches=batches,
+            autocast=None if autocast is None else dtype_name(autocast),
+            notes=self._notes(copies),
+        )
+
+    def _notes(self, copies: Sequence[PlainCopy]) -> list[str]:
+        notes = []
+        if self._seen > len(self._calls):
+            notes.append(f"of {self._seen} calls of the model the last {MAX_CALLS} are saved")
+        for i, call in enumerate(self._calls or self._noted, start=1):
+            for j, (x, count) in enumerate(call.writes):
+                if write_count(x) != count:
+                    notes.append(
+                        f"tensor {j} of the model's inputs in call {i} was changed in place after "
+                        "the call: the changed values are saved"
+                    )
+        changed = {old: new for copy in copies for old, new in copy.changed.items()}
+        notes += [f"{old} was saved as {new}" for old, new in changed.items()]
+        unsaved = dict.fromkeys(kind for copy in copies for kind in copy.unsaved)
+        return notes + [f"{kind} cannot be saved" for kind in unsaved]
+
+
+class BufferCopies:
+    """The buffers of a model before the current step.
+
+    Small floating ones are copied in every step: batch normalization writes to its statistics
+    without counting the write. Others are copied after a counted write: a mask never is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # once: to walk through all modules at every step would take a millisecond
+        self._places = [
+            (f"{path}.{key}".lstrip("."), own_buffers(module), key)
+            for path, module in model.named_modules()
+            for key, _ in module.named_buffers(recurse=False)
+        ]
+        self._copies: dict[str, tuple[Tensor, Tensor, int]] = {}
+        """Name to a buffer, its copy, and how often it was written to before."""
+
+    def update(self) -> None:
+        """A step begins: copy the buffers that may have changed."""
+        with outside_of_modes() if dispatch_modes() or function_modes() else torch.no_grad():
+            for name, own, key in self._places:
+                x = own.get(key)
+                if x is None:
+                    self._copies.pop(name, None)
+                else:
+                    self._copies[name] = self._copied(name, x)
+
+    def _copied(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        known, writes = self._copies.get(name), write_count(x)
+        if known is None or known[0] is not x:
+            return x, x.detach().clone(), writes
+        counts = x.nbytes > SMALL_BYTES or not x.is_floating_point()
+        if not counts or known[2] != writes:
+            known[1].copy_(x)
+        return x, known[1], writes
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The copies, by the names of `Module.named_buffers`."""
+        return {name: copy for name, (_, copy, _) in self._copies.items()}
+
+
+def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """For each kind of device whether autocast is on, and its dtype."""
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _has_nan(x: Tensor) -> Tensor | bool:
+    """Whether a small tensor has a NaN; on a device read later, so that nothing waits for it."""
+    if not x.is_floating_point() or x.numel() > MAX_CHECKED:
+        return False
+    if not x.is_cpu or not x.is_contiguous():
+        return x.isnan().any()
+    flat = x.view(-1)
+    return isnan(float(flat.dot(flat)))  # quicker; of infinities it is infinite
+
+
+def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
+    copy = PlainCopy()
+    args, kwargs = [copy.of(x) for x in call.args], {k: copy.of(v) for k, v in call.kwargs.items()}
+    gradients = [[bare(g) for g in arrived] for arrived in call.gradients]
+    autocast = [AutocastState(kind, on, dtype_name(dtype)) for kind, on, dtype in call.autocast]
+    random = call.random.as_plain()
+    return SavedCall(args, kwargs, copy.needs_grad, random, autocast, gradients), copy
+
+
+def _checked(name: str, x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, which cannot be saved: legal are ordinary tensors"
+        )
+    return bare(x)

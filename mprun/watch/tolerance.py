@@ -1,0 +1,151 @@
+"""The distance from float32 that a 16-bit dtype may have: the one criterion of every command.
+
+The size of rounding errors in a tensor is the signal-to-quantisation-noise ratio,
+
+    SQNR = 10 log10(sum of squares of the exact values / sum of squares of the differences)
+
+in dB; each bit of precision is worth 6.02 dB (Bennett, "Spectra of Quantized Signals", 1948). It is
+one number for a whole tensor: large elements count most, as they do in every sum over it.
+
+Two kinds of error are tolerated in any case.
+
+*Rounded weights.* Weights of the dtype's precision alone move loss and gradients
+(`CastProbe.unavoidable`); no choice of ops could do better.
+
+*The noise of batches.* A batch is a sample, and its gradient differs from that of all data by more
+than a tenth as a rule, late in a training by more than all of it. A rounding error that is no
+larger adds to that noise and costs little. So of an error
+
+    along the gradient     nothing is tolerated: a value flushed to 0 is lost at every step
+    in other directions    `SHARE` times the variance over batches is tolerated
+
+The figures come from training a layer for which 16 bits are too coarse, with growing offsets of its
+inputs (benchmarks/sampling_noise.py). The tolerated error costs up to 3 points of accuracy; two to
+four times its power costs 2 to 10 points, more than that 10 to 38. The tolerated error of the loss
+costs up to 3 points, more than twice as much costs 10 and more. The SQNR alone cannot separate
+these cases: it falls by 20 dB during a training, because gradients become smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mprun.inspect.search_result import Deviation, SearchTolerance
+
+NEEDED_DB = 20.0
+"""Lowest SQNR of a parameter's gradient: its error is then a tenth of it."""
+SLACK_DB = 10.0
+"""How much worse than weights of its precision alone a dtype may be, whatever else is asked."""
+SHARE = 2.0
+"""Power of tolerated errors over the variance over batches."""
+DEVIATIONS = 2.0
+"""Of a loss: how many standard deviations over batches are tolerated."""
+MIN_KEPT = 0.5
+"""The share of the gradient that must be left for anything to be tolerated."""
+MOST = 0.5
+"""Power of an error over that of the gradient from which nothing is tolerated: small batches and
+dropout differ by so much that every error would be."""
+MAX_LOSS = 0.12
+"""Share of the loss beyond which nothing is tolerated."""
+
+
+@dataclass(frozen=True)
+class Tolerance(SearchTolerance):
+    """The distance from float32 that the lower dtype may have.
+
+    Where weights of its precision are further away by themselves, no list of ops could keep to it:
+    then `SLACK_DB` more than those is tolerated.
+    """
+
+    loss: float = 0.01
+    """Relative difference of the loss."""
+    gradient_db: float | None = NEEDED_DB
+    """Lowest SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None judges
+    the loss alone."""
+
+    def beside(self, unavoidable: Deviation, slack_db: float = SLACK_DB) -> Tolerance:
+        """This, and at least what goes with `CastProbe.unavoidable`, and so much worse."""
+        loss = max(self.loss, unavoidable.loss_difference * 10 ** (slack_db / 20))
+        if self.gradient_db is None:
+            return Tolerance(loss, None)
+        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - slack_db))
+
+    def harm(self, measure: Deviation) -> float:
+        """The share of the tolerance that is used up: 1 is all; infinite for NaN."""
+        return self._harm(measure.judged_loss, measure.judged_db)
+
+    def whole_harm(self, measure: Deviation) -> float:
+        """The same where nothing is tolerated as noise of batches: it ranks small errors too."""
+        return self._harm(measure.loss_difference, measure.worst_db)
+
+    def _harm(self, loss: float, gradient_db: float) -> float:
+        harms = [loss / self.loss]
+        if self.gradient_db is not None:
+            harms.append(10 ** ((self.gradient_db - gradient_db) / 20))
+        return math.inf if any(map(math.isnan, harms)) else max(harms)
+
+
+DEFAULT = Tolerance()
+"""The tolerance unless another is asked for."""
+
+
+def gradient_error(error: float, signal: float, product: float, variance: float) -> float:
+    """The power of a gradient's error beyond the noise of batches.
+
+    Args:
+        error: its power; infinite or NaN where a gradient is not finite.
+        signal: the power of the exact gradient.
+        product: the scalar product of the measured and the exact gradient.
+        variance: the power of the difference of exact gradients between batches.
+    """
+    if not error <= MOST * signal or not product >= MIN_KEPT * signal:
+        return error
+    return max(0.0, error - SHARE * variance)
+
+
+def loss_shares(change: float, whole: float, deviation: float) -> tuple[float, float]:
+    """The error of a loss as a share of it: all of it, and what is beyond the noise of batches.
+
+    Args:
+        change: the absolute error; it may be infinite or NaN.
+        whole: the absolute loss.
+        deviation: the standard deviation of the loss over batches.
+    """
+    beyond = change
+    if math.isfinite(change):
+        beyond = max(0.0, change - min(DEVIATIONS * deviation, MAX_LOSS * whole))
+
+    def share(x: float) -> float:
+        return 0.0 if x == 0 else x / whole if whole else math.inf
+
+    return share(change), share(beyond)
+
+
+def sqnr_db(exact: Tensor, low: Tensor) -> float:
+    """The ratio of two tensors of one shape, in dB; computed in float64.
+
+    Infinite if they are equal, minus infinity if only the exact one is zero, NaN if a value of
+    either is not finite.
+    """
+    exact, low = exact.double(), low.double()
+    return sums_db(exact.square().sum().item(), (low - exact).square().sum().item())
+
+
+def sums_db(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, which may be over several tensors, in dB."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    return ratio_db(signal, noise)
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; inf without noise, -inf without signal or with all noise."""
+    if noise == 0:
+        return math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    # A difference of logarithms: the quotient of a tiny signal and a huge noise may be 0.
+    return 10 * (math.log10(signal) - math.log10(noise))

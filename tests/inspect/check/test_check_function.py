@@ -1,0 +1,130 @@
+"""`mprun.check`: overrides as on the command line, or a model, a batch and a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mprun
+from mprun.errors import UsageError
+from mprun.inspect.check.check import plan_check
+from mprun.records.result import Result
+from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+
+
+class WithLoss(nn.Module):
+    """Brings its own loss, as models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+
+class TimeFirst(nn.Module):
+    """Its input is [time, samples, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.recurrent(x)[0][-1])
+
+
+LABELS = torch.tensor([0, 1, 0, 1, 1, 0])
+CASES = {
+    "inputs and target": (nn.Linear(5, 2), (torch.randn(6, 5), LABELS), F.cross_entropy),
+    "a mapping": (WithLoss(), {"x": torch.randn(6, 5), "labels": LABELS}, None),
+    "arguments in order": (WithLoss(), (torch.randn(6, 5), LABELS), None),
+    "one tensor": (nn.Linear(5, 5), torch.randn(6, 5), F.mse_loss),
+    "a list": (nn.Linear(5, 2), [torch.randn(6, 5), LABELS], F.cross_entropy),
+    "time first": (TimeFirst(), (torch.randn(7, 6, 4), LABELS), F.cross_entropy),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_given_model_is_trained_in_each_mode_from_its_own_weights(case: str) -> None:
+    model, batch, loss = CASES[case]
+    given = (model, batch, loss)
+    modes = plan_check(["precision=fp32,bf16_mixed"], None, CheckSettings(), given)
+    assert [mode.plan.policy.name for mode in modes] == ["fp32", "bf16_mixed"]
+    for mode in modes:
+        trainer = mode.trainer()
+        started = dict(trainer.parts.model.named_parameters())
+        assert all(torch.equal(p, started[name]) for name, p in model.named_parameters())
+        assert len(mode.batches) == 1
+        probed = mode.probe().gradients(trainer.parts.model, mode.batches[0])
+        assert probed.keys() == started.keys()
+
+
+def test_nothing_of_the_given_model_changes() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    model(torch.randn(3, 5)).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    batch, random = (torch.randn(6, 5), LABELS), torch.get_rng_state()
+    mprun.check(model, batch, F.cross_entropy, precision="bf16_mixed")
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert not model.training
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_it_takes_overrides_and_settings_and_writes_nothing() -> None:
+    result = mprun.check("recipe=linear", precision="fp32,bf16_mixed", budget_s=30, steps=6)
+    assert isinstance(result, Result)
+    record = result.record
+    assert isinstance(record, CheckRecord)
+    assert (record.recipe, record.budget_s) == ("linear", 30)
+    assert [mode.precision for mode in record.modes] == ["fp32", "bf16_mixed"]
+    assert [*Path().iterdir()] == []
+
+
+def test_files_are_written_where_they_are_asked_for() -> None:
+    model, batch, loss = CASES["inputs and target"]
+    mprun.check(model, batch, loss, precision="fp32", junit="check.xml", update=True)
+    assert {x.name for x in Path().iterdir()} == {"check.xml", "mprun-baseline.json"}
+
+
+def test_the_record_names_the_model_and_overrides_win() -> None:
+    model, batch, loss = CASES["inputs and target"]
+    given = (model, batch, loss)
+    (mode,) = plan_check(["train.lr=0.5", "precision=fp16_mixed"], None, CheckSettings(), given)
+    assert mode.plan.lr == 0.5
+    assert mode.plan.config.recipe.name == "Linear"
+    assert mode.plan.config.recipe.target == "torch.nn.modules.linear.Linear"
+
+
+def test_an_optimizer_of_ones_own_is_used() -> None:
+    model, batch, loss = CASES["inputs and target"]
+    given = (model, batch, loss, lambda x: torch.optim.Adagrad(x.parameters(), lr=0.1))
+    (mode,) = plan_check(["precision=bf16_mixed"], None, CheckSettings(), given)
+    assert isinstance(mode.trainer().parts.optimizer, torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "text"),
+    [
+        ((3, torch.ones(2, 2)), {}, "model is a int; legal is a torch.nn.Module"),
+        ((nn.Linear(1, 1),), {}, "got 1 objects; legal: model, batch, and loss"),
+        ((nn.Linear(1, 1), "precision=fp32"), {}, "got 1 objects"),
+        ((nn.Linear(1, 1), {}), {}, "batch is a dict without samples"),
+        (("recipe=linear",), {"loss": F.mse_loss}, "loss and optimizer belong to a model"),
+        (("recipe=linear",), {"precision": "bf17"}, "precision is one of"),
+        (("recipe=linear",), {"budget_s": -1}, "budget_s"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: tuple[Any, ...], fields: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text) as error:
+        mprun.check(*arguments, **fields)
+    assert "\n" not in str(error.value)

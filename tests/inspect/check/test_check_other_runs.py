@@ -1,0 +1,213 @@
+"""Checks of what ran elsewhere: observed loops, and other environments."""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.cli.main import main
+from mprun.errors import UsageError
+from mprun.inspect.check.check import plan_check
+from mprun.inspect.check.check_other_runs import ONE_STEP, chance_of_fall, check_environment, check_observed, environment_with
+from mprun.inspect.check.check_baseline import read_baseline
+from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+
+
+def observed(
+    folder: Path, lr: float = 0.05, dtype: torch.dtype = torch.float32, steps: int = 64
+) -> Path:
+    """The record of a small loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    x = torch.randn(8 * steps, 8, dtype=dtype)
+    with mprun.observe(model, optimizer, out=folder, memory=True) as run:
+        for part in x.split(8):
+            optimizer.zero_grad()
+            loss = (model(part) - part.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+    return folder
+
+
+def found(folder: Path, settings: CheckSettings | None = None, update: bool = False) -> list[str]:
+    record = check_observed(folder, settings or CheckSettings(), update).record
+    return [x.kind for _, x in record.findings]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_loop_that_learns_passes_and_agrees_with_its_baseline(tmp_path: Path) -> None:
+    folder = observed(tmp_path / "a")
+    assert found(folder) == []
+    assert found(folder, update=True) == []
+    assert found(folder) == []
+    assert found(observed(tmp_path / "again")) == []
+
+
+def test_another_learning_rate_is_a_change(tmp_path: Path) -> None:
+    found(observed(tmp_path / "a"), update=True)
+    assert "changed" in found(observed(tmp_path / "b", lr=0.06))
+
+
+def test_on_another_machine_the_scatter_of_the_losses_is_explained(tmp_path: Path) -> None:
+    folder, path = observed(tmp_path / "a"), Path("mprun-baseline.json")
+    found(folder, update=True)
+    base = read_baseline(path)
+    assert base is not None
+    ((label, mode),) = base.modes.items()
+    for by, kinds in ((0.5, []), (2.0, ["changed"])):
+        losses = [x._replace(value=x.value + by * x.explained) for x in mode.losses]
+        moved = replace(base, machine="another", modes={label: replace(mode, losses=losses)})
+        path.write_text(moved.text)
+        assert found(folder) == kinds
+    assert mode.losses[0].explained < 10 * mode.losses[0].value
+
+
+def test_a_loop_that_does_not_learn_fails(tmp_path: Path) -> None:
+    assert found(observed(tmp_path / "a", lr=0.0)) == ["loss_does_not_fall"]
+
+
+def test_a_loop_with_few_logged_losses_is_not_known_to_learn(tmp_path: Path) -> None:
+    folder = observed(tmp_path / "a", steps=3)
+    (finding,) = check_observed(folder, CheckSettings(), False).record.modes[0].findings
+    assert finding.kind == "loss_does_not_fall"
+    assert finding.text == "logged losses: 3, needed: 6; run.log(loss=loss)"
+
+
+def test_a_loop_that_diverges_fails(tmp_path: Path) -> None:
+    assert found(observed(tmp_path / "a", lr=1e30)) == ["not_finite"]
+
+
+def test_16_bit_weights_are_found_by_the_audit_of_the_record(tmp_path: Path) -> None:
+    kinds = found(observed(tmp_path / "a", lr=1e-4, dtype=torch.bfloat16))
+    assert "stored_in_16_bits" in kinds
+    assert "lost_update" in kinds
+
+
+def test_the_memory_of_an_observed_step_is_limited(tmp_path: Path) -> None:
+    assert found(observed(tmp_path / "a"), CheckSettings(memory_gib=1e-9)) == ["over_memory"]
+
+
+def test_losses_without_a_trend_rarely_count_as_falling() -> None:
+    numbers = random.Random(0)
+    chances = [chance_of_fall([numbers.gauss(0, 1) for _ in range(24)]) for _ in range(2000)]
+    assert sum(x <= 0.05 for x in chances) / 2000 == pytest.approx(0.05, abs=0.02)  # 4 deviations
+    assert chance_of_fall([2.0, 1.9, 1.5, 1.4, 1.1, 1.0]) < 0.05
+    assert chance_of_fall([1.0, 1.0]) == 1.0
+    assert chance_of_fall([1.0] * 6) == 1.0
+    assert chance_of_fall([2.0] * 3 + [1.0] * 3) == 0.0
+
+
+def test_a_run_of_mprun_is_no_observed_loop(tmp_path: Path) -> None:
+    mprun.run("recipe=linear", "train.max_steps=2", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(UsageError, match="mprun check recipe="):
+        check_observed(tmp_path / "run", CheckSettings(), update=False)
+
+
+def beside(python: Path, precision: str = "fp32,bf16_mixed") -> CheckRecord:
+    """The record of a check of `linear` in another environment."""
+    settings = CheckSettings()
+    modes = plan_check(["recipe=linear", f"precision={precision}", *ONE_STEP], None, settings)
+    record = check_environment(modes, settings, [str(python)]).record
+    assert isinstance(record, CheckRecord)
+    return record
+
+
+def test_the_same_environment_has_no_finding() -> None:
+    record = beside(Path(sys.executable), "bf16_mixed")
+    assert record.findings == []
+    assert [x.precision for x in record.modes] == ["bf16_mixed"]
+    assert all("agrees" in x.done for x in record.modes)
+    assert not Path("outputs").exists()
+
+
+WRONG = """#!{python}
+import json, pathlib, subprocess, sys
+done = subprocess.run([{python!r}, *sys.argv[1:]])
+if "--save" in sys.argv:
+    path = pathlib.Path(sys.argv[-1])
+    side = json.loads(path.read_text())
+    side["versions"]["torch"] = "2.99"
+    for call in side["calls"]:
+        if call["phase"] == "forward":
+            for error in call["errors"].values():
+                error["arising"] = 0.5
+    path.write_text(json.dumps(side))
+sys.exit(done.returncode)
+"""
+
+
+def test_an_environment_that_computes_something_else_is_found(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(WRONG.format(python=sys.executable))
+    python.chmod(0o755)
+    record = beside(python)
+    assert {x.kind for _, x in record.findings} == {"larger_error"}
+    assert {label for label, _ in record.findings} == {"fp32", "bf16_mixed"}
+    assert any("2.99" in note for note in record.notes)
+
+
+def test_an_environment_without_mprun_is_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no mprun' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=r"python cannot import mprun .*pip .*: .*no mprun"):
+        beside(python, "fp32")
+    with pytest.raises(UsageError, match=r"nothing cannot be started: No such file .*Python$"):
+        beside(tmp_path / "nothing", "fp32")
+
+
+UV = """#!/bin/sh
+echo "$@" >> {asked}
+case "$*" in *torch==0*) echo "no such version" >&2; exit 1;; esac
+while [ "$1" != python ]; do shift; done
+shift
+exec {python} "$@"
+"""
+
+
+def test_uv_makes_an_environment_with_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, uv = tmp_path / "asked.txt", tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(UV.format(asked=asked, python=sys.executable))
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{uv.parent}:/usr/bin:/bin")
+    check = ["check", "recipe=linear", "precision=fp32", "run.dir=new", "--with"]
+    assert main([*check, "torch==2.13.0"]) == 0
+    lines = asked.read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("run --isolated")
+        assert f"--with {Path(mprun.__file__).parent.parent} --with torch==2.13.0 python -" in line
+    assert (tmp_path / "new" / "check.json").exists()
+    capsys.readouterr()
+    assert main([*check[:-2], "--with", "torch==0.1"]) == 2
+    assert "no such version" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="needs uv"):
+        environment_with("torch==2.12.0")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--observed", "folder", "recipe=linear"],
+        ["recipe=linear", "--python", "p", "--with", "torch==2.13.0"],
+        ["recipe=linear", "--python", "p", "--update"],
+        ["--observed", "folder"],
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(args: list[str]) -> None:
+    assert main(["check", *args]) == 2

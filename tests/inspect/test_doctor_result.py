@@ -1,0 +1,174 @@
+"""What doctor found on the terminal, from machines made up."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mprun.records.console.fitted_table import FittedTable
+from mprun.train.machine.machine_findings import conclusions, findings
+from mprun.train.machine.doctor_result import OPS, Examination, Machine, Spread, _figure, machine_table, modes_table, rates_table, renderables
+from tests.train.machine import H100, M1, WITH_BF16, Speedups, examination, gpu, limited, machine, measured, modes, rates, ratio
+from tests.schema import conforms
+
+BOTH: Speedups = {"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.03, 0.08)}
+
+
+def examined(where: Machine = WITH_BF16, **changes: Any) -> Examination:
+    """An examination of a machine with fast bfloat16 and slow float16."""
+    found = measured(where, BOTH, modes(OPS), **changes)
+    return examination(found, findings(found), conclusions(found))
+
+
+def shown(part: FittedTable | str) -> list[str]:
+    """The lines of a part, each run of spaces as one."""
+    console = Console(file=io.StringIO(), force_terminal=False)
+    console.print(part, highlight=False, markup=False, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def row(found: Examination, what: str) -> str:
+    """The text beside `what` in the machine's table."""
+    lines = shown(machine_table(found))
+    return next(line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} "))
+
+
+def test_the_examination_made_up_is_what_the_schema_says() -> None:
+    assert conforms(examined(), Examination)
+
+
+def test_parts_are_tables_findings_and_conclusions_in_this_order() -> None:
+    parts = list(renderables(examined()))
+    assert [type(part) for part in parts[:3]] == [FittedTable] * 3
+    lines = [str(part) for part in parts[3:]]
+    assert lines[0].startswith("warning: float16 is slower than float32 here")
+    assert lines[1] == "what the modes are good for here:"
+    assert lines[2].startswith("  bfloat16 (bf16_mixed, bf16_true): matmul 4.2x")
+    assert len(lines) == 2 + 4
+
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_described() -> None:
+    found = examined()
+    assert row(found, "device") == "cpu, Some CPU"
+    assert row(found, "memory") == "16 GiB"
+    assert row(found, "cores") == "8 usable of 8; threads by default 8"
+    assert row(found, "CPU instructions") == (
+        "AVX2 yes, AVX512 yes, AVX512-BF16 yes, AVX512-FP16 no, AMX-BF16 no, AMX-FP16 no; "
+        "PyTorch's own kernels: AVX512"
+    )
+    assert row(found, "oneDNN") == "3.13.3; takes bfloat16 yes, float16 no"
+    assert row(found, "environment") == "-"
+    assert row(found, "copying memory") == "20.0 (20.0-20.0) GB/s, 128 MiB"
+    assert row(found, "versions") == "mprun 0.1.0, python 3.12.0, torch 2.11.0, cuda -"
+    assert row(found, "examined") == "2024-02-29T12:00:00+00:00, rates in 4.2 s"
+    assert not [line for line in shown(machine_table(found)) if "GPU" in line]
+
+
+def test_what_is_not_known_is_said_to_be_unknown() -> None:
+    where = machine(
+        architecture="riscv64",
+        load_average=None,
+        cores_total=None,
+        onednn={"version": None, "bfloat16": None},
+    )
+    where.hardware.memory_bytes = None
+    found = examined(where)
+    assert row(found, "memory") == "unknown"
+    assert row(found, "load before") == "unknown"
+    assert row(found, "cores").startswith("8 usable of unknown")
+    assert row(found, "CPU instructions").startswith("unknown on this architecture")
+    assert row(found, "oneDNN") == "unknown version; takes bfloat16 unknown, float16 yes"
+
+
+def test_limits_are_shown() -> None:
+    where = machine(
+        *("AVX2", "AVX512"),
+        onednn=limited("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        variables={"ONEDNN_MAX_CPU_ISA": "avx2", "OMP_NUM_THREADS": "8"},
+        cpu_quota=1.5,
+        accelerated={"bfloat16": False},
+    )
+    found = examined(where)
+    assert row(found, "oneDNN").endswith(", ONEDNN_MAX_CPU_ISA=AVX2")
+    assert row(found, "environment") == "ONEDNN_MAX_CPU_ISA=avx2, OMP_NUM_THREADS=8"
+    assert "1.5 by the container's quota" in row(found, "cores")
+    assert row(found, "faster than float32") == "bfloat16 no (as runs record it)"
+
+
+def test_a_gpu_is_described() -> None:
+    found = examined(H100)
+    assert row(found, "GPU") == "compute capability 9.0, 132 multiprocessors, 64 GiB free"
+    assert row(found, "tensor cores") == "float16, tf32, bfloat16, float8"
+    assert row(examined(gpu("6.1")), "tensor cores") == "none"
+    other = gpu("9.4")
+    assert other.cuda
+    other.cuda.tensor_cores = None
+    assert row(examined(other), "tensor cores") == "unknown"
+
+
+def test_another_architecture_has_its_own_instructions() -> None:
+    assert row(examined(M1), "CPU instructions") == (
+        "FP16 yes, BF16 no, SVE no, SME no; PyTorch's own kernels: DEFAULT"
+    )
+
+
+# ---- rates and modes -----------------------------------------------------------------------------
+
+
+def test_rates_have_spread_interval_and_number() -> None:
+    found = rates({"bfloat16": (4.0, 2.0, 0.5)})
+    found[3].speedup = ratio(4.0, 3.5, 4.25)
+    lines = shown(rates_table(found, 6))
+    assert lines[1].startswith("measured rates in 6 threads: median")
+    assert shown(rates_table(found, 1))[1].startswith("measured rates in 1 thread: median")
+    assert shown(rates_table(found, None))[1].startswith("measured rates: median")
+    assert "matmul 1000000000 operations fp32 100 (90.9-110) 1 25" in lines
+    assert "bf16 400 (364-440) 4.00 [3.50-4.25] 25" in lines
+    assert "bf16 50.0 (45.5-55.0) 0.50 [0.50-0.51] 25" in lines
+    assert any("[its 95 % interval]" in line for line in lines)  # not taken for rich's markup
+
+
+def test_rates_of_an_op_stand_together_the_small_size_first() -> None:
+    every = [*rates({}, 10), *rates({"bfloat16": (2, 2, 2)}, 1000)]
+    ops = [
+        line.split(" operations")[0] for line in shown(rates_table(every, 1)) if "fp32 1" in line
+    ]
+    assert ops == [
+        *("matmul 10", "matmul 1000", "conv 10", "conv 1000"),
+        *("conv backward 10", "conv backward 1000"),
+    ]
+
+
+def test_rates_of_a_gpu_are_in_tera() -> None:
+    found = rates({"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.031, 0.081)})
+    for one in found:
+        one.size = "32x256x56x56, 3x3"
+        one.gflops = Spread(median=612_345.6, p10=598_765.4, p90=634_567.8, n=25)
+    text = "\n".join(shown(rates_table(found, 64)))
+    assert "op in TFLOP/s over fp32 n" in text
+    assert "conv backward 32x256x56x56 fp32 612 (599-635) 1 25" in text
+
+
+def test_modes_say_how_they_run_and_how_fast() -> None:
+    found = measured(WITH_BF16, BOTH)
+    lines = shown(modes_table(modes(("convolution_backward",)), found.rates))
+    assert "fp32 native 1 1 1 none" in lines
+    assert "tf32 emulated - - - none" in lines
+    assert "bf16_mixed native 4.21 1.64 1.67 none" in lines
+    assert "fp16_mixed native 0.026 0.030 in float32 dynamic" in lines
+    assert "half_sr_full emulated - - - dynamic" in lines
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0057, "0.006"), (0.5, "0.50"), (4.236, "4.24"), (42.36, "42.4"), (1808.3, "1,808")],
+)
+def test_figures_have_about_three_digits(value: float, text: str) -> None:
+    assert _figure(value) == text

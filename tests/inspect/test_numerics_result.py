@@ -1,0 +1,378 @@
+"""The numbers of some steps on the terminal and in pictures, from figures made by hand."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from mprun.records.console import print_table
+from mprun.records.console.fitted_table import FittedTable
+from mprun.inspect.collect import KINDS as COLLECTED
+from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
+from mprun.watch.updates import RULES as KNOWN_RULES
+from mprun.records.step_records import Reference
+from mprun.inspect import measurement_plots
+from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
+from mprun.inspect.numerics_result import KINDS, RULES, NumericsResult, lost_table, number, rows_table, scales_table, sentences, unjudged
+
+SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
+
+
+def histogram(**counts: int) -> dict[str, Any]:
+    """`m3=5`: five values of exponent -3."""
+    exponents = {k.replace("m", "-").replace("p", ""): n for k, n in counts.items()}
+    return {
+        "exponents": exponents,
+        "powers": {},
+        "zero": 5,
+        "infinite": 0,
+        "nan": 0,
+        "largest": 1.0,
+    }
+
+
+def row(kind: str, name: str, db: float, verdict: str | None, **more: Any) -> dict[str, Any]:
+    shares = {**SHARES, "below_normal": 0.25, "becoming_zero": 0.125}
+    return {
+        "kind": kind,
+        "name": name,
+        "histogram": histogram(m3=10, p0=5),
+        "fp16": shares,
+        "bf16": SHARES,
+        "sqnr_db": {"fp16": db, "bf16": 55.0, "e4m3_scaled": 31.0},
+        "verdict": verdict,
+        "held": None,
+        "loss_scaled": None,
+        **more,
+    }
+
+
+SCALED = {
+    "recommended": 131072.0,
+    "fp16_db": 12.0,
+    "in_use": 65536.0,
+    "fp16": {**SHARES, "below_normal": 0.5, "becoming_zero": 0.03125},
+}
+ROWS = [
+    row("weights", "a.weight", 70.0, "either"),
+    row("activations", "(input)", math.inf, "either"),
+    row("activation_gradients", "a", 5.0, "needs range: bf16", loss_scaled=SCALED),
+    row("activations", "a", 40.0, "either"),
+    row("weight_gradients", "noise", 1.0, None),
+    row("updates", "a.weight", 1.0, None),
+]
+LOST = {"nearest": 0.5, "stochastic": 0.25, "kahan": 0.0}
+LESS = {"nearest": 0.125, "stochastic": 0.0625, "kahan": None}
+CONTENT: dict[str, Any] = {
+    "rows": ROWS,
+    "verdict": {
+        "word": "either",
+        "reason": "because",
+        "gradients_db": {},
+        "passes": {},
+        "parameters_db": {},
+        "deciding_rows": ["the loss in float16", "activation_gradients a"],
+        "rows_of_another_verdict": ["activation_gradients a"],
+        "undetermined": ["noise"],
+        "zero_gradients": ["off"],
+        "reference": {"name": "float64", "reason": ""},
+    },
+    "loss_scale": {
+        "kind": "dynamic",
+        "in_use": 65536.0,
+        "lowest_in_use": 65536.0,
+        "highest_in_use": 65536.0,
+        "largest_gradient": 0.25,
+        "where": "a",
+        "headroom": 2.0,
+        "recommended": 131072.0,
+        "reason": "2^17 = 131,072: fits",
+        "needed": True,
+        "need": "one is needed: a is lost",
+        "verdicts": [
+            {
+                "label": "in use",
+                "scale": 65536.0,
+                "word": "fine",
+                "reason": "all well",
+                "becoming_zero": 0.00001,
+                "losing_bits": 0.5,
+            },
+            {
+                "label": "none",
+                "scale": 1.0,
+                "word": "too low",
+                "reason": "a is lost",
+                "becoming_zero": 0.5,
+                "losing_bits": None,
+            },
+        ],
+        "tried_db": {"65536": 60.0, "131072": 60.25, "262144": 59.0, "524288": -math.inf},
+        "best_tried": 131072.0,
+    },
+    "lost_updates": {
+        "all": {"updated": 9, "lost_in_run": 0.75, "fp16": LOST, "bf16": LOST},
+        "by_parameter": {
+            "small": {"updated": 1, "lost_in_run": None, "fp16": LESS, "bf16": LESS},
+            "large": {"updated": 8, "lost_in_run": 0.0, "fp16": LOST, "bf16": LOST},
+        },
+    },
+}
+
+
+def result(**changes: Any) -> NumericsResult:
+    return msgspec.convert({**CONTENT, **changes}, NumericsResult)
+
+
+RESULT = result()
+
+
+def exponents(**changes: Any) -> Any:
+    return measurement_plots.exponents(result(**changes))
+
+
+def shown(table: FittedTable) -> list[str]:
+    console = Console(file=io.StringIO())
+    print_table(console, table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def cells(lines: list[str], first: str) -> list[str]:
+    return next(line.split() for line in lines if line.split()[:1] == [first])
+
+
+def test_kinds_and_rules_are_those_of_the_statistics() -> None:
+    assert tuple(KINDS) == tuple(TITLES) == COLLECTED
+    assert tuple(RULES) == KNOWN_RULES
+
+
+def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
+    lines = shown(rows_table(RESULT, top=9))
+    assert "4 of 4 rows" in lines[1]
+    assert "gradients times the loss scale 65,536" in lines[1]
+    body = lines[lines.index(next(x for x in lines if "──" in x)) + 1 :]
+    names = [line.split()[:3] for line in body if line.split()]
+    assert [n[0] for n in names] == ["act.", "activ.", "weights", "activ."]
+    assert "25.0%" in body[0]  # five of twenty zero
+    assert "3.12%" in body[0]  # to 0 with the loss scale in use
+    assert "needs range: bf16" in body[0]
+    assert body[1].split()[2:8] == ["-", "-", "either", "40", "55", "31"]
+
+
+def test_what_decided_stands_first_and_its_worst_row_too() -> None:
+    """Gradients whose own rounding is harmless, in passes that are not."""
+    rows = [
+        {**row, "kind": "weight_gradients", "name": f"p{n}", "verdict": "needs fp32"}
+        for n, row in enumerate(CONTENT["rows"][:2])
+    ]
+    passes = {"p0": {"fp16": 71.0, "bf16": 12.0}, "p1": {"fp16": 71.0, "bf16": 3.0}}
+    found = result(rows=rows, verdict={**CONTENT["verdict"], "parameters_db": passes})
+    lines = shown(rows_table(found, top=9))
+    heading = " ".join(lines[: lines.index(next(x for x in lines if "──" in x))])
+    assert heading.index("fp16 pass") < heading.index("verdict") < heading.index("zero")
+    body = [line.split()[2:6] for line in lines if line.startswith("wt. grad")]
+    assert body == [["p1", "71", "3", "needs"], ["p0", "71", "12", "needs"]]
+
+
+def test_only_the_first_rows_are_shown() -> None:
+    lines = shown(rows_table(RESULT, top=1))
+    assert "1 of 4 rows" in lines[1]
+    assert not any("either" in line for line in lines)
+
+
+def test_loss_scales_and_why_one_will_not_do() -> None:
+    lines = shown(scales_table(RESULT))
+    assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
+    assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
+
+
+@pytest.mark.parametrize(("needed", "name"), [(True, "recommended"), (False, "largest")])
+def test_a_scale_that_is_not_needed_is_not_called_recommended(needed: bool, name: str) -> None:
+    scale = CONTENT["loss_scale"]
+    rows = [{**scale["verdicts"][0], "label": "recommended"}]
+    lines = shown(scales_table(result(loss_scale={**scale, "needed": needed, "verdicts": rows})))
+    assert cells(lines, name)[0] == name
+
+
+def test_lost_updates_the_worst_parameters_first() -> None:
+    lines = shown(lost_table(RESULT, top=1))
+    assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
+    assert cells(lines, "large")[-1] == "0"
+    assert not any("small" in line for line in lines)
+    assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
+
+
+def test_float32_gradients_that_are_wrong_are_the_answer() -> None:
+    for db, text in ((14.0, "they differ from float64's by 20%"), (-3.0, "nothing but rounding")):
+        wrong = {**CONTENT["verdict"], "float32_gradients": {"db": db, "worst": "a.weight"}}
+        first, second = sentences(result(verdict=wrong))[:2]
+        assert first.startswith("float32 itself is not good enough for the gradients: ")
+        assert text in first
+        assert first.endswith("most of the error is in a.weight.")
+        assert second == "compared with float32: either (because)"
+
+
+@pytest.mark.parametrize(
+    ("float32", "first"),
+    [
+        (
+            {"loss": 38.4, "float64": 1.02, "op": "sub", "module": "norm"},
+            "float32 itself is not good enough here: the loss is 38.4, in float64 1.02; sub in "
+            "norm loses it.",
+        ),
+        (
+            {"loss": math.nan, "float64": math.nan, "op": "div", "module": ""},
+            "no format is good enough here: the loss is nan in float64 too; div makes it.",
+        ),
+        (
+            {"loss": math.nan, "float64": 2.5, "op": "", "module": ""},
+            "float32 itself is not good enough here: the loss is nan, in float64 2.5.",
+        ),
+    ],
+)
+def test_a_float32_that_is_wrong_is_the_answer(float32: dict[str, Any], first: str) -> None:
+    lines = sentences(result(verdict={**CONTENT["verdict"], "float32": float32}))
+    assert lines[:2] == [first, "compared with float32: either (because)"]
+
+
+def test_sentences() -> None:
+    expected = [
+        "float16 and bfloat16 are both good enough. float16 needs a loss scale: 131,072 is "
+        "recommended.",
+        "range or precision: either (because)",
+        "decided by: the loss in float16, activation_gradients a",
+        "rows with another verdict: activation_gradients a",
+        "not judged: noise: only rounding errors (the float32 gradient differs from float64's by "
+        "more than a tenth)",
+        "not judged: off: the gradient is exactly zero in float32",
+        "loss scale in float16: one is needed: a is lost",
+        "recommended loss scale: 2^17 = 131,072: fits",
+        "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
+        "the recommended has 60.25 dB",
+        "weights in 16 bits: rounded to nearest, bfloat16 loses 50.0% of the updates and float16 "
+        "50.0% (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each",
+    ]
+    assert sentences(RESULT) == expected
+    free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
+    expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
+    expected[6:9] = [
+        "loss scale in float16: none is needed: all is well",
+        "the largest loss scale that fits: 2^17 = 131,072: fits",
+        expected[8].replace("recommended", "largest that fits"),
+    ]
+    assert sentences(result(loss_scale=free)) == expected
+
+
+@pytest.mark.parametrize("verdict", [EITHER, RANGE, PRECISION, FP32])
+def test_the_answer_comes_first_and_names_the_formats_that_are_good_enough(verdict: str) -> None:
+    first, second, *_ = sentences(result(verdict={**CONTENT["verdict"], "word": verdict}))
+    good = first.partition(" good enough")[0]
+    assert ("float16 and bfloat16 are both" in good) == (verdict == EITHER)
+    assert ("neither" in good) == (verdict == FP32)
+    assert good.startswith("bfloat16 is") == (verdict == RANGE)
+    assert ("loss scale" in first) == (verdict in (EITHER, PRECISION))
+    assert second.startswith(f"range or precision: {verdict}")
+
+
+def test_the_substitute_for_float64_is_named() -> None:
+    (line,) = unjudged([], [], Reference("something else", "no kernel"))
+    assert line == (
+        "note: this model was not computed in float64 (no kernel); gradients that are only "
+        "rounding errors were detected with something else"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"), [(65536.0, "65,536"), (0.0625, "0.0625"), (1e-6, "1e-06"), (1.5, "1.5")]
+)
+def test_scales(scale: float, text: str) -> None:
+    assert number(scale) == text
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def heat(figure: Any, panel: int) -> dict[int, float]:
+    """Exponent to the share drawn in the first row of a panel."""
+    axes = [a for a in figure.axes if a.images]
+    image = axes[panel].images[0]
+    low = round(image.get_extent()[0])
+    values = image.get_array().filled(math.nan)[0].tolist()
+    return {low + n: v for n, v in enumerate(values) if not math.isnan(v)}
+
+
+def test_the_heat_map_holds_the_shares() -> None:
+    figure = exponents()
+    panels = [a for a in figure.axes if a.images]
+    titles = [a.get_title(loc="left") for a in panels]
+    assert titles == list(TITLES.values())
+    assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
+    names = [label.get_text() for label in panels[1].get_yticklabels()]
+    assert names == ["(input)", "a"]
+
+
+def lines_of(panel: Any) -> set[tuple[float, str]]:
+    return {(line.get_xdata()[0], line.get_linestyle()) for line in panel.lines}
+
+
+def test_limits_are_drawn_and_those_of_gradients_also_where_the_scale_moves_them() -> None:
+    weights, _, gradients, *_ = [a for a in exponents().axes if a.images]
+    assert lines_of(weights) == {(-24, "-"), (-14, "-"), (16, "-")}
+    assert lines_of(gradients) - lines_of(weights) == {(16 - 17, "--")}  # the others lie outside
+
+
+def test_bfloat16_s_limits_are_drawn_where_values_come_near_them() -> None:
+    far = row("weights", "tiny", 0.0, "either", histogram=histogram(m140=1, p127=1))
+    figure = exponents(rows=[far])
+    (panel,) = [a for a in figure.axes if a.images]
+    drawn = {at for at, _ in lines_of(panel)}
+    assert drawn == {at for limits in LIMITS.values() for at in limits}
+
+
+def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
+    rare = row("weights", "a", 0.0, "either", histogram=histogram(m100=1, p0=10**7))
+    none = row("weights", "zeros", 0.0, "either", histogram=histogram())
+    figure = exponents(rows=[none, rare])
+    assert set(heat(figure, 0)) == {0}
+
+
+def test_of_many_layers_the_worst_are_drawn_in_the_model_s_order() -> None:
+    many = [row("weights", f"layer.{n}" + "x" * 60, (n * 7) % 500, "either") for n in range(500)]
+    figure = exponents(rows=many)
+    (panel,) = [a for a in figure.axes if a.images]
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    worst = sorted(range(500), key=lambda n: (n * 7) % 500)[:MAX_ROWS]
+    assert [re.split("[x~]", x)[0] for x in labels] == [f"layer.{n}" for n in sorted(worst)]
+    assert max(map(len, labels)) == measurement_plots.MAX_NAME
+    title = panel.get_title(loc="left")
+    assert title == f"weights: the {MAX_ROWS} of 500 that float16 changes most"
+    assert figure.get_size_inches()[1] < 6
+
+
+def test_every_kind_of_line_is_in_the_legend() -> None:
+    (legend,) = exponents().legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["float16's limits", "float16's limits, loss scaled"]
+
+
+def test_the_files_have_a_title_and_a_caption() -> None:
+    saved = numerics_plot(RESULT, "mnist in fp16_mixed")
+    assert list(saved) == ["numerics.png", "numerics.svg"]
+    assert saved["numerics.png"].startswith(b"\x89PNG\r")
+    root = ElementTree.fromstring(saved["numerics.svg"].decode())
+    text = " ".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("text"))
+    for word in ("Sizes of the numbers of mnist in fp16_mixed", "Dashed:", "131,072"):
+        assert word in text
+
+
+def test_nothing_at_all_can_be_drawn() -> None:
+    assert numerics_plot(result(rows=[]), "mnist")

@@ -1,0 +1,427 @@
+"""A search names the planted ops that do not tolerate the lower dtype, and no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mprun.errors import NotMeasurableError
+from mprun.inspect.op_search import Sensitivity, sensitivity
+from mprun.watch.tolerance import Tolerance
+from mprun.inspect.op_candidates import HEAVY, OpCandidates, float32_share, forward_calls, op_candidates, promoted
+from mprun.precision import OpListCaster
+from mprun.precision.op_lists.lists import known, spelled
+from mprun.inspect.search_result import Deviation
+
+Function = Callable[[Tensor], Tensor]
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+class Planted(nn.Module):
+    """Two linear layers with something between them, and something before them."""
+
+    def __init__(self, between: Function = torch.relu, before: Function = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.between, self.before = between, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(self.before(x))))
+
+
+def batches(largest: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.rand(8, 8, generator=generator) * largest,
+            torch.randint(0, 3, (8,), generator=generator),
+        )
+        for _ in range(2)
+    ]
+
+
+def measured_with(
+    between: Function = torch.relu,
+    before: Function = lambda x: x,
+    dtype: torch.dtype = FP16,
+    largest: float = 1.0,
+    **options: Any,
+) -> Sensitivity:
+    model = Planted(between, before)
+    return sensitivity(model, F.cross_entropy, batches(largest), dtype, modules=False, **options)
+
+
+# ---- planted ops ---------------------------------------------------------------------------------
+# Each is harmless in float32. What overflows is brought back into range by the ops behind it, which
+# run in float32 because their input is: only the cause has to be on the list.
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^12 and more: above 65504."""
+    return torch.exp(x.abs() + 12).sqrt() / 1000
+
+
+def power(x: Tensor) -> Tensor:
+    """30^4 = 810000."""
+    return ((torch.tanh(x) + 30).pow(4) - 810000) / 1e5
+
+
+def total(x: Tensor) -> Tensor:
+    """A sum of 16 numbers around 10000."""
+    return x + (torch.tanh(x) + 10000).sum(-1, keepdim=True) / 160000
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / 0.001 fits; the square of it, which the gradient takes, does not."""
+    return torch.reciprocal(torch.sigmoid(x) * 1e-3 + 1e-3) * 1e-3
+
+
+def inverse(x: Tensor) -> Tensor:
+    """It has no 16-bit kernel."""
+    return x @ torch.linalg.inv(x.mT @ x + torch.eye(16, dtype=x.dtype))
+
+
+@pytest.mark.representative(1, 4, 8)
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (torch.relu, ()),
+        (F.gelu, ()),
+        (nn.Softmax(-1), ()),
+        (exp, ("exp",)),
+        (power, ("pow",)),
+        (total, ("sum",)),
+        (reciprocal, ("reciprocal",)),
+        (inverse, ("linalg_inv",)),
+        (lambda x: exp(x) + reciprocal(x), ("exp", "reciprocal")),
+        (lambda x: exp(x) + total(x), ("exp", "sum")),
+    ],
+)
+def test_the_planted_ops_and_no_others_are_on_the_list(
+    between: Function, expected: tuple[str, ...]
+) -> None:
+    ops = measured_with(between).smallest_ops()
+    assert sorted(ops.fp32) == sorted(expected)
+    assert {n for n, kind in ops.lists.rules.items() if kind == "fp32"} == set(expected)
+    assert ops.is_within
+    assert ops.measure.loss_difference < 0.01
+    assert ops.measure.worst_db > 10
+    assert (ops.cost > 0) == bool(expected)
+
+
+@pytest.mark.representative(2, 3)
+@pytest.mark.parametrize(
+    ("before", "largest", "expected"),
+    [
+        (torch.log1p, 1e6, ("log1p",)),  # raw counts
+        (torch.sin, 1e4, ("sin",)),  # a time in seconds: float16 has steps of 8 there
+        (lambda x: torch.log1p(x) + torch.sin(x / 10), 1e5, ("log1p", "div")),
+        (torch.tanh, 1.0, ()),
+    ],
+)
+def test_an_op_on_the_model_s_own_input_is_lower_at_first_too(
+    before: Function, largest: float, expected: tuple[str, ...]
+) -> None:
+    assert sorted(measured_with(before=before, largest=largest).smallest_ops().fp32) == sorted(
+        expected
+    )
+
+
+def test_in_the_backward_pass_alone_it_is_seen_in_the_gradients() -> None:
+    measured = measured_with(reciprocal)
+    assert measured.lower.loss_difference < 1e-3
+    assert math.isnan(measured.lower.worst_db)
+    (row,) = (row for row in measured.ops if row.name == "reciprocal")
+    assert row.alone.loss_difference < 1e-3
+    assert math.isnan(row.alone.worst_db)
+    assert measured.of_ops.kept(("reciprocal",)).worst_db > 40
+    assert measured.smallest_ops(Tolerance(gradient_db=None)).fp32 == ()
+
+
+def test_bfloat16_has_the_range_and_lacks_the_precision() -> None:
+    """1000 + x has 8 bits for both: steps of 4 in bfloat16, of 1/2 in float16."""
+
+    def shift(x: Tensor) -> Tensor:
+        return torch.sub(torch.add(x * 2, 1000), 1000)
+
+    assert measured_with(exp, dtype=BF16).smallest_ops().fp32 == ()
+    assert measured_with(shift, dtype=BF16).smallest_ops().fp32 == ("add",)
+
+
+def test_a_module_is_the_answer_where_one_of_many_calls_is_hostile() -> None:
+    """Both layers are `linear`; the weights of one are large, and its outcome is brought back."""
+
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 1e-5
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16, bias=False), Small()),
+        *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)),
+    )
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    measured = sensitivity(model, F.cross_entropy, batches(), FP16)
+    ops, modules = measured.smallest_ops(), measured.smallest_modules()
+    assert ops.fp32 == ("linear",)
+    assert modules.fp32 == ("2",)
+    assert modules.cost < ops.cost
+    assert {n for n, kind in modules.lists.rules.items() if kind == "fp32"} == set()
+    (row,) = (row for row in measured.modules if row.name == "2")
+    assert not math.isfinite(row.alone.loss_difference)
+    assert modules.measure.worst_db > 40
+
+
+def test_the_list_makes_training_work_where_everything_lower_does_not() -> None:
+    measured = measured_with(exp)
+    for lists, works in (
+        (measured.smallest_ops().lists, True),
+        (measured.candidates.lists(), False),
+    ):
+        model, (x, y) = Planted(exp), batches()[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        caster, losses = OpListCaster(lists, FP16), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            with caster.region():
+                output = model(x)
+            loss = F.cross_entropy(output.float(), y)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        assert (losses[-1] < losses[0]) == works
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_row_for_each_op_in_the_order_of_the_calls() -> None:
+    measured = measured_with(exp)
+    assert [(r.name, r.calls) for r in measured.ops] == [
+        *(("linear", 2), ("abs", 1), ("add", 1), ("exp", 1), ("sqrt", 1), ("div", 1)),
+    ]
+    assert measured.modules == ()
+
+
+def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() -> None:
+    measured = measured_with(exp)
+    rows = {row.name: row for row in measured.ops}
+    assert rows["linear"].alone.worst_db > 50  # 11 bits are 66 dB
+    assert not math.isfinite(rows["exp"].alone.loss_difference)
+    assert not math.isfinite(rows["sqrt"].alone.loss_difference)  # it takes 160000
+    assert not math.isfinite(measured.of_ops.kept(("div",)).loss_difference)
+    assert math.isfinite(measured.of_ops.kept(("exp",)).loss_difference)
+
+
+def test_everything_in_float32_is_float32() -> None:
+    measured = measured_with(exp)
+    plan = measured.candidates.plan(list(measured.candidates.ops))
+    result = measured.probe.measure(plan)
+    assert (result.loss_difference, result.gradients_db) == (0.0, math.inf)
+    assert result.worst_db == math.inf
+
+
+def test_progress_is_reported() -> None:
+    texts: list[str] = []
+    measured = measured_with(report=texts.append)
+    assert texts == ["kept high: nothing", "op linear", "op relu"]
+    measured.smallest_ops()
+    assert len(texts) == 3  # no set is measured twice
+
+
+@pytest.mark.parametrize(
+    ("measure", "harm"),
+    [
+        (Deviation(0.005, 99, math.inf, "w", 1), 0.5),
+        (Deviation(0.0, 99, 10.0, "w", 1), 1.0),
+        (Deviation(0.0, 99, 30.0, "w", 1), 0.1),  # a tenth of the error in amplitude
+        (Deviation(0.02, 99, 20.0, "w", 1), 2.0),
+        (Deviation(math.inf, math.nan, math.nan, "", 1), math.inf),
+        (Deviation(math.nan, math.nan, math.nan, "", 1), math.inf),
+        (Deviation(0.0, math.nan, math.nan, "w", 1), math.inf),
+        (Deviation(0.0, 99, -math.inf, "w", 1), math.inf),
+        (Deviation(0.0, math.inf, math.inf, "w", 1), 0.0),
+    ],
+)
+def test_harm_is_1_at_the_tolerance_and_infinite_where_a_number_is_none(
+    measure: Deviation, harm: float
+) -> None:
+    assert Tolerance(loss=0.01, gradient_db=10).harm(measure) == pytest.approx(harm)
+
+
+@pytest.mark.parametrize(
+    ("difference", "db", "expected"),
+    [
+        (0.0001, 60.0, Tolerance(0.01, 20.0)),  # weights alone are far better than what is asked
+        (0.01, 25.0, Tolerance(0.01 * 10**0.5, 15.0)),  # 10 dB worse: 10 times the power
+        (0.0, math.inf, Tolerance(0.01, 20.0)),
+    ],
+)
+def test_what_weights_alone_do_is_tolerated_and_10_db_more(
+    difference: float, db: float, expected: Tolerance
+) -> None:
+    result = Tolerance(0.01, 20.0).beside(Deviation(difference, db, db, "w", 1))
+    assert result.loss == pytest.approx(expected.loss)
+    assert result.gradient_db == expected.gradient_db
+    assert Tolerance(0.01, None).beside(Deviation(0.0, db, db, "w", 1)).gradient_db is None
+
+
+def test_a_model_whose_gradients_no_16_bits_can_keep_gets_no_list() -> None:
+    """A deep network of ReLU and batch normalisation: in bfloat16 its gradients are 10 dB above
+    their errors, as with weights of 8 bits in float32. It trains in bfloat16 all the same."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 3))
+    measured = sensitivity(model, F.cross_entropy, batches(), BF16, modules=False)
+    assert measured.lower.worst_db < 15
+    assert measured.unavoidable.worst_db < 25
+    assert measured.smallest_ops().fp32 == ()
+
+
+# ---- candidates ----------------------------------------------------------------------------------
+
+
+def test_heavy_and_promoted_ops_are_named_as_calls_are() -> None:
+    for name in (*HEAVY, *promoted()):
+        assert name in known()
+        assert spelled(name) == (name,)
+    assert len(set(HEAVY)) == len(HEAVY)
+
+
+def candidates(model: nn.Module, x: Tensor) -> OpCandidates:
+    return op_candidates(model, x, FP16)
+
+
+def test_everything_lower_is_lower_from_the_first_op_to_the_last() -> None:
+    """Buffers, constants, casts in the model's code and the input itself notwithstanding."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(8))
+            self.scale = nn.Parameter(torch.ones(8))
+            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(torch.tanh(x) + self.table)
+            h = self.scale * self.norm(h.float())
+            return F.log_softmax(torch.where(h > 0, h, torch.zeros(8)), -1, dtype=torch.float32)
+
+    model, x = Mixed(), torch.randn(4, 8)
+    movable = candidates(model, x)
+    made = forward_calls(model, x, lambda watcher: movable.plan(watcher=watcher))
+    assert list(movable.ops) == [
+        "tanh",
+        "add",
+        "linear",
+        "layer_norm",
+        "mul",
+        "where",
+        "log_softmax",
+    ]
+    assert {c.op for c in made if c.dtype == torch.float32} == {"log_softmax"}  # as its code says
+    assert float32_share(made) == pytest.approx(1 / 7)
+    everything = forward_calls(
+        model, x, lambda watcher: movable.plan(list(movable.ops), watcher=watcher)
+    )
+    assert float32_share(everything) == 1
+
+
+def test_ops_that_cannot_be_moved_are_no_candidates() -> None:
+    class Code(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.drop(self.layer(x)).view(2, -1).reshape(-1, 8).contiguous()
+            h.add_(1)  # in place
+            h = F.relu(h.transpose(0, 1).clone()).double().sum()  # a view, a copy, a cast
+            return h.float() if (h > 0).item() else h.float() * 2
+
+    movable = candidates(Code(), torch.randn(4, 8))
+    assert list(movable.ops) == ["linear", "relu", "sum"]
+    assert movable.modules == {"layer": 1}
+
+
+def test_modules_are_those_whose_own_code_calls_something() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    model = nn.Sequential(Block(), nn.Linear(8, 3))
+    assert candidates(model, torch.randn(2, 8)).modules == {
+        "0": 1,
+        "0.inner.0": 1,
+        "0.inner.1": 1,
+        "1": 1,
+    }
+
+
+def test_ops_can_be_kept_in_float32_in_any_case() -> None:
+    measured = measured_with(lambda x: torch.relu(x.softmax(-1)), always=["F.softmax"])
+    assert [row.name for row in measured.ops] == ["linear", "relu"]
+    ops = measured.smallest_ops()
+    assert ops.fp32 == ()
+    assert ops.lists.rules["softmax"] == "fp32"
+    assert ops.cost > 0
+
+
+def test_a_name_that_no_op_has_cannot_be_kept() -> None:
+    with pytest.raises(NotMeasurableError, match=r"'sofmax'; did you mean 'softmax'\?"):
+        measured_with(always=["sofmax"])
+
+
+def test_an_error_that_is_no_op_s_is_reported() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            raise RuntimeError("expected Float")
+        return x
+
+    with pytest.raises(
+        NotMeasurableError, match=r"with every op in torch.float16, .*expected Float"
+    ):
+        measured_with(picky)
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch.float64: legal are torch.float16, torch.bf"):
+        measured_with(dtype=torch.float64)
+
+
+def test_models_of_many_kinds_of_layer_are_measured() -> None:
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+            self.table, self.recurrent = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
+            self.conv, self.norm = nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, _ = self.recurrent(self.encoder(self.table(x)))
+            return self.head(self.norm(self.conv(h.mT)).mean(2))
+
+    torch.manual_seed(0)
+    model = Kinds()
+    data = [(torch.randint(0, 10, (4, 6)), torch.randint(0, 3, (4,)))]
+    measured = sensitivity(model, F.cross_entropy, data, BF16)
+    assert "conv.bias" in measured.probe.rounding.undetermined  # before a normalisation
+    names = {row.name for row in measured.ops}
+    assert {"embedding", "linear", "scaled_dot_product_attention", "lstm", "conv1d"} <= names
+    assert {"batch_norm", "layer_norm", "mean"} <= names
+    assert {"recurrent", "conv", "norm", "head", "table"} <= {row.name for row in measured.modules}
+    assert measured.lower.loss_difference < 0.05

@@ -1,0 +1,149 @@
+"""A trace on the terminal and in Chrome's format, from figures made by hand."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from mprun.records.console import print_table
+from mprun.records.console.fitted_table import FittedTable
+from mprun.watch.step_events import PHASES as OBSERVED
+from mprun.inspect.trace_result import MAX_KINDS, PHASES, TraceRecord, TraceRow, chrome, kinds_table, step_table, totals
+from tests.summaries import example
+
+
+def cast(have: str, want: str, redundant: str | None = None, ms: float = 0.5) -> dict[str, Any]:
+    return {"from": have, "to": want, "bytes": 6, "time_ms": ms, "redundant": redundant}
+
+
+def row(phase: str, op: str, at: float, *casts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "op": op,
+        "phase": phase,
+        "module": "",
+        "rule": "outside",
+        "dtypes_in": ["float32"],
+        "dtypes_out": ["float32"],
+        "kernels": [op],
+        "began_ms": at,
+        "time_ms": 2.0,
+        "cast_time_ms": sum(c["time_ms"] for c in casts),
+        "casts": list(casts),
+        **more,
+    }
+
+
+SUMMARY_FIELDS = (
+    *("versions", "hardware", "recipe", "precision", "variant", "execution", "backend"),
+)
+DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
+ROWS = [
+    row("forward", "linear", 10.0, cast(*DOWN), cast(*DOWN, ms=0.25), module="a.b", rule="lower"),
+    row("forward", "relu", 13.0, cast(*UP, "cast back"), cast(*UP)),
+    row("forward", "relu", 16.0),
+    row("backward", "mm", 20.0, module="a.b"),
+    row("backward", "mm", 23.0, module="a.b", dtypes_in=["bfloat16"]),
+    row("backward", "cast", 26.0, cast(*UP), kernels=[], time_ms=0.0),
+    *[row("optimizer", "add_", 30.0 + n, rule="disabled") for n in range(3)],
+    row("optimizer", "add_", 40.0, cast(*DOWN), rule="disabled"),
+]
+CONTENT = {
+    "schema_version": 1,
+    **{name: value for name, value in asdict(example()).items() if name in SUMMARY_FIELDS},
+    "step_time_ms": 20.0,
+    "rows": ROWS,
+    "totals": {
+        "time_ms": 21.5,
+        "by_dtype": {"float32": [9, 18.0]},
+        "casts": 6,
+        "cast_bytes": 3 * 2**20,
+        "cast_time_ms": 2.5,
+        "cast_share": 0.125,
+        "redundant": {"cast back": 1, "cast twice": 4},
+    },
+}
+
+
+TRACE = msgspec.convert(CONTENT, TraceRecord)
+
+
+def shown(table: FittedTable) -> list[str]:
+    """The lines of a table, each run of spaces as one."""
+    console = Console(file=io.StringIO(), force_terminal=False)
+    print_table(console, table)
+    assert isinstance(console.file, io.StringIO)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_rows_of_the_model_are_shown_one_by_one_with_their_casts() -> None:
+    lines = shown(step_table(TRACE.rows))
+    assert "forward a.b linear lower fp32 fp32>bf16 x2 2.000 0.750" in lines
+    assert "forward (root) relu outside fp32 bf16>fp32 (cast back), bf16>fp32 2.000 1.000" in lines
+    assert "forward (root) relu outside fp32 2.000" in lines
+    assert "backward a.b mm outside fp32 2.000" in lines
+    assert "backward a.b mm outside bf16 > fp32 2.000" in lines
+
+
+def test_alike_rows_outside_of_the_model_are_one_with_their_number_and_time() -> None:
+    optimizer = [line for line in shown(step_table(TRACE.rows)) if line.startswith("optimizer")]
+    assert optimizer == [
+        "optimizer add_ x3 disabled fp32 6.000",
+        "optimizer add_ disabled fp32 fp32>bf16 2.000 0.500",
+    ]
+
+
+def test_kinds_of_ops_are_summed_the_longest_first() -> None:
+    lines = shown(kinds_table(TRACE.rows))
+    assert lines[4:7] == [
+        "optimizer add_ fp32 disabled 4 8.000 1 0.500",
+        "forward relu fp32 outside 2 4.000 2 1.000",
+        "forward linear fp32 lower 1 2.000 2 0.750",
+    ]
+    assert lines[-1] == "trace.ops=true lists all 10 ops"
+
+
+def test_of_many_kinds_the_rest_is_one_row() -> None:
+    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MAX_KINDS + 3)]
+    lines = shown(kinds_table(msgspec.convert(rows, list[TraceRow])))
+    assert len(lines) == 4 + MAX_KINDS + 2
+    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MAX_KINDS) - 3:.3f}"
+
+
+def test_totals_are_shown_with_their_units() -> None:
+    lines = "\n".join(shown(totals(TRACE)))
+    for text in (
+        "step, not traced 20.000 ms",
+        "ops and casts 21.500 ms",
+        "ops that give float32 9 in 18.000 ms",
+        "casts 6 in 2.500 ms, 12.5% of the step; 3.00 MiB read and written",
+        "redundant casts 1 cast back, 4 cast twice",
+    ):
+        assert text in lines, text
+
+
+def test_casts_are_events_before_their_op_on_the_track_of_its_phase() -> None:
+    events = [e for e in chrome(TRACE.rows)["traceEvents"] if e["ph"] == "X"]
+    first = [(e["name"], e["cat"], e["ts"], e["dur"]) for e in events[:3]]
+    assert first == [  # microseconds from the first row
+        ("cast fp32 to bf16", "cast", 0.0, 500.0),
+        ("cast fp32 to bf16", "cast", 500.0, 250.0),
+        ("linear", "op", 750.0, 2000.0),
+    ]
+    assert [PHASES[e["tid"]] for e in events] == (
+        ["forward"] * 7 + ["backward"] * 3 + ["optimizer"] * 5
+    )
+    alone = [e for e in events if PHASES[e["tid"]] == "backward"][-1]
+    assert (alone["name"], alone["ts"]) == ("cast bf16 to fp32", 16000.0)
+
+
+def test_a_step_without_a_row_is_a_trace_without_an_event() -> None:
+    events = chrome([])["traceEvents"]
+    assert [e["ph"] for e in events] == ["M"] * len(PHASES)
+
+
+def test_the_tracks_are_the_phases_of_an_observer() -> None:
+    assert PHASES == OBSERVED

@@ -1,0 +1,464 @@
+"""Private PyTorch interfaces: each one still does what mprun needs, and is used in `_torch*.py`.
+
+A failure names the interface and PyTorch's version.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from mprun.precision import _torch
+from mprun.watch import _torch_fakes
+from mprun.precision import _torch_switches
+
+MPRUN = Path(_torch.__file__).parent
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def interface(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Registers a check of what `_torch.py` uses `name` for."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS[name] = check
+        return check
+
+    return register
+
+
+class Ops(_torch.TorchDispatchMode):
+    """Lists the ops that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """A function mode that does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@interface("torch._subclasses.fake_tensor")
+def fake_tensors() -> None:
+    with _torch_fakes.FakeTensorMode() as mode:
+        layer = nn.Linear(2, 2)
+        assert _torch.is_fake(layer.weight)
+        assert _torch.is_fake(copy.deepcopy(layer).weight @ layer.weight)  # of one mode
+    assert copy.deepcopy(mode) is mode
+    assert not _torch.is_fake(torch.ones(1))
+
+
+@interface("torch.utils._python_dispatch")
+def dispatch() -> None:
+    with Ops() as ops:
+        torch.ones(2) + 1
+        assert _torch.dispatch_modes() == [ops]
+        with _torch.no_dispatch():
+            torch.ones(2).relu()
+        with _torch.outside_of_modes():
+            torch.ones(2).neg()
+    assert "aten::add.Tensor" in ops.names
+    assert not {"aten::relu", "aten::neg"} & {*ops.names}
+    assert not _torch.dispatch_modes()
+    assert not _torch.is_traceable_wrapper_subclass(torch.ones(1))
+
+
+@interface("torch.overrides._get_current_function_mode_stack")
+def function_modes() -> None:
+    with Calls() as outer, Calls() as inner:
+        assert _torch.function_modes() == [outer, inner]
+        with _torch.outside_of_modes():
+            assert not torch.is_grad_enabled()
+
+
+@interface("torch.utils._pytree")
+def trees() -> None:
+    x, y = torch.ones(1), torch.zeros(1)
+    nested = {"a": [x, (y, "text")], "b": 1}
+    assert [v for v in _torch.tree_leaves(nested) if isinstance(v, Tensor)] == [x, y]
+    doubled = _torch.tree_map(lambda v: v * 2 if isinstance(v, Tensor) else v, nested)
+    assert doubled["a"][0].item() == 2
+    assert doubled["a"][1][1] == "text"
+
+
+@interface("torch._C._current_autograd_node, Node._sequence_nr, autograd._get_sequence_nr")
+def autograd_nodes() -> None:
+    numbers: list[int | None] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            numbers.append(_torch.backward_node())
+            assert _torch.in_backward()
+            return gradients[0]
+
+    x = torch.ones(1, requires_grad=True)
+    following = _torch.next_node()
+    y = Noted.apply(x)
+    y.sum().backward()
+    assert y.grad_fn is not None
+    assert numbers == [_torch.node_number(y.grad_fn)] == [following]
+    assert _torch.node_number(y.grad_fn.next_functions[0][0]) is None  # a parameter's node
+    assert _torch.backward_node() is None
+    assert not _torch.in_backward()
+
+
+@interface("the stack of torch.utils.checkpoint and _engine_run_backward")
+def recomputation() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append((_torch.in_backward(), _torch.in_recomputation()))
+        return x.sin()
+
+    for reentrant in (False, True):
+        seen.clear()
+        x = torch.ones(1, requires_grad=True)
+        y: Any = checkpoint(block, x, use_reentrant=reentrant)
+        y.register_hook(lambda g: seen.append((_torch.in_backward(), _torch.in_recomputation())))
+        y.sum().backward()
+        # forward pass; a hook in the backward pass; the forward pass again
+        assert seen == [(False, False), (True, False), (True, True)]
+
+
+@interface("autocast of the device 'hpu' in nn.RNNBase.check_input")
+def recurrent_dtypes() -> None:
+    layer, x = nn.GRU(2, 2), torch.ones(1, 1, 2, dtype=torch.bfloat16)
+    with pytest.raises((ValueError, RuntimeError), match="dtype"):
+        layer(x)
+    with _torch.recurrent_layers_take_any_dtype():
+        layer.check_input(x, None)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32  # nothing is cast
+        assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("hpu")
+
+
+@interface("torch._C._dispatch_has_kernel_for_dispatch_key, OpOverload._op_dk")
+def kernels() -> None:
+    aten: Any = torch.ops.aten
+    assert _torch.kernel_key(aten.add.Tensor, "cpu", False) is None
+    key = _torch.kernel_key(aten.linear.default, "cpu", False)
+    assert key is not None
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    with torch.no_grad(), Ops() as ops:
+        result = _torch.call_kernel(aten.linear.default, key, x, w)
+    assert torch.equal(result, F.linear(x, w))
+    assert any("mm" in name for name in ops.names)
+
+
+@interface("torch._C._dispatch_has_kernel_for_dispatch_key, for autocast")
+def ops_of_autocast() -> None:
+    assert _torch.autocast_has("linear")
+    assert not _torch.autocast_has("relu")
+    assert not _torch.autocast_has("no_such_op")
+
+
+@interface("torch._ops, OpOverload._schema")
+def ops() -> None:
+    add = torch.ops.aten.add.Tensor
+    assert isinstance(add, _torch.OpOverload)
+    (packet,) = _torch.aten_packets("add")
+    assert isinstance(packet, _torch.OpOverloadPacket)
+    assert packet.Tensor is add
+    assert [a.name for a in _torch.schema_of(add).arguments] == ["self", "other", "alpha"]
+    written = _torch.schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info
+    assert written.is_write
+    with pytest.raises(AttributeError):
+        _torch.aten_packets("no_such_op")
+
+
+@interface("torch._C._VariableFunctions, torch._C._nn")
+def namespaces() -> None:
+    names = {name for space in _torch.FUNCTION_NAMESPACES for name in dir(space)}
+    assert {"matmul", "conv2d", "gelu", "scaled_dot_product_attention"} <= names
+
+
+@interface("Tensor._version, Module._parameters")
+def fields() -> None:
+    x = torch.ones(1)
+    before = _torch.write_count(x)
+    x.add_(1)
+    assert _torch.write_count(x) == before + 1
+    layer = nn.Linear(1, 1)
+    assert [*_torch.own_parameters(layer)] == ["weight", "bias"]
+    _torch.own_parameters(layer)["weight"] = torch.zeros(1, 1)  # type: ignore[assignment]
+    assert layer(torch.ones(1)).item() == layer.bias.item()
+    assert "num_batches_tracked" in _torch.own_buffers(nn.BatchNorm1d(1))
+
+
+def test_a_number_or_a_scalar_is_added_to_all() -> None:
+    targets = [torch.zeros(2), torch.ones(())]
+    _torch.add_to_all(targets, 2.0)
+    _torch.add_to_all(targets, torch.tensor(0.5))
+    assert [x.tolist() for x in targets] == [[2.5, 2.5], 3.5]
+
+
+@interface("torch.nn.modules: _BatchNorm, _InstanceNorm")
+def norms() -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert all(issubclass(kind, _torch.BatchNorm) for kind in kinds)
+    assert nn.BatchNorm2d.forward is _torch.BatchNorm.forward
+    assert nn.InstanceNorm2d.forward is _torch.InstanceNorm.forward
+
+
+@interface("torch._amp_foreach_non_finite_check_and_unscale_")
+def unscaling() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    p.grad = torch.tensor([4.0, 8.0])
+    overflow = _torch.unscale_and_check(optimizer, torch.tensor(4.0))
+    assert p.grad.tolist() == [1.0, 2.0]
+    assert overflow.item() == 0
+    p.grad = torch.tensor([1.0, float("inf")])
+    assert _torch.unscale_and_check(optimizer, torch.tensor(4.0)).item() == 1
+    _torch.step_unless(optimizer, torch.tensor(1.0))
+    assert p.tolist() == [1.0, 1.0]
+    sparse = nn.Embedding(2, 1, sparse=True)
+    sparse(torch.tensor([0, 0])).sum().backward()
+    _torch.unscale_and_check(torch.optim.SGD(sparse.parameters()), torch.tensor(2.0))
+    assert sparse.weight.grad is not None
+    assert sparse.weight.grad.to_dense().flatten().tolist() == [1.0, 0.0]
+
+
+@interface("torch.ops.mkldnn._is_mkldnn_bf16_supported")
+def onednn() -> None:
+    built = torch.backends.mkldnn.is_available()
+    for dtype in (torch.bfloat16, torch.float16):
+        assert (_torch.onednn_takes(dtype) is not None) is built
+        has_lstm = _torch.onednn_has_lstm(dtype)
+        assert isinstance(has_lstm, bool)
+        _torch.onednn_has_lstm.cache_clear()
+        with _torch_fakes.FakeTensorMode():  # a step is planned there before it is taken
+            assert _torch.onednn_has_lstm(dtype) is has_lstm
+
+
+@interface("Module._compiled_call_impl, OptimizedModule._orig_mod")
+def compiled() -> None:
+    layer = nn.Linear(1, 1)
+    assert not _torch.is_compiled(layer)
+    assert _torch.is_compiled(torch.compile(layer))  # type: ignore[arg-type]
+    layer.compile()
+    assert _torch.is_compiled(layer)
+
+
+@interface("Optimizer._optimizer_load_state_dict_pre_hooks")
+def load_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("hook"))
+    state = optimizer.state_dict()
+    with _torch.load_hooks_run(optimizer, state) as whole:
+        optimizer.load_state_dict(whole)
+    assert calls == ["hook"]
+    optimizer.load_state_dict(state)
+    assert calls == ["hook", "hook"]
+
+
+@interface("Module._forward_pre_hooks and its kin, which pickles of a module hold")
+def hooks_in_pickles() -> None:
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(_hook, with_kwargs=True, always_call=True)
+    layer.register_forward_pre_hook(_hook, with_kwargs=True)
+    layer.register_full_backward_hook(_hook)
+    layer.register_full_backward_pre_hook(_hook)
+    held = {name for name, value in vars(layer).items() if "hooks" in name and value}
+    assert len(held) == 7
+    with _torch.copied_without_hooks(layer, __name__):
+        bare = copy.deepcopy(layer)
+    assert not any(vars(bare)[name] for name in held)
+    assert all(vars(copy.deepcopy(layer))[name] for name in held)
+
+
+def _hook(*args: object) -> None:
+    """A hook."""
+
+
+@interface("torch.nn.Module._apply")
+def conversions() -> None:
+    before = nn.Module._apply
+    with _torch_fakes.FakeTensorMode(), _torch_fakes.conversions_replace_parameters():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        model[2].weight = model[0].weight.requires_grad_(False)
+        model.to(torch.bfloat16).cpu()
+        assert model[2].weight is model[0].weight
+        assert not model[0].weight.requires_grad
+        assert model[1].running_mean.dtype == model[0].weight.dtype == torch.bfloat16
+    with _torch_fakes.conversions_replace_parameters():
+        weight = (layer := nn.Linear(2, 2)).weight
+        assert layer.double().weight is weight  # real ones are converted in place
+    assert nn.Module._apply is before
+
+
+@interface("torch.multiprocessing.reductions.StorageWeakRef")
+def storages() -> None:
+    x = torch.ones(1)
+    reference = _torch.StorageWeakRef(x.untyped_storage())
+    assert not reference.expired()
+    del x
+    assert reference.expired()
+
+
+@interface("torch._C._get_fp32_precision_getter and the setters of torch.backends")
+def switches() -> None:
+    before = _torch_switches.backend_switches()
+    calls: list[int] = []
+    try:
+        _torch_switches.set_backend_switches(_torch_switches.BackendSwitches.all_at("tf32", True))
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.cudnn.allow_tf32
+        with _torch_switches.on_backend_switch(lambda: calls.append(1)):
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert calls
+    finally:
+        _torch_switches.set_backend_switches(before)
+    assert _torch_switches.backend_switches() == before
+
+
+@interface("_MultiProcessingDataLoaderIter._shutdown_workers")
+def workers() -> None:
+    loader = torch.utils.data.DataLoader(range(8), num_workers=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    begun = multiprocessing.active_children()
+    assert begun
+    _torch.end_workers(batches)
+    assert not multiprocessing.active_children()
+    _torch.end_workers(batches)  # again: nothing is left to do
+
+
+NAMED: dict[type[torch.optim.Optimizer], dict[str, object]] = {
+    torch.optim.SGD: {"momentum": 0.9, "fused": True},
+    torch.optim.RMSprop: {"momentum": 0.5},
+    torch.optim.AdamW: {"fused": True},
+}
+
+
+@interface("the decorators of torch.optim, which have __wrapped__")
+def optimizers_without_the_compiler() -> None:
+    for kind, options in NAMED.items():
+        rows = []
+        for made in (kind, _torch.eager_optimizer(kind)):
+            weight = nn.Parameter(torch.arange(4.0))
+            optimizer = made([weight], lr=0.1, **options)  # type: ignore[call-arg]
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            calls: list[int] = []
+            optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
+            for n in range(3):
+                optimizer.zero_grad()
+                assert weight.grad is None
+                (weight * (n + 1)).square().sum().backward()
+                optimizer.step()
+                schedule.step()
+            assert len(calls) == 3
+            assert isinstance(optimizer, kind)
+            assert type(optimizer).__name__ == kind.__name__
+            optimizer.load_state_dict(optimizer.state_dict())
+            (state,) = optimizer.state_dict()["state"].values()
+            rows.append([weight.detach(), *(v for v in state.values() if v is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), kind
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_private_interface(name: str) -> None:
+    try:
+        CHECKS[name]()
+    except Exception as error:
+        pytest.fail(
+            f"_torch*.py uses {name}, which changed in PyTorch {torch.__version__}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+# ---- no other module uses a private interface ---------------------------------------------------
+
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+"""Names that a leading underscore keeps apart from a named tuple's fields; they are public."""
+REFLECTION = {"getattr", "hasattr", "setattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name not in NAMED_TUPLE
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """What a module defines or assigns, by the last part of the name."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return names
+
+
+def private_uses(source: str) -> Iterator[str]:
+    """Private names of torch that a module imports, and private attributes it does not define."""
+    tree = ast.parse(source)
+    own = own_names(tree)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            torchs = (a.name.split(".") for a in node.names if a.name.startswith("torch"))
+            names = [part for parts in torchs for part in parts]
+        elif isinstance(node, ast.Attribute) and node.attr not in own:
+            ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            names = [] if ours else [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in REFLECTION:
+            constants = (a.value for a in node.args[1:2] if isinstance(a, ast.Constant))
+            names = [str(value) for value in constants]
+        yield from (f"line {node.lineno}: {n}" for n in names if is_private(n))  # type: ignore[attr-defined]
+
+
+def test_private_interfaces_are_used_in_few_modules() -> None:
+    modules = [p for p in MPRUN.rglob("*.py") if not p.name.startswith("_torch")]
+    users = [str(p) for p in modules if [*private_uses(p.read_text(encoding="utf-8"))]]
+    assert not users, "use a function of mprun/precision/_torch.py"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.overrides import _get_current_function_mode_stack",
+        "import torch._C",
+        "x = torch._C._nn",
+        "key = tensor.untyped_storage()._cdata",
+        "op = torch.ops.aten._softmax",
+        "class A:\n    def f(self):\n        return self.module._parameters",
+        "x = getattr(module, '_orig_mod', None)",
+    ],
+)
+def test_a_private_interface_is_seen(source: str) -> None:
+    assert [*private_uses(source)]
+
+
+def test_own_names_and_named_tuples_are_no_private_interface() -> None:
+    source = (
+        "import torch\nclass A:\n    def __init__(self, other):\n        self._x = other._x\n"
+        "        self.y = other.row._replace(a=1), hasattr(other, '_fields'), torch.__version__\n"
+    )
+    assert not [*private_uses(source)]

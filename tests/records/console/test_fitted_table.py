@@ -1,0 +1,159 @@
+"""Tables that fit a width: what is broken and left out, and that figures never are."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from mprun.records.console import print_table, print_text
+from mprun.records.console.fitted_table import FittedTable, TableCell, broken, figure_column, text_column
+
+SENTENCE = "the gradient of this layer is lost in float16 without a loss scale"
+
+
+def table(*names: str) -> FittedTable:
+    made = FittedTable(
+        "a title of some length",
+        text_column("layer"),
+        figure_column("calls", 1),
+        figure_column("time in ms", 3),
+        text_column("why", 2),
+        figure_column("dB"),
+        elsewhere="trace.json",
+    )
+    for name in names or ("fc",):
+        made.add_row(name, "1,234", "56.789", SENTENCE, "55")
+    return made
+
+
+def shown(made: FittedTable, width: int | None) -> list[str]:
+    """The lines on a terminal of this width, or in a file."""
+    text = drawn(made, width or 80, is_terminal=width is not None)
+    return text.splitlines()
+
+
+def drawn(made: FittedTable, width: int, is_terminal: bool = True, colours: str = "") -> str:
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=is_terminal,
+        color_system="standard" if colours else None,
+    )
+    print_table(console, made)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_with_room_nothing_changes() -> None:
+    for width in (None, 200):
+        assert shown(table(), width) == [
+            "",
+            "a title of some length",
+            f"layer  calls  time in ms  {'why':66}  dB",
+            "\u2500" * 96,
+            f"fc     1,234      56.789  {SENTENCE}  55",
+        ]
+
+
+def test_headings_and_sentences_are_broken_at_blanks_before_anything_is_left_out() -> None:
+    lines = shown(table(), 60)
+    assert max(map(len, lines)) <= 60
+    assert not any("hidden to fit" in line for line in lines)
+    assert " ".join(" ".join(lines).split()).count("1,234") == 1
+    assert set(SENTENCE.split()) <= set(" ".join(lines).split())
+
+
+def test_the_least_important_columns_are_left_out_and_named() -> None:
+    lines = shown(table("a" * 20), 44)
+    assert "calls" not in lines[2]
+    assert "hidden to fit the width: calls; all is in trace.json" in " ".join(lines)
+    text = " ".join(shown(table("a" * 20), 30))
+    assert "hidden to fit the width: calls, why; all is in trace.json" in text
+    assert "56.789" in text
+    assert "55" in text
+
+
+def test_long_names_go_on_in_the_next_line() -> None:
+    names = [f"encoder.layers.{n}.self_attention.output.weight" for n in range(12)]
+    lines = shown(table(*names), 50)
+    assert max(map(len, lines)) <= 50
+    parts = [line.partition(" ")[0] for line in lines[5:] if "hidden" not in line]
+    assert "".join(names) in "".join(parts)
+
+
+def test_a_terminal_too_narrow_for_the_figures_gets_them_whole() -> None:
+    made = FittedTable("", figure_column("a"), figure_column("b"))
+    made.add_row("123456", "234567")
+    assert shown(made, 10)[-1] == "123456  234567"
+
+
+def test_lines_after_the_first_of_a_cell_are_dim_and_the_rest_has_its_style() -> None:
+    made = FittedTable("", text_column("verdict"))
+    made.add_row(TableCell("worse\nby far", "red"))
+    *_, first, second = drawn(made, 80, colours="standard").splitlines()
+    assert (first, second) == ("\x1b[31mworse\x1b[0m", "\x1b[2mby far\x1b[0m")
+
+
+def test_text_in_brackets_is_no_markup() -> None:
+    made = FittedTable("[b]t[/b]", text_column("[red]h"))
+    made.add_row("[red]a[/red]")
+    assert shown(made, 80)[1:] == ["[b]t[/b]", "[red]h", "\u2500" * 12, "[red]a[/red]"]
+
+
+def test_sentences_are_broken_on_a_terminal_alone() -> None:
+    for is_terminal, count in ((True, 4), (False, 1)):
+        console = Console(file=io.StringIO(), width=20, force_terminal=is_terminal)
+        print_text(console, SENTENCE)
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert " ".join(lines) == SENTENCE
+        assert len(lines) == count
+
+
+@given(st.text("ab \u65e5", max_size=60), st.integers(1, 20))
+def test_broken_lines_hold_every_word(text: str, width: int) -> None:
+    lines = broken(text, width)
+    assert " ".join(lines) == text
+    assert all(cell_len(line) <= width or " " not in line.strip(" ") for line in lines)
+
+
+WORD = st.text("abcdef.0123", min_size=1, max_size=30)
+FIGURE = st.decimals(-999, 9999, places=2, allow_nan=False).map(str)
+ROW = st.tuples(WORD, FIGURE, FIGURE, st.lists(WORD, max_size=6).map(" ".join), FIGURE)
+
+
+@settings(max_examples=40)
+@given(st.lists(ROW, min_size=1, max_size=6), st.integers(50, 160))
+def test_any_table_fits_and_its_figures_are_whole(
+    rows: list[tuple[str, str, str, str, str]], width: int
+) -> None:
+    made = FittedTable(
+        "t",
+        text_column("name"),
+        figure_column("first", 1),
+        figure_column("second"),
+        text_column("why", 2),
+        figure_column("third"),
+    )
+    for row in rows:
+        made.add_row(*row)
+    lines = shown(made, width)
+    assert max(map(cell_len, lines)) <= width
+    body, _, note = " ".join(lines).partition("hidden to fit the width: ")
+    tokens = set(body.split())
+    assert {figure for row in rows for figure in (row[2], row[4])} <= tokens
+    if "first" not in note.partition(";")[0]:
+        assert {row[1] for row in rows} <= tokens
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    table = FittedTable("\x1b[2Jtitle", text_column("name"))
+    table.caption = "\x07"
+    table.add_row("two\nlines \x1b]0;title\x07\u202e")
+    text = str(table)
+    assert not {"\x1b", "\x07", "\u202e"} & {*text}
+    assert "lines \\x1b]0;title\\x07\\u202e" in text

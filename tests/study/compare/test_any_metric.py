@@ -1,0 +1,160 @@
+"""Comparisons by any metric: its direction and its margin."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mprun.study.compare.comparison import Comparison, Run
+from mprun.study.compare.load import find_runs, score
+from mprun.study.compare.verdicts import compare, is_fraction
+from mprun.records.files import jsonable
+from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
+from mprun.study.report import cells
+from tests.study.compare.folders import run_of, summary_of, write_run
+
+SEEDS = 6
+NOISE = (0.001, -0.002, 0.0, 0.003, -0.001, 0.002)
+
+
+def judged(variant: str, values: Sequence[float], name: str, more_is_better: bool) -> list[Run]:
+    """A run for each value of a metric over the test set."""
+    runs = []
+    for seed, value in enumerate(values):
+        run = run_of(variant, seed)
+        run.summary.metric = Metric(name=name, higher_is_better=more_is_better)
+        run.summary.test.metrics = {name: value}
+        run.summary.metrics = metric_rows(None, run.summary.test)
+        runs.append(run)
+    return runs
+
+
+def comparison(
+    base: float, other: float, name: str, more_is_better: bool, **changes: Any
+) -> Comparison:
+    ours = [other * (1 + x) for x in NOISE]
+    theirs = [base * (1 - x) for x in NOISE]
+    runs = [
+        *judged("fp32", theirs, name, more_is_better),
+        *judged("bf16_mixed", ours, name, more_is_better),
+    ]
+    return compare(runs, **{"margin": 0.005, "relative_margin": 0.02, **changes})
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "name", "more_is_better", "word"),
+    [
+        (20.0, 30.0, "perplexity", False, "worse"),
+        (20.0, 15.0, "perplexity", False, "better"),
+        (20.0, 20.05, "perplexity", False, "equivalent"),
+        (20.0, 30.0, "bleu", True, "better"),
+        (20.0, 15.0, "bleu", True, "worse"),
+        (0.80, 0.70, "f1", True, "worse"),
+        (0.80, 0.90, "f1", True, "better"),
+        (0.80, 0.70, "error_rate", False, "better"),
+    ],
+)
+def test_the_direction_of_the_metric_decides(
+    base: float, other: float, name: str, more_is_better: bool, word: str
+) -> None:
+    table = comparison(base, other, name, more_is_better)
+    assert table.variants[1].verdict.word == word
+    assert (table.metric, table.higher_is_better) == (name, more_is_better)
+
+
+def test_points_for_fractions_of_which_more_is_better_shares_for_all_else() -> None:
+    # 0.4 points of 0.2 are 2 %: the point margin holds where the relative one would not.
+    points = comparison(0.2, 0.203, "f1", True, relative_margin=0.001)
+    assert not points.is_relative
+    assert points.margin == 0.005
+    assert points.variants[1].verdict.word == "equivalent"
+    # 0.3 of 20 are 1.5 %, and 0.003 of 0.2 too: both inside 2 %, far outside half a point of 100.
+    for base, name, more in ((20.0, "bleu", True), (0.2, "error_rate", False)):
+        shares = comparison(base, base * 1.015, name, more, margin=1e-9)
+        assert shares.is_relative
+        assert shares.margin == 0.02
+        assert shares.variants[1].verdict.word == "equivalent"
+        difference = shares.variants[1].difference
+        assert difference.value == pytest.approx(0.015, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "more_is_better", "values", "expected"),
+    [
+        ("accuracy", True, [], True),
+        ("accuracy", True, [0.1, math.nan], True),
+        ("f1", True, [0.0, 1.0], True),
+        ("f1", True, [0.5, math.nan], True),
+        ("f1", True, [math.nan], False),
+        ("f1", True, [], False),
+        ("f1", True, [0.5, 1.01], False),
+        ("r2", True, [0.5, -0.1], False),
+        ("loss", False, [0.5], False),
+    ],
+)
+def test_what_is_a_fraction(
+    name: str, more_is_better: bool, values: list[float], expected: bool
+) -> None:
+    metric = Metric(name=name, higher_is_better=more_is_better)
+    assert is_fraction(metric, values) is expected
+
+
+def test_a_fraction_is_shown_in_percent_and_points_another_metric_as_it_is() -> None:
+    fraction = comparison(0.8, 0.7, "f1", True)
+    assert cells.metric_unit(fraction) == "%"
+    assert cells.metric_scale(fraction) == 100
+    assert cells.difference_unit(fraction) == "points"
+    other = comparison(20.0, 30.0, "perplexity", False)
+    assert cells.metric_unit(other) == ""
+    assert cells.metric_scale(other) == 1
+    assert cells.difference_unit(other) == "difference %"
+    assert cells.metric_name(other) == "test perplexity"
+
+
+def test_a_diverged_metric_is_worse_whatever_the_direction() -> None:
+    for more_is_better in (True, False):
+        runs = judged("fp32", [20.0, 21.0], "x", more_is_better)
+        runs += judged("bf16_mixed", [20.0, math.inf], "x", more_is_better)
+        (_, other) = compare(runs, margin=0.005, relative_margin=0.02).variants
+        assert other.verdict.word == "worse"
+        assert "ended with x inf" in other.verdict.reason
+
+
+def test_the_metric_of_each_split_is_of_its_scores() -> None:
+    summary = summary_of()
+    summary.metric = Metric(name="f1", higher_is_better=True)
+    last = summary.history[-1]
+    last.train.metrics, last.validation.metrics = {"f1": 0.1}, {"f1": "nan"}
+    summary.test.metrics = {"f1": 0.3}
+    assert score(summary, "train") == 0.1
+    assert math.isnan(score(summary, "validation") or 0.0)
+    assert score(summary, "test") == 0.3
+    rows = metric_rows(last, summary.test)
+    assert rows["f1"] == MetricRow(train=0.1, validation="nan", test=0.3)
+    assert rows["accuracy"].test == summary.test.accuracy
+    assert metric_rows(None, Scores(loss=None, accuracy=None)) == {}
+
+
+def written(folder: Path, change: dict[str, Any]) -> Path:
+    """A run whose summary was changed as a mapping."""
+    write_run(folder)
+    content = jsonable(asdict(summary_of()))
+    content.update(change)
+    (folder / "summary.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_a_record_that_lacks_what_it_is_judged_by_is_left_out(tmp_path: Path) -> None:
+    metric = {"name": "f1", "higher_is_better": True}
+    written(tmp_path / "a", {"metric": metric})
+    f1 = dict.fromkeys(("train", "validation", "test"), 0.5)
+    written(tmp_path / "b", {"metric": metric, "metrics": {"f1": f1}})
+    runs, skipped = find_runs([tmp_path])
+    assert [run.path.name for run in runs] == ["b"]
+    assert skipped[0].reason == "summary.json is damaged: metric.name is 'f1'"

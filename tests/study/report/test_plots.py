@@ -1,0 +1,403 @@
+"""What plots are drawn from, and that nothing a run lacks breaks a drawing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mprun.study.compare.comparison import Comparison, Estimate, Run
+from mprun.study.report.plots import NAMES, canvas, draw, training_plots
+from mprun.study.report.plots.canvas import Plot
+from mprun.study.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
+from tests.study.report.compared import HOSTILE, comparison, lines, of_losses
+from tests.study.report.pages import Pages
+
+
+def plots(found: Comparison, *names: str) -> dict[str, Plot]:
+    """The plots of these names, or all."""
+    return {plot.name: plot for plot in draw(found, names or NAMES)}
+
+
+def texts(plot: Plot) -> list[str]:
+    """The texts of a drawing, without its title."""
+    root = ElementTree.fromstring(plot.svg)
+    return ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+
+
+def said(plot: Plot) -> str:
+    return " ".join((plot.caption, *plot.notes))
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), min_size=1, max_size=5),
+    st.integers(1, 40),
+)
+def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], points: int) -> None:
+    curves_ = [(np.arange(1.0, len(y) + 1), np.array(y)) for y in runs]
+    found = training_plots.band(curves_, points)
+    width = math.ceil(max(map(len, runs)) / points)
+    assert found.width == width
+    assert len(found.x) <= points
+    for place_, (middle, low, high) in enumerate(
+        zip(found.middle, found.low, found.high, strict=True)
+    ):
+        chunks = [y[place_ * width : (place_ + 1) * width] for y in runs]
+        means = [math.fsum(c) / len(c) for c in chunks if c]
+        near = {"rel_tol": 1e-9, "abs_tol": 1e-7}  # sums of up to 60 numbers of up to 1e6
+        assert math.isclose(middle, statistics.median(means), **near)
+        assert math.isclose(low, min(means), **near)
+        assert math.isclose(high, max(means), **near)
+
+
+def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_none() -> None:
+    x = np.array([1.0, 2.0, np.nan, np.inf, -5.0, 1e300, 3.0])
+    found = training_plots.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
+    assert found.x.tolist() == [1.0, 3.0]
+    assert found.middle.tolist() == [1.0, 3.0]
+    assert training_plots.band([(x, np.full(7, np.inf))]) is None
+    assert training_plots.band([]) is None
+
+
+def test_a_long_run_is_thinned(tmp_path: Path) -> None:
+    run = comparison(1, tmp_path, seeds=1).variants[0].runs[0]
+    write_again(run, lines(5000))
+    (losses,), problems = training_plots.read([run])
+    assert problems == []
+    band = training_plots.band([losses.training])
+    assert len(band.x) <= training_plots.MAX_POINTS
+    assert band.width == math.ceil(5000 / training_plots.MAX_POINTS)
+
+
+@pytest.mark.representative(0, 3, 5)
+@pytest.mark.parametrize(
+    "text", ["no json\n", "[]\n", '{"kind": "step"\n', "\udcff\n", '"text"\n', "[" * 5000 + "\n"]
+)
+def test_a_damaged_line_is_told_and_the_rest_drawn(tmp_path: Path, text: str) -> None:
+    found = comparison(1, tmp_path, seeds=2)
+    path = found.variants[0].runs[1].path / "metrics.jsonl"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    loss = plots(found, "loss")["loss"]
+    assert "fp32, seed 1: metrics.jsonl is damaged" in said(loss)
+    assert loss.svg
+
+
+def test_lines_with_wrong_types_are_no_steps(tmp_path: Path) -> None:
+    row = {"kind": "step", "step": "x", "loss": None, "step_time_ms": [], "loss_scale": {}}
+    folder = tmp_path / "runs"
+    found = comparison(2, folder)
+    for v in found.variants:
+        for run in v.runs:
+            text = "".join(json.dumps(x) + "\n" for x in (row, {"kind": 3}, {"kind": "step"}))
+            (run.path / "metrics.jsonl").write_text(text)
+    assert plots(found, "loss")["loss"].caption == "No run logged a finite loss."
+
+
+def write_again(run: Run, rows: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run.path / "metrics.jsonl").write_text(text)
+
+
+# ---- drawings ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ten(pages: Pages) -> dict[str, Plot]:
+    return {plot.name: plot for plot in pages.drawn("ten")[1]}
+
+
+def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) -> None:
+    assert tuple(ten) == NAMES
+    found = comparison(10)
+    for name, plot in ten.items():
+        assert plot.png.startswith(b"\x89PNG\r\n\x1a\n")
+        shown = {text.partition(":")[0].removesuffix(" (emulated)") for text in texts(plot)}
+        named = found.variants if name == "metric-time" else found.variants[1:]
+        assert {v.label for v in named} <= shown, name
+
+
+def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]) -> None:
+    line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
+    for name, plot in ten.items():
+        width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
+        drawing = ElementTree.fromstring(plot.svg)
+        _, _, wide, high = map(float, drawing.get("viewBox", "").split())
+        around = 2 * canvas.MARGIN_IN
+        assert width == pytest.approx((wide / 72 + around) * canvas.PNG_DPI, abs=2), name
+        assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
+
+
+def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
+    def draw_one() -> Any:
+        made, (axes,) = canvas.panels(1)
+        axes.plot([1, 2], label="parameters")
+        axes.set_title("panel")
+        canvas.legend_above(made, axes)
+        return made
+
+    frame = canvas.PictureFrame("a title", "a caption")
+    files = canvas.picture_files("x", frame, draw_one)
+    root = ElementTree.fromstring(files["x.svg"].decode())
+    heights = {"".join(e.itertext()): height(e) for e in root.iter() if e.tag.endswith("text")}
+    order = ["a title", "parameters", "panel", "a caption"]
+    assert sorted(order, key=heights.__getitem__) == order
+    assert heights["parameters"] - heights["a title"] > canvas.FRAME_POINTS
+    assert heights["panel"] - heights["parameters"] > canvas.FRAME_POINTS
+
+
+def height(element: ElementTree.Element) -> float:
+    """The y coordinate of a text in an SVG, downwards."""
+    moved = re.search(r"translate\(\S+ (\S+)\)", element.get("transform", ""))
+    return float(moved[1] if moved else element.get("y", "nan"))
+
+
+def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
+    assert "tf32 (emulated): worse" in texts(ten["difference"])
+    index = [v.label for v in comparison(10).variants].index("tf32")
+    line = f"stroke: var(--series-{index})"
+    hollow = [x for x in markers(ten["metric-time"]) if line in x and "fill: var(--paper)" in x]
+    assert hollow
+    assert not [
+        x for x in markers(ten["metric-time"]) if line in x and f"fill: var(--series-{index})" in x
+    ]
+    assert "Hollow" in said(ten["metric-time"])
+
+
+def markers(plot: Plot) -> list[str]:
+    root = ElementTree.fromstring(plot.svg)
+    return [e.get("style", "") for e in root.iter() if e.tag.endswith("use")]
+
+
+def test_axes_have_titles_with_units(ten: dict[str, Plot]) -> None:
+    for name, title in {
+        "metric-time": "time per step (ms)",
+        "difference": "(percentage points)",
+        "loss": "optimizer step",
+    }.items():
+        assert title in texts(ten[name]), name
+    assert "test accuracy (%)" in texts(ten["metric-time"])
+
+
+def test_drawings_have_no_colour_of_their_own(ten: dict[str, Plot]) -> None:
+    for plot in ten.values():
+        root = ElementTree.fromstring(plot.svg)
+        for element in root.iter():
+            for value in element.attrib.values():
+                assert not [
+                    c for c in value.split() if c.startswith("#") and element.tag[-3:] != "use"
+                ]
+                assert "rgb" not in value
+        assert root.get("role") == "img"
+        assert not [
+            e for e in root.iter() if e.tag.endswith(("style", "metadata", "script", "image"))
+        ]
+
+
+def test_batch_sizes_that_differ_are_drawn_over_epochs(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    for run in found.variants[1].runs:
+        run.summary.batch_size = 256
+    assert "epoch" in texts(plots(found, "loss")["loss"])
+
+
+def test_the_same_runs_give_the_same_drawings(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    assert draw(found, ["loss"]) == draw(found, ["loss"])
+
+
+def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    with pytest.raises(RuntimeError, match="inside"):
+        canvas.picture_files("x", canvas.PictureFrame("x", ""), _failing)
+    draw(comparison(1, tmp_path), ["difference"])
+    assert dict(matplotlib.rcParams) == before
+
+
+def _failing() -> Any:
+    raise RuntimeError("inside")
+
+
+def test_a_user_s_settings_do_not_reach_the_drawings(tmp_path: Path) -> None:
+    found = comparison(1, tmp_path)
+    plain = draw(found, ["loss"])
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
+        assert draw(found, ["loss"]) == plain
+
+
+# ---- what runs do not have -----------------------------------------------------------------------
+
+Change = Callable[[Comparison], Comparison]
+
+
+def without_lines(found: Comparison) -> Comparison:
+    for v in found.variants:
+        for run in v.runs:
+            (run.path / "metrics.jsonl").unlink()
+    return found
+
+
+def each(**fields: Any) -> Change:
+    def change(found: Comparison) -> Comparison:
+        return replace(found, variants=tuple(replace(v, **fields) for v in found.variants))
+
+    return change
+
+
+NAN = Estimate(math.nan, None, 2)
+LACKING: dict[str, tuple[Change, dict[str, str]]] = {
+    "no metrics.jsonl": (
+        without_lines,
+        {"loss": "metrics.jsonl cannot be read: No such file or directory"},
+    ),
+    "no runs": (each(runs=()), {"loss": "No run logged a finite loss"}),
+    "no times": (each(step_time_ms=None), {"metric-time": "No variant has both"}),
+    "no metric": (each(metric=None), {"metric-time": "No variant has both"}),
+    "no pairs": (each(difference=None), {"difference": "No other variant has a seed in common"}),
+    "metric gone": (each(metric=NAN, difference=NAN), {"metric-time": "No variant has both"}),
+    "all emulated": (each(execution="emulated"), {"metric-time": "Hollow"}),
+    "a regression": (of_losses, {"difference": "Training loss minus that of fp32"}),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
+    change, expected = LACKING[name]
+    drawn = plots(change(comparison(2, tmp_path)), *expected)
+    for plot, text in expected.items():
+        assert text in said(drawn[plot])
+
+
+def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
+    drawn = plots(comparison(2, tmp_path, seeds=1), "difference", "metric-time")
+    assert "One pair has no interval." in drawn["difference"].caption
+    assert "95 %" not in drawn["metric-time"].caption
+    assert "n = 1 seed." in drawn["metric-time"].caption
+
+
+def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    write_again(found.variants[1].runs[0], [{**x, "loss": "nan"} for x in lines()])
+    write_again(found.variants[1].runs[1], [{**x, "loss": "inf"} for x in lines()[-3:]])
+    loss = plots(found, "loss")["loss"]
+    assert "bf16_mixed: 2 runs logged losses that are not finite; they are left out." in loss.notes
+    assert loss.svg
+
+
+@pytest.mark.representative(0, 6)
+@pytest.mark.parametrize(
+    "label",
+    [HOSTILE, "_begins so", "$x^2$", "a" * 300, "", "\u65e5\u672c\u8a9e \U0001f600", "\x00\ud800"],
+)
+def test_any_label_can_be_drawn(tmp_path: Path, label: str) -> None:
+    found = comparison(2, tmp_path)
+    variants = (found.variants[0], replace(found.variants[1], label=label))
+    for plot in draw(replace(found, variants=variants), ["loss", "metric-time"]):
+        ElementTree.fromstring(plot.svg)
+        if label.startswith(("_", "$")) and plot.name == "loss":
+            assert label in texts(plot)
+
+
+def test_hostile_records_stay_text(pages: Pages) -> None:
+    for plot in pages.drawn("hostile")[1]:
+        root = ElementTree.fromstring(plot.svg)
+        assert not [e for e in root.iter() if e.tag.rpartition("}")[2] == "script"]
+
+
+# ---- colours -------------------------------------------------------------------------------------
+
+
+def luminance(text: str) -> float:
+    """Relative luminance, WCAG 2.1."""
+    parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(first: str, second: str) -> float:
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_text_and_series_stand_out_from_the_page(theme: Theme) -> None:
+    for text in (theme.ink, theme.muted, theme.good, theme.bad, theme.open):
+        assert contrast(text, theme.paper) >= 4.5
+        assert contrast(text, theme.wash) >= 4.5
+    for line in theme.series:
+        assert contrast(line, theme.paper) >= 3
+
+
+MACHADO = {  # Machado, Oliveira, Fernandes (2009), severity 1, linear RGB
+    "normal": np.eye(3),
+    "protan": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deutan": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+}
+
+
+def oklab(text: str, seen: str) -> Any:
+    """Ottosson's OKLab of a colour as it is seen."""
+    parts = np.array([int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(MACHADO[seen] @ linear, 0, 1)
+    cones = np.cbrt(
+        np.array(
+            [
+                [0.4122214708, 0.5363325363, 0.0514459929],
+                [0.2119034982, 0.6806995451, 0.1073969566],
+                [0.0883024619, 0.2817188376, 0.6299787005],
+            ]
+        )
+        @ linear
+    )
+    return (
+        np.array(
+            [
+                [0.2104542553, 0.7936177850, -0.0040720468],
+                [1.9779984951, -2.4285922050, 0.4505937099],
+                [0.0259040371, 0.7827717662, -0.8086757660],
+            ]
+        )
+        @ cones
+    )
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("seen", MACHADO)
+def test_ten_variants_have_ten_colours_for_every_eye(theme: Theme, seen: str) -> None:
+    """0.02 in OKLab is about a just noticeable difference; ask for three of them."""
+    colours = [oklab(colour(i, theme), seen) for i in range(10)]
+    distances = [float(np.linalg.norm(a - b)) for i, a in enumerate(colours) for b in colours[:i]]
+    assert min(distances) > 0.06
+
+
+def test_colour_and_marker_together_name_ninety_variants() -> None:
+    pairs = {(colour(i), marker(i)) for i in range(1, 91)}
+    assert len(pairs) == 90
+    assert len({marker(i) for i in range(10)}) == len(MARKERS) == 10

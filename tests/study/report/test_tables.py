@@ -1,0 +1,253 @@
+"""What is printed before a run and after it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mprun.records.console import print_table
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.layer_values import guard_layers, layer_values
+from mprun.records.reader import load_yaml
+from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary, TimeBudget
+from mprun.study.report import tables
+from tests.schema import conforms
+from tests.summaries import example, set_fields
+
+
+def shown(summary: Summary) -> str:
+    """The final table as plain text, a row a line."""
+    return shown_table(tables.result(summary))
+
+
+def shown_table(table: FittedTable) -> str:
+    """A table as plain text."""
+    console = Console(file=io.StringIO(), force_terminal=False)
+    print_table(console, table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(summary: Summary, what: str) -> str | None:
+    """The figure beside `what`, or None where the table has no such row."""
+    for line in shown(summary).splitlines():
+        cells = re.split("  +", line)
+        if cells[0] == what:
+            return cells[1]
+    return None
+
+
+def unmeasured() -> Summary:
+    """A run that ended at once: every figure that may be null is."""
+    summary = example()
+    set_fields(
+        summary,
+        samples_per_second=None,
+        history=[],
+        steps=0,
+        wall_time_s=0.0,
+        step_time_ms={"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0},
+        data_time_ms={"median": None, "p90": None},
+        memory_bytes={"peak": None},
+        train={"loss": None},
+        test={"loss": None, "accuracy": None},
+    )
+    assert conforms(summary, Summary)
+    return summary
+
+
+# Before
+
+
+def test_the_header_says_what_is_about_to_run() -> None:
+    assert tables.header(example()) == [
+        "recipe mnist, precision bf16_mixed (native), seed 7",
+        "policy: parameters float32, compute bfloat16, output float32, casting autocast",
+        "data: generated glyphs (generated): 48000 training, 12000 validation, 10000 test samples",
+        "batch: 64 x 2 = 128",
+        "device: cpu, Some CPU (AVX512), 2 threads; contiguous, forloop optimizer",
+    ]
+
+
+def test_the_header_says_what_is_emulated_and_tf32() -> None:
+    summary = copy.deepcopy(example())
+    summary.execution = "emulated"
+    summary.effective.tf32 = True
+    head = tables.header(summary)
+    assert "(emulated)" in head[0]
+    assert head[1].endswith(", tf32")
+
+
+@pytest.mark.parametrize("source", ["local", "download", "generated"])
+def test_the_data_are_never_shown_without_their_source(source: str) -> None:
+    summary = example()
+    set_fields(summary.data, name="MNIST", source=source)
+    assert any(f"MNIST ({source})" in line for line in tables.header(summary))
+    assert row(summary, "data") == f"MNIST ({source})"
+
+
+# After
+
+
+def test_the_result_shows_the_figures() -> None:
+    summary = example()
+    expected = {
+        "status": "completed",
+        "data": "generated glyphs (generated)",
+        "steps": "375 (0 skipped)",
+        "step time": "12.50 ms median, 11.25 to 14.75 (p10 to p90), n=365, 10 warm-up",
+        "data wait": "0.25 ms",
+        "throughput": "10039 samples/s",
+        "peak memory of a step": "3 MiB",
+        "training loss": "0.5000",
+        "validation loss": "0.2500",
+        "validation accuracy": "0.9375",
+        "test loss": "0.2812",
+        "test accuracy": "0.9219",
+        "wall time": "6.2 s",
+        "note": None,
+    }
+    assert {what: row(summary, what) for what in expected} == expected
+    assert "mnist in bf16_mixed x2" in shown(summary)
+
+
+def test_the_line_of_times_leaves_out_what_has_no_weight() -> None:
+    summary = example()
+    assert tables.time_line(summary) == "time: 6.25 s"
+    seconds = {"data": 0.4, "evaluation": 1.2, "metrics": 0.01, "logging": 0.0, "checkpoints": 0.09}
+    summary.time_budget_s = TimeBudget(compute=9.5, start_up=1.1, **seconds)
+    summary.wall_time_s = 12.3
+    assert tables.time_line(summary) == (
+        "time: 12.3 s = compute 9.5, data 0.4, evaluation 1.2, checkpoints 0.1, start-up 1.1"
+    )
+    assert tables.time_line(unmeasured()) == "time: 0.00 s"
+
+
+def test_scores_of_a_part_of_the_samples_are_labelled() -> None:
+    summary = example()
+    summary.test.samples = 1_024
+    assert row(summary, "test accuracy") == "0.9219 (PARTIAL: the first 1,024 samples)"
+    assert row(summary, "validation accuracy") == "0.9375"
+    text = shown_table(tables.sweep_table(Path("s"), {"0": summary}))
+    assert "accuracy 0.9219 (PARTIAL: 1,024 samples)" in text
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    summary = unmeasured()
+    for what in ("step time", "data wait", "throughput", "peak memory of a step", "training loss"):
+        assert row(summary, what) == "-"
+    for what in ("validation loss", "test loss", "test accuracy"):
+        assert row(summary, what) is None
+    assert row(summary, "note") == "too few full-size steps to time: all were warm-up"
+    assert len(tables.header(summary)) == 5
+
+
+def test_a_regression_has_no_accuracy() -> None:
+    summary = example()
+    summary.test.accuracy = None
+    assert row(summary, "test loss") == "0.2812"
+    assert row(summary, "test accuracy") is None
+
+
+def test_a_broken_loss_is_shown() -> None:
+    summary = example()
+    summary.train.loss = "nan"
+    summary.test.loss = "inf"
+    assert row(summary, "training loss") == "nan"
+    assert row(summary, "test loss") == "inf"
+
+
+def test_an_emulated_step_time_is_flagged() -> None:
+    summary = example()
+    summary.execution = "emulated"
+    assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
+    assert "EMULATED" not in shown(example())
+
+
+def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
+    summary = example()
+    set_fields(summary, step_time_ms={"median": 7.0, "p10": 7.0, "p90": 7.0, "n": 1, "warmup": 3})
+    assert row(summary, "step time") == "7.00 ms, one step, 3 warm-up"
+    assert "cut off" not in str(row(summary, "training loss"))
+    summary.history[-1].train.samples = 1024
+    assert str(row(summary, "training loss")).endswith("(epoch cut off after 1,024 samples)")
+
+
+def test_one_thread_is_one_thread() -> None:
+    summary = example()
+    set_fields(summary, backend={"threads": 1})
+    assert ", 1 thread; " in tables.header(summary)[-1]
+    set_fields(summary, backend={"threads": 2})
+    assert ", 2 threads; " in tables.header(summary)[-1]
+
+
+# The guard: a bounded line, and the file in full
+
+FOLDER = Path("out puts")
+
+
+def guarded(action: str, *found: tuple[str, str], layers: dict[str, str] | None = None) -> Summary:
+    made = example()
+    made.precision = made.requested.gemms = "fp8_rowwise"
+    made.requested.layers = layers or {}
+    gemms = [
+        GuardedGemm(
+            module=module,
+            product=product,
+            steps=1 + number,
+            first_step=1,
+            underflow=0.5,
+            error="inf",
+            factors=["input"],
+        )
+        for number, (module, product) in enumerate(found)
+    ]
+    thresholds = {"8": GuardThresholds(underflow=0.05, error=1e-4)}
+    made.guard = GuardRow(action=action, thresholds=thresholds, gemms=gemms)
+    return made
+
+
+def test_without_a_guard_there_is_no_line_and_no_file() -> None:
+    assert tables.guard_lines(example(), FOLDER) == []
+    assert guard_layers(example()) is None
+
+
+def test_a_guard_that_found_nothing_says_so() -> None:
+    assert tables.guard_lines(guarded("log"), FOLDER) == ["guard: no product passed a threshold"]
+    assert guard_layers(guarded("log")) is None
+
+
+def test_the_guard_s_line_names_layers_and_products() -> None:
+    found = ("fc", "forward"), ("head", "grad_input"), ("fc", "grad_weight")
+    first, second = tables.guard_lines(guarded("log", *found), FOLDER)
+    assert first == (
+        "guard: 3 products of 2 layers passed a threshold: fc (forward in 1 step, grad_weight in "
+        "3 steps), head (grad_input in 2 steps)"
+    )
+    assert second.startswith("'precision.layers_file=out puts/guard_layers.yaml', in place of")
+
+
+def test_the_guard_s_line_is_bounded() -> None:
+    line = tables.guard_lines(
+        guarded("promote", *((f"f{n}", "forward") for n in range(8))), FOLDER
+    )[0]
+    assert line.startswith("guard: promoted 8 products of 8 layers: f0 (")
+    assert line.endswith("f4 (forward in 5 steps) and 3 more")
+
+
+def test_the_guard_s_file_has_the_formats_that_a_layer_had() -> None:
+    layers = {"a": "fp8", "a.b": "forward=nvfp4,grad_input=fp8", "c": "bf16"}
+    found = ("a.b.x", "forward"), ("a.y", "grad_input"), ("d", "forward")
+    text = guard_layers(guarded("log", *found, layers=layers))
+    assert text is not None
+    assert layer_values(load_yaml(text)) == {
+        **layers,
+        "a.b.x": "forward=bf16,grad_input=fp8",
+        "a.y": "forward=fp8,grad_input=bf16,grad_weight=fp8",
+        "d": "forward=bf16,grad_input=fp8_rowwise,grad_weight=fp8_rowwise",
+    }

@@ -1,0 +1,385 @@
+"""Optimizers by import path and those of a recipe, against raw PyTorch, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.assemble.initial_summary import initial_summary
+from mprun.train.assemble.parts import effective
+from mprun.train.assemble.planned_memory import step_memory
+from mprun.cli.main import main
+from mprun.config import reference
+from mprun.config.compose import compose
+from mprun.config.schema import OPTIMIZERS, OptimizerRow
+from mprun.train.data import DataRequest, Splits, TensorSet
+from mprun.errors import UsageError
+from mprun.optim import MasterWeights
+from mprun.recipe import Recipe
+from mprun.records.run_record import read_summary
+from mprun.train.checkpoint import path_in
+from mprun.train.loop import Limits, Trainer, TrainingComponents
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
+TINY = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
+TINY += ["recipe.model.samples=8", "train.batch_size=8", "train.epochs=null", "device=cpu"]
+PLAIN = [*TINY, "speed=plain", "train.max_steps=4", "train.lr=0.05"]
+HERE = "tests.train.assemble.test_optimizers"
+
+
+@dataclass(frozen=True)
+class Small(Recipe):
+    """Two layers; what is frozen and made by the recipe are parameters."""
+
+    frozen: str = ""
+    makes: str = "groups"
+
+    METRIC: ClassVar[tuple[str, str]] = ("loss", "min")
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(3, 2))
+        model[2].forward = lambda x: x  # has no gradients
+        for name, p in model.named_parameters():
+            p.requires_grad_(not (self.frozen and name.startswith(tuple(self.frozen.split()))))
+        return model
+
+    def data(self, request: DataRequest) -> Splits:
+        drawn = torch.Generator().manual_seed(0)
+        train = TensorSet(torch.randn(8, 4, generator=drawn), torch.randn(8, 2, generator=drawn))
+        return Splits("drawn", "generated", train, train.first(0), train.first(0), shuffle=False)
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(output, batch[1])
+
+
+@dataclass(frozen=True)
+class Own(Small):
+    """Makes its own optimizer and schedule."""
+
+    def optimizer(self, model: Any) -> Any:
+        makers: dict[str, Callable[[], Any]] = {
+            "groups": lambda: torch.optim.Adam(
+                [
+                    {"params": model[0].parameters(), "lr": 0.1},
+                    {"params": model[1].parameters(), "weight_decay": 0.5},
+                ],
+                lr=0.01,
+            ),
+            "nothing": lambda: None,
+            "lbfgs": lambda: torch.optim.LBFGS(model.parameters()),
+            "foreign": lambda: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0),
+            "plateau": lambda: torch.optim.SGD(model.parameters(), lr=1.0),
+            "text": lambda: torch.optim.SGD(model.parameters(), lr=1.0),
+        }
+        return makers[self.makes]()
+
+    def schedule(self, optimizer: Any) -> LRScheduler:
+        if self.makes == "plateau":
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return "cosine" if self.makes == "text" else StepLR(optimizer, 2, 0.1)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Sparse(Small):
+    """An embedding with sparse gradients."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 2), nn.Embedding(3, 2, sparse=True))
+
+
+def planned(*given: str) -> Any:
+    composed = compose(given)
+    config = composed.config
+    if config.recipe.target.startswith(HERE):
+        config.recipe.model = {
+            k: v for k, v in config.recipe.model.items() if k in ("frozen", "makes")
+        }
+    return make_plan(config, composed.given)
+
+
+def small(kind: str, *more: str) -> Any:
+    base = ["recipe=linear", f"recipe.target={HERE}.{kind}", "train.batch_size=8", "device=cpu"]
+    more = ("train.lr=0.05", *more)
+    return planned(*base, "speed=plain", "train.epochs=null", "train.max_steps=4", *more)
+
+
+def trained(plan: Any, steps: int = 4) -> TrainingComponents:
+    parts = build_parts(plan)
+    Trainer(parts, Limits(None, steps, None)).fit()
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "options"),
+    [
+        ("torch.optim.Adagrad", ["lr_decay=0.1"], {"lr_decay": 0.1}),
+        ("torch.optim.Adam", ["betas=[0.8,0.9]", "amsgrad=true"], {"betas": (0.8, 0.9)}),
+        ("torch.optim.Adafactor", [], {}),
+        ("torch.optim.NAdam", ["weight_decay=0.1"], {"weight_decay": 0.1}),
+    ],
+)
+def test_a_class_by_import_path_is_a_raw_loop(
+    target: str, args: list[str], options: dict[str, Any]
+) -> None:
+    if "amsgrad=true" in args:
+        options = {**options, "amsgrad": True}
+    given = [f"train.optimizer.target={target}", *(f"train.optimizer.args.{a}" for a in args)]
+    parts = trained(planned(*PLAIN, *given))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = getattr(torch.optim, target.rpartition(".")[2])(
+        model.parameters(), lr=0.05, **options
+    )
+    drawn = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 8, generator=drawn), torch.randn(8, 4, generator=drawn)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for mine, raw in zip(parts.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, raw)
+    assert type(parts.optimizer) is type(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "torch.optim.Adagrad?"]),
+        (["target=nowhere.Adam"], ["target=nowhere.Adam", "ModuleNotFoundError"]),
+        (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
+        (["target=Adam"], ["target=Adam: legal is the import path"]),
+        (["target=torch.optim.LBFGS"], ["LBFGS", "calls the loss several times"]),
+        (
+            ["target=torch.optim.Adagrad", "args.beta=1"],
+            ["args.beta=1", "Adagrad has no such argument", "lr_decay, weight_decay"],
+        ),
+        (
+            ["target=torch.optim.Adagrad", "args={eps: -1}"],
+            ["Adagrad cannot be made", "Invalid epsilon", "its arguments: lr_decay"],
+        ),
+        (["target=torch.optim.Adagrad", "args.lr=1"], ["the learning rate is train.lr"]),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_in_one_line(
+    given: list[str], parts: list[str], capsys: Any, tmp_path: Path
+) -> None:
+    given = [f"train.optimizer.{x}" for x in given]
+    assert main([*PLAIN, *given, f"run.dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(part in error for part in parts), error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.representative("half_sr", "bf16_true")
+@pytest.mark.parametrize("mode", ["bf16_sr", "half_sr", "bf16_true"])
+def test_16_bit_parameters_get_masters_and_the_record_says_so(mode: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    given = ["train.optimizer.target=torch.optim.Adagrad", f"precision={mode}"]
+    assert main([*PLAIN, *given, f"run.dir={folder}"]) == 0
+    summary = read_summary(folder)
+    assert summary.backend.optimizer_impl == "masters"
+    assert summary.effective.rounding == ("nearest" if mode == "bf16_true" else "stochastic")
+    assert summary.effective.param_dtype == ("float16" if mode == "half_sr" else "bfloat16")
+    count = 8 * 4 + 4
+    assert summary.memory_bytes.parameters == 2 * count
+    assert summary.memory_bytes.optimizer_state == 2 * 4 * count + 2 * 4
+
+
+def test_a_mixed_mode_needs_no_masters_and_kernels_are_those_the_class_has() -> None:
+    target = "train.optimizer.target=torch.optim."
+    mixed = planned(*PLAIN, "precision=bf16_mixed", f"{target}Adagrad")
+    assert mixed.speed.optimizer_impl == "forloop"
+    assert not isinstance(build_parts(mixed).optimizer, MasterWeights)
+    auto = ["speed=auto", "precision=bf16_mixed"]
+    adam = planned(*PLAIN[:-3], *auto, "train.max_steps=1", f"{target}Adam")
+    assert adam.speed.optimizer_impl == "fused"
+    assert build_parts(adam).optimizer.param_groups[0]["fused"] is True
+    asked = planned(*PLAIN, f"{target}Adam", "train.optimizer.args.foreach=true")
+    assert asked.speed.optimizer_impl == "foreach"
+
+
+@pytest.mark.representative("torch.optim.Adagrad-fp16_mixed", "torch.optim.Adafactor-bf16_sr")
+@pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "bf16_sr"])
+@pytest.mark.parametrize("target", ["torch.optim.Adagrad", "torch.optim.Adafactor"])
+def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> None:
+    given = [*PLAIN, f"precision={mode}", f"train.optimizer.target={target}"]
+    given += ["train.warmup_steps=2", "loss_scale.value=8"] if mode == "fp16_mixed" else []
+    half = [*given, "train.max_steps=2"]
+    assert main([*given, f"run.dir={tmp_path / 'a'}"]) == 0
+    assert main([*half, f"run.dir={tmp_path / 'b'}"]) == 0
+    assert main([f"run.resume={tmp_path / 'b'}", "train.max_steps=4"]) == 0
+    a, b = (torch.load(path_in(tmp_path / x), weights_only=True) for x in "ab")
+    for key, value in a["trainer"]["model"].items():
+        assert torch.equal(value, b["trainer"]["model"][key])
+
+
+@pytest.fixture
+def adamax(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A row of the table is all that a further optimizer by name takes."""
+    row = OptimizerRow("Adamax", ("weight_decay", "betas", "eps"))
+    monkeypatch.setitem(OPTIMIZERS, "adamax", row)
+    _forget_fields()
+    yield [f"train.optimizer.{x}" for x in ("name=adamax", "beta2=0.99", "weight_decay=0.1")]
+    _forget_fields()
+
+
+def _forget_fields() -> None:
+    """Read the schema's legal values again."""
+    for function in (*vars(reference).values(), *vars(sys.modules[compose.__module__]).values()):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "half_sr"])
+def test_a_row_adds_an_optimizer_by_name(mode: str, adamax: list[str], tmp_path: Path) -> None:
+    given = [*PLAIN, f"precision={mode}"]
+    args = ["target=torch.optim.Adamax", "args={betas: [0.9, 0.99]}", "weight_decay=0.1"]
+    named, by_path = (
+        planned(*given, *adamax),
+        planned(*given, *[f"train.optimizer.{x}" for x in args]),
+    )
+    assert not named.warnings
+    assert named.speed == by_path.speed
+    assert step_memory(named).peak_bytes == step_memory(by_path).peak_bytes
+    for mine, other in zip(*(trained(x).model.parameters() for x in (named, by_path)), strict=True):
+        assert torch.equal(mine, other)
+    folder = tmp_path / "run"
+    assert main([*given, *adamax, "train.max_steps=2", f"run.dir={folder}"]) == 0
+    assert main([f"run.resume={folder}", "train.max_steps=4"]) == 0
+    summary, low = read_summary(folder), mode == "half_sr"
+    assert summary.backend.optimizer_impl == ("masters" if low else "forloop")
+    assert summary.effective.momentum_dtype == "float32"
+    count = 8 * 4 + 4
+    assert summary.memory_bytes.optimizer_state == (3 if low else 2) * 4 * count + 2 * 4
+    resumed = torch.load(path_in(folder), weights_only=True)["trainer"]["model"]
+    for key, value in trained(named).model.state_dict().items():
+        assert torch.equal(value, resumed[key])
+
+
+def test_a_name_without_16_bit_formula_is_checked_as_a_path_is(adamax: list[str]) -> None:
+    moment = "precision.momentum_dtype=bfloat16"
+    plan = planned(*PLAIN, *adamax, moment, "train.optimizer.momentum=0.5")
+    assert [text.split(":")[-1] for text in plan.warnings] == [
+        " adamax keeps its state in float32",
+        " adamax does not use it",
+    ]
+    split = r"split with train\.optimizer\.name=adamax, .*name=sgd\|rmsprop\|adamw"
+    with pytest.raises(UsageError, match=split):
+        planned(*PLAIN, *adamax, "precision=bf16_sr", "precision.rounding=split")
+    with pytest.raises(UsageError, match="1 makes sparse gradients"):
+        small("Sparse", "precision=bf16_sr", *adamax)
+    with pytest.raises(UsageError, match="is one of sgd, rmsprop, adamw, adamax"):
+        planned(*PLAIN, "train.optimizer.name=adam")
+
+
+def test_target_and_arguments_are_part_of_the_variant() -> None:
+    def variant(*more: str) -> str:
+        composed = compose([*PLAIN, *more])
+        return initial_summary(
+            make_plan(composed.config, composed.given), composed.resolved
+        ).variant_hash
+
+    target = "train.optimizer.target=torch.optim.Adagrad"
+    hashes = [variant(), variant(target), variant(target, "train.optimizer.args.lr_decay=0.5")]
+    assert len(set(hashes)) == 3
+    assert variant(target, "train.optimizer.momentum=0.5") == hashes[1]
+    assert variant("train.optimizer.args.lr_decay=0.5") == hashes[0]
+
+
+def test_fields_without_effect_are_named() -> None:
+    adagrad = "train.optimizer.target=torch.optim.Adagrad"
+    plan = planned(*PLAIN, adagrad, "train.optimizer.beta1=0.5")
+    assert any("beta1 has no effect" in text for text in plan.warnings)
+    decay = "train.optimizer.weight_decay=0.5"
+    plan = planned(*PLAIN, adagrad, decay)
+    assert not plan.warnings
+    assert build_parts(plan).optimizer.param_groups[0]["weight_decay"] == 0.5
+    plan = planned(*PLAIN, "train.optimizer.target=torch.optim.SparseAdam", decay)
+    assert any("weight_decay has no effect" in text for text in plan.warnings)
+    plan = planned(*PLAIN, "train.optimizer.args.eps=1")
+    assert any("train.optimizer.args.eps has no effect" in text for text in plan.warnings)
+
+
+def test_a_recipes_own_optimizer_and_schedule_win() -> None:
+    given = ["train.lr=7", "train.scheduler=cosine", "train.optimizer.momentum=0.5"]
+    plan = small("Own", *given)
+    named = [text.split(" ")[0] for text in plan.warnings if "makes its own" in text]
+    assert named == ["train.lr", "train.scheduler", "train.optimizer.momentum"]
+    assert plan.speed.optimizer_impl == "own"
+    parts = trained(plan, 3)
+    assert [g["lr"] for g in parts.optimizer.param_groups] == pytest.approx([0.01, 0.001])
+    assert [g["weight_decay"] for g in parts.optimizer.param_groups] == [0, 0.5]
+
+
+def test_a_recipes_own_optimizer_gets_masters() -> None:
+    parts = trained(small("Own", "precision=bf16_sr"), 3)
+    assert isinstance(parts.optimizer, MasterWeights)
+    assert [g["lr"] for g in parts.optimizer.param_groups] == pytest.approx([0.01, 0.001])
+    assert all(p.dtype == torch.bfloat16 for p in parts.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("makes", "text"),
+    [
+        ("nothing", "optimizer(model) of Own gave nothing (a return is missing)"),
+        ("lbfgs", "LBFGS calls the loss several times"),
+        ("foreign", "holds no parameter of the model"),
+        ("plateau", "returned ReduceLROnPlateau"),
+        ("text", "schedule(optimizer) of Own gave a str"),
+    ],
+)
+def test_what_a_recipe_makes_is_checked(makes: str, text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        small("Own", f"recipe.model.makes={makes}")
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_sr", "fp16_mixed", "half_sr"])
+@pytest.mark.parametrize("kind", ["Small", "Own"])
+def test_frozen_and_unused_parameters(mode: str, kind: str) -> None:
+    plan = small(kind, "recipe.model.frozen=0", f"precision={mode}")
+    before = [p.detach().clone() for p in build_parts(plan).model.parameters()]
+    parts = trained(plan)
+    held = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
+    for i, (p, old) in enumerate(zip(parts.model.parameters(), before, strict=True)):
+        assert (
+            p.dtype
+            == old.dtype
+            == {"bf16_sr": torch.bfloat16, "half_sr": torch.float16}.get(mode, torch.float32)
+        )
+        assert p.requires_grad == (i >= 2)
+        assert torch.equal(p, old) == (i not in (2, 3))
+        assert (id(p) in held) == (i >= 2 if kind == "Small" else i in (2, 3))
+        assert (p.grad is None) == (i not in (2, 3))
+        assert bool(parts.optimizer.state.get(p, {}).get("exp_avg") is not None) == (
+            kind == "Own" and i in (2, 3)
+        )
+    row = effective(plan, parts.model, parts.optimizer, parts.precision)
+    assert row.param_dtype == str(before[0].dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("kind", ["Small", "Own"])
+def test_a_model_without_anything_to_train_is_refused(kind: str) -> None:
+    with pytest.raises(UsageError, match=r"all parameters of the model of .* are frozen"):
+        small(kind, "recipe.model.frozen='0 1 2'")
+
+
+def test_sparse_gradients_in_16_bits_are_refused_by_name() -> None:
+    adagrad = "train.optimizer.target=torch.optim.Adagrad"
+    with pytest.raises(UsageError, match=r"precision=bf16_sr: 1 makes sparse gradients"):
+        small("Sparse", "precision=bf16_sr", adagrad)
+    small("Sparse", "precision=bf16_mixed", adagrad)
+    with pytest.raises(UsageError, match="SparseAdam takes sparse gradients"):
+        small("Small", "precision=bf16_sr", "train.optimizer.target=torch.optim.SparseAdam")

@@ -1,0 +1,276 @@
+"""`mprun data` verifies and fetches; through the command line, against a server of tiny files."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.data_command import NAMES
+from mprun.cli.main import main
+from mprun.train.data import sources as files
+from tests.train.data.conftest import Server
+from tests.waiting import PATIENCE_S
+
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = files.SIZE_BYTES
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file of the data folder, the locks left out."""
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in root.rglob("*")
+        if p.is_file() and p.suffix != ".lock"
+    }
+
+
+def both(published: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{name}/raw/{file}": data for name in NAMES for file, data in published.items()}
+
+
+def expected(published: dict[str, bytes], file: str) -> str:
+    data = published[file]
+    return f"expected {len(data)} bytes with SHA-256 {sha256(data).hexdigest()}"
+
+
+def test_the_names_are_those_of_the_table() -> None:
+    assert tuple(files.SHA256) == NAMES
+
+
+# verify
+
+
+def test_good_files_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(root)
+    assert main(["data", "verify", "MNIST", f"data.root={root}"]) == 0
+    out, err = capsys.readouterr()
+    assert out == (
+        f"MNIST in {root}/MNIST/raw\n"
+        "  ok       train-images-idx3-ubyte\n"
+        "  ok       train-labels-idx1-ubyte\n"
+        "  ok       t10k-images-idx3-ubyte\n"
+        "  ok       t10k-labels-idx1-ubyte\n"
+        "all 4 files are the published ones\n"
+    )
+    assert err == ""
+    assert contents(root) == before
+    assert [p.name for p in root.iterdir()] == ["MNIST"]
+
+
+def test_what_is_missing_or_damaged_is_told_with_what_mends_it(
+    root: Path, published: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = root / "MNIST" / "raw"
+    (raw / TRAIN_LABELS).unlink()
+    (raw / TEST_IMAGES).write_bytes(b"short")
+    before = contents(root)
+    assert main(["data", "verify", f"data.root={root}"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[1:5] == [
+        f"  ok       {TRAIN_IMAGES}",
+        f"  missing  {TRAIN_LABELS}  {expected(published, TRAIN_LABELS)}",
+        f"  damaged  {TEST_IMAGES}  truncated: 5 bytes with SHA-256 {sha256(b'short').hexdigest()},"
+        f" {expected(published, TEST_IMAGES)}",
+        f"  ok       {TEST_LABELS}",
+    ]
+    assert lines[5] == f"FashionMNIST in {root}/FashionMNIST/raw"
+    assert [x.split()[0] for x in lines[6:]] == ["missing"] * 4
+    assert err == (
+        "mprun: 6 of 8 files missing or damaged; repair them with "
+        f"`mprun data fetch MNIST FashionMNIST data.root={root}`\n"
+    )
+    assert contents(root) == before
+
+
+def test_the_fix_names_only_what_is_broken(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "MNIST").rename(root / "FashionMNIST")
+    assert main(["data", "verify", f"data.root={root}"]) == 1
+    assert f"`mprun data fetch MNIST data.root={root}`" in capsys.readouterr().err
+
+
+# fetch
+
+
+def test_fetch_brings_both_sets_once(
+    server: Server, tmp_path: Path, published: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "new"
+    assert main(["data", "fetch", f"data.root={root}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        f"MNIST: fetching into {root} ...",
+        f"MNIST in {root}/MNIST/raw",
+        f"  fetched  {TRAIN_IMAGES}",
+    ]
+    assert sum(x.startswith("  fetched  ") for x in lines) == 8
+    assert lines[-1] == "all 8 files are the published ones"
+    assert contents(root) == both(published)
+    server.asked.clear()
+    assert main(["data", "fetch", f"data.root={root}"]) == 0
+    out, err = capsys.readouterr()
+    assert [x.split()[0] for x in out.splitlines()].count("ok") == 8
+    assert (err, server.asked) == ("", [])
+
+
+def test_fetch_mends_what_is_damaged(
+    server: Server, root: Path, published: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = root / "MNIST" / "raw"
+    (raw / TRAIN_LABELS).unlink()
+    (raw / TEST_IMAGES).write_bytes(b"short")
+    assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"  ok       {TRAIN_IMAGES}",
+        f"  fetched  {TRAIN_LABELS}",
+        f"  repaired {TEST_IMAGES}",
+        f"  ok       {TEST_LABELS}",
+        "all 4 files are the published ones",
+    ]
+    assert {p.name: p.read_bytes() for p in raw.iterdir()} == published
+    assert set(server.asked) == {f"{TRAIN_LABELS}.gz", f"{TEST_IMAGES}.gz"}
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_network_fetch_says_so_and_leaves_the_files_alone(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "MNIST" / "raw" / TEST_IMAGES).write_bytes(b"short")
+    before = contents(root)
+    assert main(["data", "fetch", f"data.root={root}"]) == 1
+    out, err = capsys.readouterr()
+    assert f"  damaged  {TEST_IMAGES}  truncated: 5 bytes" in out
+    assert err == (
+        "mprun: could not fetch MNIST (Connection refused), FashionMNIST (Connection refused); the "
+        "files are as they were: try again, or put them there as torchvision does "
+        f"({root}/NAME/raw/...)\n"
+    )
+    assert contents(root) == before
+
+
+def test_one_set_comes_though_the_other_does_not(
+    server: Server, tmp_path: Path, published: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "MNIST").touch()
+    assert main(["data", "fetch", f"data.root={tmp_path}"]) == 1
+    assert "could not fetch MNIST (Not a directory" in capsys.readouterr().err
+    assert files.is_complete("FashionMNIST", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+@pytest.mark.usefixtures("server")
+def test_a_fetch_that_is_stopped_leaves_nothing_half_done(
+    root: Path,
+    number: signal.Signals,
+    status: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (root / "MNIST" / "raw" / TRAIN_IMAGES).write_bytes(b"short")
+    before = contents(root)
+
+    def stop(url: str, packed_root: Path, root: Path, packed: str, md5: str) -> None:
+        (packed_root / packed).write_bytes(b"half")
+        signal.raise_signal(number)
+
+    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", stop)
+    assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == status
+    assert capsys.readouterr().err == f"mprun: stopped by {name}; no file is half written\n"
+    assert contents(root) == before
+
+
+# Words
+
+
+def test_without_a_folder_it_is_the_environments(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MPRUN_DATA", str(root))
+    for words in ([], ["data.root=null"]):
+        assert main(["data", "verify", "MNIST", *words]) == 0
+        assert f"MNIST in {root}/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quote", ["'", '"', ""])
+def test_a_folder_may_stand_in_quotes_as_when_training(
+    root: Path, quote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root.rename("my sets")
+    assert main(["data", "verify", "MNIST", f"data.root={quote}my sets{quote}"]) == 0
+    assert "MNIST in my sets/MNIST/raw\n" in capsys.readouterr().out
+
+
+def test_sets_are_taken_in_the_order_given_and_once(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["data", "verify", "FashionMNIST", "MNIST", f"data.root={root}", "FashionMNIST"])
+    out = capsys.readouterr().out
+    assert [x.split()[0] for x in out.splitlines() if " in " in x] == ["FashionMNIST", "MNIST"]
+
+
+MISTAKES = [
+    ([], ["an action is missing; ", "legal: fetch, verify", "write mprun data verify"]),
+    (["fecth"], ["'fecth' is not an action", "legal: fetch, verify", "did you mean 'fetch'?"]),
+    (["MNIST", "verify"], ["'MNIST' is not an action", "legal: fetch, verify"]),
+    (
+        ["verify", "mnist"],
+        ["'mnist'", "legal: MNIST, FashionMNIST, data.root=FOLDER; did", "'MNIST'"],
+    ),
+    (["verify", "fashion_mnist"], ["did you mean 'FashionMNIST'?"]),
+    (["verify", "CIFAR10"], ["mprun data verify does not take 'CIFAR10'", "legal: MNIST, "]),
+    (["fetch", "root=x"], ["'root=x'", "did you mean 'data.root=...'?"]),
+    (["fetch", "data.root"], ["'data.root'", "did you mean 'data.root=...'?"]),
+    (["fetch", "seed=1"], ["mprun data fetch does not take 'seed=1'", "legal: MNIST, "]),
+    (["fetch", "--force"], ["mprun data has no option '--force'"]),
+    (["fetch", "\x1b[31m"], [r"does not take '\x1b[31m'"]),
+    (["fetch", ""], ["does not take ''"]),
+    (["fetch", "data.root="], ["data.root='': legal is the name of a folder"]),
+    (["fetch", "data.root=''"], ["data.root='': legal is the name of a folder"]),
+    (["fetch", "data.root=a\0b"], ["data.root='a", "legal is the name of a folder"]),
+    (["verify", "data.root=~nobody-here"], ["~nobody-here: there is no such home folder"]),
+]
+
+
+@pytest.mark.parametrize(("words", "fragments"), MISTAKES, ids=[ascii(w) for w, _ in MISTAKES])
+def test_a_mistake_is_answered_in_one_line(
+    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err[:-1].isprintable()
+    assert [f for f in fragments if f not in err] == [], err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_mistake_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from mprun.cli.main import main; status = main(['data', 'verify', 'mnist']); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert "AssertionError" not in done.stderr
+    assert done.returncode == 2
+
+
+def test_the_command_prints_in_any_encoding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    assert main(["data", "verify", "MNIST", "data.root=für"]) == 1
+    sys.stdout.flush()
+    assert printed.getvalue().decode("ascii").splitlines()[0] == r"MNIST in f\xfcr/MNIST/raw"
+    assert capsys.readouterr().err.startswith(
+        "mprun: 4 of 4 files missing or damaged; repair them with `mprun data"
+    )

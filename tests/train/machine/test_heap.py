@@ -1,0 +1,109 @@
+"""The C library's heap: what it is called, and that a steady one gives no memory back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.train.machine import heap
+
+MAPS = """\
+55d0c0a00000-55d0c0a02000 r--p 00000000 08:01 123 /usr/bin/python3.11
+7f0000000000-7f0000028000 r--p 00000000 08:01 124 /usr/lib/libjemalloc.so.2
+7f0000028000-7f00001bd000 r-xp 00028000 08:01 124 /usr/lib/libjemalloc.so.2
+7f0000200000-7f0000390000 r-xp 00028000 08:01 125 /usr/lib/a folder/libc.so.6
+7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0 [stack]
+7ffd00030000-7ffd00031000 rw-p 00000000 00:00 0
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("variables", "steady"),
+    [
+        ({}, False),
+        ({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967295"}, True),
+        ({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "0xffffffff"}, True),
+        ({"MALLOC_MMAP_MAX_": "0"}, False),
+        ({"MALLOC_TRIM_THRESHOLD_": "4294967295"}, False),
+        ({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ({"MALLOC_MMAP_MAX_": "none", "MALLOC_TRIM_THRESHOLD_": "4294967295"}, False),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967295"},
+            True,
+        ),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, False),
+        ({"GLIBC_TUNABLES": "nonsense"}, False),
+    ],
+    ids=str,
+)
+def test_variables_that_make_the_heap_steady(variables: dict[str, str], steady: bool) -> None:
+    assert heap.is_steady(variables) == steady
+
+
+@pytest.mark.parametrize(
+    ("address", "file"),
+    [
+        (0x7F0000028010, "libjemalloc.so.2"),
+        (0x7F0000200000, "libc.so.6"),
+        (0x7F0000390000, ""),
+        (0x7FFD00030000, ""),
+    ],
+)
+def test_the_file_that_is_mapped_at_an_address(address: int, file: str) -> None:
+    assert heap._file_at(address, MAPS) == file
+
+
+@pytest.mark.parametrize("name", [*heap.OTHERS, heap.SYSTEM])
+def test_another_allocator_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_library", lambda: name)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: pytest.fail("mallopt was called"))
+    assert heap.steady_heap() == heap.allocator() == name
+
+
+SCRIPT = """
+import runpy, sys
+heap = runpy.run_path(sys.argv[1])
+def faults_of_a_block():
+    before = heap["page_faults"]()
+    del bytearray(40 * 2**20)[:1]  # above 32 MiB, glibc always maps a block apart
+    return heap["page_faults"]() - before
+def faults():
+    return sorted(faults_of_a_block() for _ in range(5))[2]
+print(heap["allocator"](), faults())
+heap["steady_heap"]()
+print(heap["allocator"](), faults())
+"""
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        sys.executable,
+        "/usr/bin/python3",  # of Debian: the address of `malloc` lies in the program itself
+    ],
+    ids=["this", "of the system"],
+)
+def test_a_steady_heap_has_no_page_faults(python: str) -> None:
+    if heap._library() != heap.GLIBC:
+        pytest.skip("mallopt is glibc's")
+    if not Path(python).exists():
+        pytest.skip(f"there is no {python}")
+    command = [python, "-c", SCRIPT, heap.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, env={}, check=True)
+    plain, steady = (line.split() for line in done.stdout.splitlines())
+    assert plain[0] == heap.GLIBC
+    assert steady == [heap.STEADY, "0"]
+    assert int(plain[1]) >= 40 / 2  # a fault for each page, of 2 MiB at most
+
+
+def test_the_price_of_a_fault_is_that_of_a_page_cleared() -> None:
+    price_us = heap.page_fault_us()
+    if heap.page_faults() is None:
+        assert price_us is None
+        return
+    assert price_us is not None
+    # Clearing 4 KiB takes 0.05 us or more; 2 MiB, on a slow machine, far less than 0.1 s.
+    assert 0.01 < price_us < 1e5

@@ -1,0 +1,137 @@
+"""Which instructions a CPU has, as systems tell it, and which of them oneDNN is kept from."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.train.machine import machine as module
+from mprun.train.machine.machine import ALLOWED, INSTRUCTIONS, NEEDED, architecture, instructions, linux_flags, onednn_limit
+
+SAPPHIRE_RAPIDS = """\
+processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8
+bugs\t\t: spectre_v1
+
+processor\t: 1
+flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8
+"""
+GRAVITON = """\
+processor\t: 0
+Features\t: fp asimd evtstrm aes asimdhp cpuid asimdrdm sve asimdfhm i8mm bf16
+CPU part\t: 0xd40
+"""
+
+
+def told_by(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(module, "content", lambda path: text)
+
+
+def test_linux_tells_of_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    told_by(monkeypatch, SAPPHIRE_RAPIDS)
+    # cpuinfo has said so on this processor; the system's word counts.
+    found = instructions("Linux", "x86_64", {"amx_fp16": True})
+    assert found == {
+        "AVX2": True,
+        "AVX512": True,
+        "AVX512-BF16": True,
+        "AVX512-FP16": True,
+        "AMX-BF16": True,
+        "AMX-FP16": False,
+    }
+
+
+def test_linux_tells_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    told_by(monkeypatch, GRAVITON)
+    found = instructions("Linux", "aarch64", {})
+    assert found == {"FP16": True, "BF16": True, "SVE": True, "SME": False}
+
+
+def test_cores_of_two_kinds_have_what_all_of_them_have() -> None:
+    both = "Features : fp bf16 sve\nFeatures : fp bf16\n"
+    assert linux_flags(both) == {"fp", "bf16"}
+
+
+def test_a_word_inside_another_is_not_it() -> None:
+    assert "bf16" not in linux_flags("Features : svebf16 fp\n")
+
+
+@pytest.mark.parametrize("text", ["", "processor : 0\n", "garbage"])
+def test_cpuinfo_is_asked_where_linux_says_nothing(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_by(monkeypatch, text)
+    assert instructions("Linux", "x86_64", {"avx2": True}) == {"AVX2": True}
+
+
+def test_other_systems_are_told_of_by_cpuinfo() -> None:
+    words = {"avx2": True, "avx512_f": False, "avx512_bf16": False, "architecture": "x86_64"}
+    found = instructions("Windows", "x86_64", words)
+    assert found == {"AVX2": True, "AVX512": False, "AVX512-BF16": False}
+
+
+def test_an_architecture_not_known_has_no_sets() -> None:
+    assert instructions("Linux", "riscv64", {"avx2": True}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("AMD64", "x86_64"), ("x86_64", "x86_64"), ("arm64", "aarch64"), ("ppc64le", "ppc64le")],
+)
+def test_architectures_have_one_name(
+    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: name)
+    assert architecture() == expected
+
+
+def test_this_machine_s_answer_agrees_with_pytorch_s() -> None:
+    """Two sources for one processor; a set PyTorch's kernels use must be among the instructions."""
+    found = instructions(platform.system(), architecture(), torch.cpu.get_capabilities())
+    level = torch.backends.cpu.get_cpu_capability()
+    if level in ("AVX2", "AVX512"):
+        assert found[level]
+    for name, there in found.items():
+        word = INSTRUCTIONS[architecture()][name].cpuinfo
+        if name != "AMX-FP16":  # https://github.com/pytorch/cpuinfo/issues/312
+            assert torch.cpu.get_capabilities().get(word, there) == there
+
+
+def test_a_file_that_is_not_there_is_read_as_empty(tmp_path: Path) -> None:
+    assert module.content(tmp_path / "cpuinfo") == ""
+
+
+# ---- oneDNN's limit ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"ONEDNN_MAX_CPU_ISA": ""}, None),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, ("ONEDNN_MAX_CPU_ISA", "AVX2")),
+        ({"DNNL_MAX_CPU_ISA": "AVX2"}, ("DNNL_MAX_CPU_ISA", "AVX2")),
+        (
+            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "AVX2"},
+            ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+        ),
+        ({"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "AVX2"}, ("DNNL_MAX_CPU_ISA", "AVX2")),
+    ],
+    ids=str,
+)
+def test_the_limit_is_the_variable_onednn_reads(
+    variables: dict[str, str], expected: tuple[str, str] | None
+) -> None:
+    assert onednn_limit(variables) == expected
+
+
+def test_the_tables_name_the_same_sets() -> None:
+    x86 = set(INSTRUCTIONS["x86_64"])
+    assert set().union(*ALLOWED.values()) == x86
+    assert {name for sets in NEEDED["x86_64"].values() for name in sets} <= x86
+    for name, rows in NEEDED.items():
+        assert set().union(*map(set, rows.values())) <= set(INSTRUCTIONS[name])

@@ -1,0 +1,172 @@
+"""What is known of a machine without timing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.precision._torch import onednn_takes
+from mprun.train.machine import machine as module
+from mprun.train.machine.machine import INSTRUCTIONS, architecture, cpu_quota, examine_machine, onednn, tensor_cores
+from mprun.train.machine.doctor_result import Cuda, Machine
+from tests.schema import conforms
+
+CPU = torch.device("cpu")
+
+
+def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # read at the start of the process: text alone
+    monkeypatch.setenv("MKL_NUM_THREADS", "")
+    found = examine_machine(CPU)
+    assert conforms(found, Machine)
+    assert list(found.instructions) == list(INSTRUCTIONS.get(architecture(), {}))
+    assert set(found.hardware.accelerated) == {"bfloat16", "float16"}
+    assert found.threads == torch.get_num_threads()
+    assert found.variables["OMP_NUM_THREADS"] == "7"
+    assert "MKL_NUM_THREADS" not in found.variables
+    assert found.cuda is None
+
+
+def test_a_system_without_load_or_capabilities_has_unknowns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "getloadavg")
+    monkeypatch.setattr(module.platform, "system", lambda: "Plan9")
+    monkeypatch.setattr(module, "architecture", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    found = examine_machine(CPU)
+    assert conforms(found, Machine)
+    assert found.load_average is None
+    assert found.instructions["AVX2"] is True
+    assert found.instructions["AMX-BF16"] is None
+
+
+# ---- oneDNN --------------------------------------------------------------------------------------
+
+
+def test_onednn_s_version_is_that_of_pytorch_s_build() -> None:
+    version = onednn({}).version
+    assert version is None or f"v{version}" in torch.__config__.show()
+
+
+@pytest.mark.parametrize(
+    ("shown", "version"),
+    [
+        ("- Intel(R) MKL-DNN v3.13.3 (Git Hash 1)", "3.13.3"),
+        ("- oneDNN v4.0 (Git Hash 1)", "4.0"),
+        ("PyTorch built with:\n  - GCC 13", None),
+    ],
+)
+def test_the_version_is_found_in_either_spelling(
+    shown: str, version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.__config__, "show", lambda: shown)
+    assert onednn({}).version == version
+
+
+def test_a_build_without_onednn_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert onednn_takes(torch.bfloat16) is None
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((6, 1), []),
+        ((7, 0), ["float16"]),
+        ((7, 5), ["float16"]),
+        ((8, 0), ["float16", "tf32", "bfloat16"]),
+        ((8, 6), ["float16", "tf32", "bfloat16"]),
+        ((8, 9), ["float16", "tf32", "bfloat16", "float8"]),
+        ((9, 0), ["float16", "tf32", "bfloat16", "float8"]),
+        ((12, 0), ["float16", "tf32", "bfloat16", "float8"]),
+    ],
+)
+def test_tensor_cores_by_compute_capability(
+    capability: tuple[int, int], expected: list[str]
+) -> None:
+    assert tensor_cores(capability) == expected
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+@pytest.mark.parametrize(("hip", "units"), [(None, ["float16"]), ("6.4", None)])
+def test_a_gpu_is_described(
+    hip: str | None, units: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
+    assert module.cuda(torch.device("cuda")) == Cuda(
+        compute_capability="7.5",
+        tensor_cores=units,
+        multiprocessors=132,
+        memory_free_bytes=2**30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("available", "tool", "built_for", "expected"),
+    [
+        (True, None, "13.0", "cpu asked for"),
+        (False, None, "13.0", None),
+        (False, "/usr/bin/nvidia-smi", None, "no cuda in torch"),
+        (False, "/usr/bin/nvidia-smi", "13.0", "not usable"),
+    ],
+)
+def test_why_no_gpu_is_examined(
+    available: bool,
+    tool: str | None,
+    built_for: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(module.shutil, "which", lambda name: tool)
+    monkeypatch.setattr(module, "DRIVER", Path("no/such/file"))
+    assert module.gpu_unused() == expected
+
+
+# ---- a container's share of the cores ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("max 100000\n", None),
+        ("150000 100000\n", 1.5),
+        ("50000 100000\n", 0.5),
+        ("", None),
+        ("x y", None),
+        ("1 0", None),
+    ],
+)
+def test_a_quota_is_read_from_control_group_version_2(
+    text: str, cores: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu.max").write_text(text, encoding="utf-8")
+    assert cpu_quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("250000", 2.5)])
+def test_a_quota_is_read_from_control_group_version_1(
+    quota: str, cores: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n", encoding="utf-8")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n", encoding="utf-8")
+    assert cpu_quota(tmp_path) == cores
+
+
+def test_a_system_without_control_groups_has_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None

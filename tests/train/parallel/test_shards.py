@@ -1,0 +1,388 @@
+"""FSDP2's shards: what is wrapped, whole states, and random bits."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.optim import AdamW, MasterWeights, name_parameters
+from mprun.optim.masters import masters_of
+from mprun.train.parallel.layouts import Layout, Outline
+from mprun.train.parallel.ranks import GroupRanks
+from mprun.train.parallel.shards import ShardLayout, units
+from mprun.precision.gemms import GEMMS, convert_gemms
+from mprun.precision.policy import policy
+from tests.optim import same_bits
+from tests.train.parallel.processes import Groups
+
+CPU = torch.device("cpu")
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.outer(self.inner(self.norm(x)).tanh())
+        return y
+
+
+class Language(nn.Module):
+    """Tokens in, scores out; the embedding and the head may share their weight."""
+
+    def __init__(self, tied: bool = False, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
+    )
+
+
+def gathered(model: nn.Module, mode: str) -> dict[str, tuple[str, torch.dtype]]:
+    """The unit of each parameter, the innermost that holds it, and the dtype it is gathered in."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, tuple[str, torch.dtype]] = {}
+    for unit, dtype in units(model, policy(mode)):
+        for name, p in model.named_parameters():
+            if name not in found and any(p is own for own in unit.parameters()):
+                found[name] = names[id(unit)], dtype
+    return found
+
+
+def test_autocast_gathers_products_in_16_bits_and_the_rest_in_float32() -> None:
+    found = gathered(Language(), "bf16_mixed")
+    for name, (_, dtype) in found.items():
+        is_product = "inner" in name or "outer" in name or "head" in name
+        assert dtype == (BRAIN if is_product else FLOAT), name
+    assert found["blocks.0.inner.weight"][0] == found["blocks.0.outer.bias"][0] == "blocks.0"
+    assert found["blocks.1.norm.weight"][0] == "blocks.1.norm"
+    assert found["embed.weight"][0] != found["head.weight"][0]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("fp32", FLOAT), ("bf16_sr", BRAIN)])
+def test_modes_without_autocast_gather_what_is_stored(mode: str, dtype: torch.dtype) -> None:
+    found = gathered(Language().to(dtype), mode)
+    assert {kind for _, kind in found.values()} == {dtype}
+    assert {unit for unit, _ in found.values()} == {"blocks.0", "blocks.1", ""}
+
+
+def test_tied_weights_are_in_one_unit_in_float32() -> None:
+    model = Language(tied=True)
+    assert gathered(model, "bf16_mixed")["embed.weight"] == ("", FLOAT)
+    assert model.embed.weight is model.head.weight
+
+
+def test_layers_with_a_dtype_of_their_own_are_apart() -> None:
+    model = Language().to(HALF)
+    model.blocks[1].norm.to(FLOAT)
+    model.head.to(FLOAT)
+    found = gathered(model, "half_sr")
+    for name, (_, dtype) in found.items():
+        own = name.startswith(("blocks.1.norm", "head"))
+        assert dtype == (FLOAT if own else HALF), name
+
+
+def test_layers_with_products_of_8_bits_are_gathered_as_they_are_stored() -> None:
+    """They round their weights themselves; in bfloat16 before, these would be rounded twice."""
+    model = Language(width=16)
+    convert_gemms(model, {"blocks.1.inner": GEMMS["fp8_rowwise"]})
+    found = gathered(model, "fp8_rowwise")
+    assert found["blocks.1.inner.weight"][1] == FLOAT
+    assert found["blocks.1.outer.weight"][1] == found["blocks.0.inner.weight"][1] == BRAIN
+
+
+def test_every_unit_is_of_one_dtype_and_the_model_is_the_last() -> None:
+    for model in (conv_net(), Language(), Language(tied=True)):
+        for mode in ("fp32", "fp16_mixed"):
+            found = units(model, policy(mode))
+            assert found[-1][0] is model
+            modules = [id(module) for module, _ in found]
+            assert len(set(modules)) == len(modules)
+
+
+def built(kind: str) -> tuple[ShardLayout, nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    mode, dtype = ("half_sr", HALF) if kind == "low" else ("fp32", FLOAT)
+    if kind == "masters":
+        mode, dtype = "bf16_true", BRAIN
+    model: nn.Module = Language(width=9).to(dtype)  # 9 rows, and 11: parts of unequal size
+    name_parameters(model)
+    layout = ShardLayout(GroupRanks(CPU), CPU)
+    layout.arrange(model, policy(mode))
+    with layout.trainable(model):
+        held = [*model.parameters()]
+        optimizer: Optimizer
+        if kind == "low":
+            optimizer = AdamW(held, lr=1e-2, momentum_dtype=BRAIN, variance_dtype=HALF)
+        elif kind == "masters":
+            masters = masters_of(held)
+            inner = torch.optim.SGD([*masters], lr=0.1, momentum=0.9)
+            optimizer = MasterWeights(inner, masters)
+        elif kind == "sgd":
+            optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(held, lr=1e-2)
+    return layout, model, optimizer
+
+
+def train(layout: ShardLayout, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        tokens = torch.arange(12).reshape(2, 6).add(step) % 11
+        optimizer.zero_grad()
+        model(tokens).float().square().mean().mul(0.5).backward()
+        layout.end_backward()
+        optimizer.step()
+
+
+def written(
+    layout: ShardLayout, model: nn.Module, optimizer: Optimizer, folder: Path
+) -> tuple[Outline, Any]:
+    """A state whose shards are in files: its outline, and the whole state that one process reads.
+
+    The counts of steps are copies: they are the optimizer's own tensors.
+    """
+    state = {
+        "model": layout.model_state(model),
+        "optimizer": layout.optimizer_state(optimizer),
+    }
+    outline, done = layout.write_shards(state, folder)
+    done.result()
+    return copy.deepcopy(outline), copy.deepcopy(Layout().fetch(outline, folder))
+
+
+def round_trip(kind: str, whole: bool) -> dict[str, Any]:
+    """Whole states after two steps, after loading them anew, and after two more steps of both.
+
+    Args:
+        kind: of the optimizer.
+        whole: whether whole tensors are loaded, as of a run in one process, or shards.
+    """
+    first, folder = built(kind), Path(f"{kind}-{whole}")
+    train(*first, range(2))
+    outline, saved = written(*first, folder / "saved")
+    second = built(kind)
+    train(*second, range(7, 9))  # something else is in it
+    state = copy.deepcopy(saved) if whole else second[0].fetch(outline, folder / "saved")
+    second[0].load_model(second[1], state["model"])
+    second[0].load_optimizer(second[2], state["optimizer"])
+    kept: dict[str, Any] = {"saved": saved, "again": written(*second, folder / "again")[1]}
+    for name, parts in (("went on", first), ("loaded", second)):
+        train(*parts, range(2, 4))
+        kept[name] = written(*parts, folder / name)[1]
+    return kept
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        return [x for item in items for x in tensors(item)]
+    return []
+
+
+KINDS = ["adamw", "sgd", "low", "masters"]
+
+
+def round_trips() -> dict[str, Any]:
+    return {f"{kind} {whole}": round_trip(kind, whole) for kind in KINDS for whole in (True, False)}
+
+
+def test_whole_states_come_back_in_parts(groups: Groups) -> None:
+    both = groups.call(round_trips)
+    for kind in both[0]:
+        check_round_trip(kind, [found[kind] for found in both])
+
+
+def check_round_trip(kind: str, results: list[dict[str, Any]]) -> None:
+    for found in results:
+        for a, b in (("saved", "again"), ("went on", "loaded")):
+            pairs = [*zip(tensors(found[a]), tensors(found[b]), strict=True)]
+            assert all(same_bits(x, y) for x, y in pairs), (kind, a, b)
+        weights, optimizer = found["saved"].values()
+        shapes = {name: p.shape for name, p in Language(width=9).named_parameters()}
+        assert {name: p.shape for name, p in weights.items()} == shapes
+        moments = [x for x in tensors(optimizer["state"]) if x.dim()]
+        assert {x.shape for x in moments} <= set(shapes.values())
+        assert any(x.abs().sum() > 0 for x in moments) or "masters" in kind
+    for x, y in zip(tensors(results[0]["saved"]), tensors(results[1]["saved"]), strict=True):
+        assert same_bits(x, y)
+
+
+def exchanges() -> tuple[float, int]:
+    """The seconds that a pass communicates by a clock of a second a look, and its collectives."""
+    layout, model, optimizer = built("adamw")
+    train(layout, model, optimizer, range(1))
+    seconds, called = itertools.count(), []
+    before = layout.ranks.waited_s
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mprun.train.parallel.ranks.time.perf_counter", lambda: float(next(seconds)))
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            plain = getattr(dist, name)
+
+            def counted(*given: Any, plain: Any = plain, **options: Any) -> Any:
+                called.append(plain)
+                return plain(*given, **options)
+
+            patched.setattr(dist, name, counted)
+        model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
+    return layout.ranks.waited_s - before, len(called)
+
+
+def test_what_the_shards_wait_for_counts_as_communication(groups: Groups) -> None:
+    for waited_s, collectives in groups.call(exchanges):
+        assert waited_s == pytest.approx(collectives)
+        assert collectives >= 6  # each of three units is gathered, and its gradients are summed
+
+
+def rounded(processes: int) -> Tensor:
+    """A parameter of equal values after one update of less than half a unit, made whole."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).to(BRAIN)
+    nn.init.ones_(model[0].weight)
+    name_parameters(model)
+    if processes == 1:
+        optimizer = AdamW(model.parameters(), lr=2.0**-9, seed=3, weight_decay=0.0)
+        model[0].weight.grad = torch.ones(256, 256, dtype=BRAIN)
+        optimizer.step()
+        return model[0].weight.detach()
+    layout = ShardLayout(GroupRanks(CPU), CPU)
+    layout.arrange(model, policy("bf16_sr"))
+    with layout.trainable(model):
+        held = [*model.parameters()]
+        optimizer = AdamW(held, lr=2.0**-9, seed=3, weight_decay=0.0)
+    # the model's gradient is the sum over processes of an equal part each
+    (model(torch.eye(256, dtype=BRAIN)).sum() / processes).backward()
+    layout.end_backward()
+    optimizer.step()
+    state = {"model": layout.model_state(model)}
+    outline, done = layout.write_shards(state, Path("rounded"))
+    done.result()
+    return Layout().fetch(outline, Path("rounded"))["model"]["0.weight"]
+
+
+def test_shards_draw_the_bits_of_the_whole_and_not_each_others(groups: Groups) -> None:
+    whole = rounded(1)
+    assert whole.unique().numel() == 2, "one update of less than half a unit rounds both ways"
+    for found in groups.call(rounded, 2):
+        assert same_bits(found, whole)
+    upper, lower = (half.float().flatten() for half in whole.chunk(2))
+    both = torch.corrcoef(torch.stack([upper, lower]))
+    # 32768 independent pairs: their correlation has a standard deviation of 1/181
+    assert abs(both[0, 1].item()) < 5 / 181
+
+
+def wrong_state() -> str:
+    layout, model, _ = built("sgd")
+    state = dict(layout.model_state(model))
+    state["other"] = state.pop("head.weight")
+    try:
+        layout.load_model(model, state)
+    except RuntimeError as error:
+        return str(error)
+    return f"rank {dist.get_rank()} loaded it"
+
+
+def test_a_state_of_another_model_is_refused(groups: Groups) -> None:
+    for text in groups.call(wrong_state):
+        assert "head.weight" in text
+        assert "other" in text
+
+
+def written_bytes(width: int, layers: int) -> tuple[int, int]:
+    """The bytes of this process's parts, and how much its memory grows while it writes them."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    name_parameters(model)
+    layout = ShardLayout(GroupRanks(CPU), CPU)
+    layout.arrange(model, policy("fp32"))
+    with layout.trainable(model):
+        held = [*model.parameters()]
+        optimizer = torch.optim.AdamW(held, lr=1e-2)
+    model(torch.ones(2, width)).sum().backward()
+    layout.end_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = [*held, *(x for row in optimizer.state.values() for x in row.values())]
+    small = written(layout, model, optimizer, Path("first"))  # imports, threads
+    del small
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = memory_of("VmRSS")
+    state = {"model": layout.model_state(model), "optimizer": layout.optimizer_state(optimizer)}
+    _, done = layout.write_shards(state, Path("second"))
+    done.result()
+    return sum(x.nbytes for x in tensors), memory_of("VmHWM") - before
+
+
+def memory_of(name: str) -> int:
+    """A figure of this process in /proc, in bytes."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (x for x in text.splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_process_holds_more_than_its_parts_twice_while_it_writes(groups: Groups) -> None:
+    """A copy, which is written while training goes on, and one file's bytes: 1 + 1/16."""
+    for own, grown in groups.call(written_bytes, 1024, 16):
+        print(f"parts of {own / 2**20:.1f} MiB: {grown / 2**20:.1f} MiB more, {grown / own:.3f}")
+        assert own > 90 * 2**20
+        assert grown <= 1.2 * own
+
+
+def lacking(change: str) -> str:
+    """What reading says after the files of shards were changed."""
+    layout, model, optimizer = built("adamw")
+    train(layout, model, optimizer, range(1))
+    folder = Path(change.replace(" ", "-"))
+    outline, _ = written(layout, model, optimizer, folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = sorted(folder.iterdir())[0]
+        if change == "a file is gone":
+            file.unlink()
+        elif change == "a file is cut off":
+            file.write_bytes(file.read_bytes()[:-4])
+        elif change == "a file is a link":
+            file.replace("elsewhere")
+            file.symlink_to(Path("elsewhere").resolve())
+    dist.barrier()
+    try:
+        layout.fetch(outline, folder)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("change", ["a file is gone", "a file is cut off", "a file is a link"])
+def test_shards_that_are_not_whole_are_refused(groups: Groups, change: str) -> None:
+    texts = groups.call(lacking, change)
+    word = {"gone": "shards", "off": "damaged", "link": "is a link"}[change.split()[-1]]
+    assert all(word in text for text in texts), texts

@@ -1,0 +1,289 @@
+"""The audit names what 16 bits keep from learning, and finds nothing where all is well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.watch.audit import KINDS, Audit
+from mprun.watch.cast_counts import CastCounts
+from mprun.watch.updates import lr_factors
+from mprun.optim import AdamW, MasterWeights, float32_masters
+
+
+class Small(nn.Module):
+    """An embedding, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 16, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(ids)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.arange(16)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> Audit:
+    """An audit in the middle of the second step."""
+    for step in range(2):
+        optimizer.zero_grad()
+        with CastCounts(model) as casts:
+            logits = model(ids)
+        nn.functional.cross_entropy(logits.float(), ids).backward()
+        if step == 0:
+            optimizer.step()
+    return mprun.audit(model, optimizer, casts)
+
+
+def kinds(found: Audit) -> set[tuple[str, str]]:
+    return {(finding.kind, finding.module) for finding in found.findings}
+
+
+def test_the_page_has_every_kind() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "audit.md"
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(rows) == KINDS
+
+
+# ---- healthy models ------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_in_float32(ids: torch.Tensor) -> None:
+    model = Small()
+    found = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-6), ids)
+    assert (found.findings, found.notes) == ((), ())
+    assert "nothing found" in str(found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trained(model, torch.optim.AdamW(model.parameters(), lr=1e-6), ids).findings == ()
+
+
+@pytest.mark.parametrize("keeps", ["stochastic", "kahan", "masters"])
+def test_nothing_is_found_with_an_optimizer_that_keeps_updates(
+    keeps: str, ids: torch.Tensor
+) -> None:
+    model = Small().bfloat16()
+    optimizer: torch.optim.Optimizer
+    if keeps == "masters":
+        with float32_masters(model) as masters:
+            inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer = MasterWeights(inner, masters)
+    else:
+        optimizer = AdamW(model.parameters(), lr=1e-6, rounding=keeps)
+    found = trained(model, optimizer, ids)
+    assert found.findings == ()
+    assert found.dtypes["parameters"] == {"bfloat16": sum(p.numel() for p in model.parameters())}
+
+
+def test_frozen_parameters_may_have_16_bits(ids: torch.Tensor) -> None:
+    model = Small()
+    model.embedding.bfloat16().requires_grad_(False)
+    model.norm.bfloat16().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-3)
+    assert mprun.audit(model, optimizer).findings == ()
+
+
+# ---- what is wrong -------------------------------------------------------------------------------
+
+
+def test_a_model_in_bfloat16_at_a_small_learning_rate(ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    found = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0), ids)
+    assert ("loaded_in_16_bits", "") in kinds(found)
+    assert ("norm_in_16_bits", "norm") in kinds(found)
+    assert ("embedding_in_16_bits", "embedding") in kinds(found)
+    assert ("state_in_16_bits", "") in kinds(found)
+    assert {m for kind, m in kinds(found) if kind == "lost_update"} == {"embedding", "norm", "head"}
+    assert all(f.kind in KINDS and f.text and f.fix for f in found.findings)
+    names = dict(model.named_modules())
+    assert all(f.module in names for f in found.findings)
+    lines = str(found).splitlines()
+    assert any(
+        line.startswith("lost_update  norm: this step leaves 100% of 32 updated numbers of weight")
+        for line in lines
+    )
+
+
+def test_what_is_lost_is_what_a_step_leaves(ids: torch.Tensor) -> None:
+    """The share in the text is that of the weights that the optimizer's own step does not move."""
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = trained(model, optimizer, ids)
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    still = (model.head.weight == before).double().mean()
+    text = next(f.text for f in found.findings if (f.kind, f.module) == ("lost_update", "head"))
+    assert f"leaves {still:.0%} of {before.numel():,} updated numbers of weight unchanged" in text
+
+
+def test_from_the_named_learning_rate_half_of_the_weights_move() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(10_000).bfloat16()
+    updates = torch.randn(10_000, dtype=torch.float64) * 1e-5
+    factor = lr_factors(weights, updates, torch.bfloat16).median().item()
+    for scale, moved in ((0.999, False), (1.001, True)):
+        after = (weights.double() + updates * factor * scale).to(torch.bfloat16)
+        assert ((after != weights).double().mean() >= 0.5) == moved
+
+
+def test_a_part_in_16_bits_is_named() -> None:
+    model = nn.ModuleDict({"body": Small().bfloat16(), "head": nn.Linear(4, 4)})
+    found = mprun.audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert ("loaded_in_16_bits", "body") in kinds(found)
+    assert found.notes == ("lost updates need gradients: call it after loss.backward()",)
+    without = mprun.audit(model)
+    assert without.notes == ("lost updates need the optimizer: mprun.audit(model, optimizer)",)
+
+
+def test_mpruns_own_optimizer_that_rounds_to_nearest_is_no_cure(ids: torch.Tensor) -> None:
+    model = Small().bfloat16()
+    low = {"momentum_dtype": torch.bfloat16, "rounding": "nearest"}
+    found = trained(model, AdamW(model.parameters(), lr=1e-5, weight_decay=0, **low), ids)
+    assert {"lost_update", "loaded_in_16_bits", "state_in_16_bits"} <= {k for k, _ in kinds(found)}
+
+
+def test_a_step_that_needs_a_closure_is_named(ids: torch.Tensor) -> None:
+    model = Small().bfloat16()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    model(ids).float().sum().backward()
+    found = mprun.audit(model, optimizer)
+    assert found.notes == ("lost updates are not known: a step of LBFGS needs a closure",)
+
+
+def test_the_audit_changes_nothing(ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    trained(model, optimizer, ids)
+    state = [x.clone() for x in tensors(model, optimizer)]
+    random = torch.get_rng_state()
+    mprun.audit(model, optimizer)
+    assert all(map(torch.equal, state, tensors(model, optimizer)))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for p in model.parameters():
+        yield p.detach()
+        assert p.grad is not None
+        yield p.grad
+        yield from optimizer.state[p].values()
+
+
+# ---- a model of Hugging Face in its own trainer --------------------------------------------------
+
+
+def llama(dtype: torch.dtype, hidden: int = 32, layers: int = 2) -> Any:
+    transformers = pytest.importorskip("transformers", reason="mprun[transformer]")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def test_a_checkpoint_that_loads_in_16_bits_is_said_to(tmp_path: Path) -> None:
+    """transformers 5 loads in the dtype that a checkpoint is stored in."""
+    transformers = pytest.importorskip("transformers", reason="mprun[transformer]")
+    llama(torch.bfloat16).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    finding = next(f for f in mprun.audit(model).findings if f.kind == "loaded_in_16_bits")
+    assert "config.dtype is bfloat16, and from_pretrained loads what a checkpoint stores" in (
+        finding.text
+    )
+    assert finding.fix.startswith("from_pretrained(..., dtype=torch.float32)")
+    asked = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert mprun.audit(asked).findings == ()
+
+
+# ---- 0 of 768 ------------------------------------------------------------------------------------
+
+
+STEPS = [20, pytest.param(100, marks=pytest.mark.exhaustive)]
+
+
+def fine_tuned(
+    steps: int, dtype: torch.dtype, out: Path, optimizer: Any = None, **arguments: Any
+) -> Any:
+    """Share of 768 weights of each norm that the Trainer moved; its last audit."""
+    transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
+    pytest.importorskip("accelerate", reason="mprun[transformers]")
+
+    class Audited(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            if state.global_step == steps - 1:
+                self.audit = mprun.audit(kw["model"], kw["optimizer"].optimizer)
+
+    model = llama(dtype, hidden=768, layers=1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "norm" in n}
+    ids = torch.randint(0, 64, (8, 4), generator=torch.Generator().manual_seed(0))
+    options = transformers.TrainingArguments(
+        str(out),
+        max_steps=steps,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **arguments,
+    )
+    look = Audited()
+    transformers.Trainer(
+        model,
+        options,
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[look],
+        optimizers=(None if optimizer is None else optimizer(model.parameters()), None),
+    ).train()
+    shares = {
+        name.removesuffix(".weight"): (p != before[name]).double().mean().item()
+        for name, p in model.named_parameters()
+        if name in before
+    }
+    return shares, look.audit
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_0_of_768_weights_move_in_the_trainer(steps: int, tmp_path: Path) -> None:
+    """A bf16 Llama at 1e-5: no norm learns, and the audit names them and the cure."""
+    shares, audit = fine_tuned(steps, torch.bfloat16, tmp_path)
+    assert len(shares) == 3
+    assert set(shares.values()) == {0.0}
+    lost = {f.module: f for f in audit.findings if f.kind == "lost_update"}
+    assert {*shares} <= {*lost}
+    for name in shares:
+        assert "leaves 100% of 768 updated numbers of weight unchanged" in lost[name].text
+        assert "torch.autocast" in lost[name].fix
+        assert "rounding='stochastic'" in lost[name].fix
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_with_the_cures_they_move(steps: int, tmp_path: Path) -> None:
+    shares, audit = fine_tuned(steps, torch.float32, tmp_path / "autocast", bf16=True)
+    assert (min(shares.values()) > 0.9, audit.findings) == (True, ())
+    own = partial(AdamW, lr=1e-5, rounding="stochastic")
+    shares, audit = fine_tuned(steps, torch.bfloat16, tmp_path / "stochastic", own)
+    assert (min(shares.values()) > 0.0003 * steps, audit.findings) == (True, ())
