@@ -1,4 +1,4 @@
-"""The compiled part of a wheel: the CPU kernels of mprun/kernels/prebuilt.c.
+"""The compiled part of a wheel: the CPU kernels of mprun/precision/kernels/prebuilt.c.
 
 Everything else about the package stands in pyproject.toml. Where there is no C compiler, the build
 asks pip for the one of the package `ziglang`, which is gone after the installation; pip's option
@@ -21,9 +21,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("mprun", "kernels")
+FOLDER = Path("mprun", "precision", "kernels")
 SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
-"""What the library is built from: as in mprun/precision/kernels/prebuilt.py, which compares them."""
+"""What the library is built from: as in prebuilt.py of that folder, which compares them."""
 # Without contraction to fused multiply-add, and without unsafe math: the bits are PyTorch's.
 FLAGS = [
     *("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math"),
@@ -102,14 +102,18 @@ class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """The tag; for any platform where nothing was compiled."""
         built = any(
-            Path(self.get_finalized_command("build").build_lib).glob("mprun/kernels/_prebuilt.*")
+            Path(self.get_finalized_command("build").build_lib).glob(
+                "mprun/precision/kernels/_prebuilt.*"
+            )
         )
         return "py3", "none", super().get_tag()[2] if built else "any"
 
 
 # Windows exports nothing without further marks, and its compiler knows no such flags.
 HAS_KERNELS = sys.platform != "win32"
-LIBRARY = Extension("mprun.precision.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True)
+LIBRARY = Extension(
+    "mprun.precision.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True
+)
 setup(
     ext_modules=[LIBRARY] if HAS_KERNELS else [],
     setup_requires=[ZIG] if HAS_KERNELS and not has_compiler() else [],

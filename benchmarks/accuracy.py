@@ -21,8 +21,8 @@ import torch
 from scipy.stats import t as student
 
 from mprun.cli.main import main as mprun
-from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.records.run_record import Summary, read_summary
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 
 def run(recipe: str, precision: str, seed: int, out: Path, overrides: list[str]) -> Summary:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.assemble.recipe_loading import recipe_of
 from mprun.config import compose
-from mprun.train.data import DataRequest, TensorSet
 from mprun.recipe import Recipe
+from mprun.train.assemble.recipe_loading import recipe_of
+from mprun.train.data import DataRequest, TensorSet
 
 STEPS, WARMUP, BATCH, CONTEXT = 2000, 100, 12, 64
 HIGH, LOW, DECAY = 1e-3, 1e-4, 0.1

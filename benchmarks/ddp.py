@@ -36,16 +36,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.alternate import HEAPS
 from benchmarks.raw_loop import in_turns, of_full_batches, raw_optimizer
+from mprun.config.compose import compose
+from mprun.precision import backend_flags
+from mprun.precision.nested import map_tensors, to_dtype
+from mprun.records.launch import launch_of
 from mprun.train.assemble import Plan, build_parts, make_plan
 from mprun.train.assemble.optimizer import build_schedule
 from mprun.train.assemble.parts import batch_form
-from mprun.config.compose import compose
 from mprun.train.data import TensorSet
 from mprun.train.machine.machine import cpu_name
-from mprun.precision.nested import map_tensors, to_dtype
 from mprun.train.parallel.coordinator import coordinator_of
-from mprun.precision import backend_flags
-from mprun.records.launch import launch_of
 
 CASES = {
     "mnist 128": (("recipe=mnist", "train.batch_size=128"), 20),

@@ -25,11 +25,11 @@ import torch
 
 from benchmarks.alternate import alternate
 from benchmarks.raw_loop import mprun_blocks
-from mprun.train.assemble import Plan, make_plan
 from mprun.config import compose
+from mprun.precision import backend_flags
+from mprun.train.assemble import Plan, make_plan
 from mprun.train.machine.heap import steady_heap
 from mprun.train.machine.machine import cpu_name, usable_cores
-from mprun.precision import backend_flags
 
 MODES = (
     ["precision=bf16_mixed"],

@@ -41,10 +41,9 @@ import torch
 import mprun
 from benchmarks.alternate import alternate
 from benchmarks.raw_loop import Case, compare, planned
-from mprun.precision import devices
 from mprun import observe
+from mprun.precision import backend_flags, devices
 from mprun.train.machine.machine import hardware
-from mprun.precision import backend_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "RESULT "

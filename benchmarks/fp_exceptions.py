@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
-from mprun.train.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.config import compose
-from mprun.train.machine.heap import steady_heap
+from mprun.train.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.train.loop import Trainer
+from mprun.train.machine.heap import steady_heap
 
 CASES = (
     ("linear", "fp32", 64, 20),

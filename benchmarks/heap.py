@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.alternate import interval
-from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.records.run_record import Summary, read_summary
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 STEADY = {"MALLOC_TRIM_THRESHOLD_": "4294967295", "MALLOC_MMAP_MAX_": "0"}
 SUBJECTS: dict[str, tuple[list[str], dict[str, str]]] = {

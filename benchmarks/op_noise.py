@@ -2,7 +2,7 @@
 
     python -m benchmarks.op_noise
 
-What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/watch/tolerance.py).
+What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/inspect/tolerance.py).
 Models of several kinds, drawn at random, on random batches; none of their ops is hostile. For each
 the SQNR of the parameter that fares worst, both ways, and the ops that a search keeps in float32.
 """
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
 
-from mprun.train.machine.machine import cpu_name
 from mprun.inspect.op_search import sensitivity
 from mprun.precision import Float16Fallback
+from mprun.train.machine.machine import cpu_name
 
 Batches = list[tuple[Tensor, Tensor]]
 

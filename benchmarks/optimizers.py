@@ -17,11 +17,11 @@ from datetime import date
 import torch
 
 from benchmarks.alternate import BLOCKS, alternate
-from mprun.train.machine.heap import steady_heap
-from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.optim import AdamW
 from mprun.optim.engines import fastest
 from mprun.precision.policy import dtype_name
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 
 def times(step: Callable[[], object], device: torch.device) -> Iterator[float]:

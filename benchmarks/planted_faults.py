@@ -101,9 +101,9 @@ other-hardware study/compare/times.py Times on unlike hardware are compared.
 for own, base in native if hardware(own) == hardware(base)] => for own, base in native]
 same-speed study/compare/times.py A ratio that is open is called the same speed.
 if low > 1 / SAME and high < SAME: => if low > 1 / SAME or high < SAME:
-noisy-curve study/compare/equal_quality.py A crossing is measured from a loss above the lowest so far.
+noisy-curve study/compare/equal_quality.py A crossing starts at a loss above the lowest so far.
 min(row.loss, before.loss)) => row.loss)
-whole-drift study/compare/times.py The median step is taken to lie the whole drift from the fast end.
+whole-drift study/compare/times.py The median step lies the whole drift from the fast end.
 1 / math.sqrt(factor) if => 1 / factor if
 earlier-run study/compare/load.py Of two runs of one seed the earlier one counts.
 earlier, last[key] = sorted( => last[key], earlier = sorted(

@@ -35,19 +35,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.alternate import BLOCKS, HEAPS, Ratio, compared, heap_environment
-from mprun.precision import devices
+from mprun.config import compose
+from mprun.optim.engines import fastest
+from mprun.precision import backend_flags, devices
+from mprun.precision.nested import map_tensors, to_dtype
+from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
 from mprun.train.assemble import Plan, build_parts, make_plan
 from mprun.train.assemble.optimizer import build_schedule, class_of
 from mprun.train.assemble.parts import batch_form
-from mprun.config import compose
 from mprun.train.data import DataRequest, Splits, TensorSet
-from mprun.train.machine.machine import cpu_name, usable_cores
-from mprun.precision.nested import map_tensors, to_dtype
-from mprun.optim.engines import fastest
-from mprun.precision import backend_flags
-from mprun.precision.policy import torch_dtype
-from mprun.recipe import Recipe
 from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from mprun.train.machine.machine import cpu_name, usable_cores
 CHILD = """
 import sys
 import torch
-from benchmarks.raw_loop import CASES, mprun_blocks
-from mprun.train.assemble import make_plan
-from mprun.config.compose import compose
-from mprun.precision import backend_flags
+# all by raw_loop, which knows where its own checkout has them
+from benchmarks.raw_loop import CASES, backend_flags, compose, make_plan, mprun_blocks
 
 case, precision, speed = sys.argv[1:]
 args = [*CASES[case].overrides, f"precision={precision}", f"speed={speed}", "device=cpu"]

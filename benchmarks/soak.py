@@ -20,11 +20,11 @@ import torch
 
 from mprun.config import compose
 from mprun.config.quoting import quoted
-from mprun.train.machine.machine import cpu_name, usable_cores
-from mprun.study.planned_run import plan_or_resume
 from mprun.records.run_record import Status
-from mprun.train.run import run
+from mprun.study.planned_run import plan_or_resume
 from mprun.train.callbacks import Callback
+from mprun.train.machine.machine import cpu_name, usable_cores
+from mprun.train.run import run
 from mprun.train.signals import StopSignals
 
 ROWS = 20

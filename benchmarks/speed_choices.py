@@ -17,13 +17,13 @@ from datetime import date
 
 import torch
 
-from mprun.train.assemble import Plan, build_parts, make_plan
 from mprun.config import compose
-from mprun.train.machine.machine import cpu_name, usable_cores
-from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
+from mprun.train.assemble import Plan, build_parts, make_plan
 from mprun.train.clock import Clock
 from mprun.train.loop import Limits, Trainer
+from mprun.train.machine.machine import cpu_name, usable_cores
+from mprun.train.machine.speed_choices import SpeedChoice
 
 WARMUP = 4
 IMPLEMENTATIONS = {

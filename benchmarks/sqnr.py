@@ -14,11 +14,11 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.train.machine.machine import cpu_name
-from mprun.watch.tolerance import sqnr_db
+from mprun.inspect.tolerance import sqnr_db
 from mprun.precision import backend_flags
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.machine.machine import cpu_name
 
 MODES = ("tf32", "bf16_mixed", "fp16_mixed")
 

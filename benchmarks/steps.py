@@ -9,10 +9,10 @@ from datetime import date
 
 import torch
 
-from mprun.train.assemble import Plan
-from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.precision import backend_flags
+from mprun.train.assemble import Plan
 from mprun.train.loop import Trainer
+from mprun.train.machine.machine import cpu_name, usable_cores
 
 
 def step_blocks(plan: Plan, trainer: Trainer, steps: int) -> Iterator[float]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
+from mprun.train.data import DataRequest, Splits, TensorSet
 from recipes.fashion_mnist import FashionMnist
 from recipes.linear import Linear
 from recipes.mnist import Mnist

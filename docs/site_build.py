@@ -35,10 +35,10 @@ from mprun.cli.main import COMMANDS
 from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.config.settings import CompareSettings
+from mprun.inspect.check.check_result import CHECKS, kinds
 from mprun.records.mode_names import ALIASES
 from mprun.study.report.exports import page as html_page
 from mprun.study.report.plots import draw
-from mprun.inspect.check.check_result import CHECKS, kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]+)?\)")

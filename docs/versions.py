@@ -58,8 +58,8 @@ def facts() -> Record:
     """Versions, and what `mprun doctor` and `mprun memory` say here, where no time decides."""
     import torch
 
-    from mprun.train.machine.machine import examine_machine, versions
     from mprun.inspect.machine_examination import examine_modes
+    from mprun.train.machine.machine import examine_machine, versions
 
     cpu, named = torch.device("cpu"), versions()
     machine = examine_machine(cpu)

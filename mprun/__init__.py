@@ -32,21 +32,19 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mprun.train import metrics
-    from mprun import numerics, optim
+    from mprun import metrics, numerics, optim
     from mprun.cli.functions import check, compare, run
-    from mprun.study.plan_answer import load
-    from mprun.train.observe.observe import observe
-    from mprun.watch.audit import audit
     from mprun.inspect.divergence import diff
     from mprun.inspect.explained import assert_explained
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
+    from mprun.study.plan_answer import load
+    from mprun.train.observe.observe import observe
+    from mprun.watch.audit import audit
 
 __all__ = [
     "Precision",
@@ -72,14 +70,14 @@ _SOURCES = {
     "assert_explained": "mprun.inspect.explained",
     "audit": "mprun.watch.audit",
     "check": "mprun.cli.functions",
+    "compare": "mprun.cli.functions",
     "diff": "mprun.inspect.divergence",
     "load": "mprun.study.plan_answer",
     "observe": "mprun.train.observe.observe",
     "policy": "mprun.precision.policy",
+    "run": "mprun.cli.functions",
 }
-_PACKAGES = ("compare", "metrics", "numerics", "optim", "run")
-_FUNCTIONS = ("compare", "run")
-"""Modules that are functions too, those of `mprun.cli.functions`."""
+_PACKAGES = ("metrics", "numerics", "optim")
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 11)
 """As in pyproject.toml; pip does not hold an installed PyTorch to it."""
@@ -131,42 +129,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _NamedModule(ModuleType):
-    """A module that cloudpickle takes by its name, as it does for those of its own class alone."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, (self.__name__,)
-
-
-class _FunctionModule(_NamedModule):
-    """The module `mprun.run` or `mprun.compare`: also the function, with its help in a notebook."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    @property
-    def _function(self) -> Any:
-        functions = import_module("mprun.cli.functions")
-        return getattr(functions, self.__name__.removeprefix("mprun."))
-
-    @property
-    def __signature__(self) -> Any:
-        return import_module("inspect").signature(self._function)
-
-    def getdoc(self) -> str:
-        """What IPython shows of it."""
-        return str(self._function.__doc__)
-
-
-class _Package(_NamedModule):
-    """This package."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _FUNCTIONS and isinstance(value, ModuleType):  # it was imported
-            value.__class__ = _FunctionModule
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

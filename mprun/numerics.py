@@ -1,12 +1,12 @@
 """The numerics of a training step: memory, ops and their dtypes, exponents, rounding errors."""
 
-from mprun.watch.cast_counts import CastCounts
 from mprun.inspect.collect import Statistics, statistics
+from mprun.inspect.op_search import Sensitivity, sensitivity
+from mprun.inspect.tolerance import Tolerance
+from mprun.watch.cast_counts import CastCounts
 from mprun.watch.memory_recorder import MemoryRecorder, fake_tensors, memory, record_memory
 from mprun.watch.nonfinite import FpException, FpExceptionError, NonfiniteReport, fp_exceptions
-from mprun.inspect.op_search import Sensitivity, sensitivity
 from mprun.watch.process_memory import StepMemory
-from mprun.watch.tolerance import Tolerance
 
 __all__ = [
     "CastCounts",

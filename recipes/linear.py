@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
+from mprun.train.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.recipe import Classification
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 FEATURES, CLASSES, LARGEST = 64, 10, 16
 TEST_SHARE = 0.2

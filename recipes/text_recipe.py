@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from mprun.recipe import Recipe
 from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.data.text import MAX_VOCABULARY, text_sample, text_splits
-from mprun.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mprun.train.assemble import Plan, footprint
 from mprun.config.schema import RunConfig
 from mprun.study.report.plots import draw
+from mprun.train.assemble import Plan, footprint
 
 settings.register_profile("any load", deadline=None)  # else an example has 0.2 s
 settings.load_profile("any load")

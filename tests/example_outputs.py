@@ -26,22 +26,22 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
+from mprun.inspect.search_result import OpSearch, answer_sentence, outcome_table, rows_table
+from mprun.records.run_record import TimeBudget
+from mprun.study.advise import advise, screened
 from mprun.study.compare.notes import variant_notes
 from mprun.study.compare.times import OVERLAPPED
-from mprun.train.machine.machine_findings import conclusions, findings
-from mprun.study.advise import advise, screened
 from mprun.study.double import double
-from mprun.study.trials import Outcome, Trial
-from mprun.records.run_record import TimeBudget
 from mprun.study.report import tables
 from mprun.study.report.comparison_report import short_notes
+from mprun.study.trials import Outcome, Trial
 from mprun.train.machine.doctor_result import OPS, Format, Mode, renderables
-from mprun.inspect.search_result import OpSearch, answer_sentence, outcome_table, rows_table
-from tests.study.compare.folders import write_run
-from tests.train.machine import WITH_BF16, examination, measured
-from tests.study import comparison, variant
+from mprun.train.machine.machine_findings import conclusions, findings
 from tests.inspect.test_search_result import CONTENT, measure, outcome, row
+from tests.study import comparison, variant
+from tests.study.compare.folders import write_run
 from tests.summaries import example as example_summary
+from tests.train.machine import WITH_BF16, examination, measured
 
 SMALL = [
     *("data.source=generated", "device=cpu", "data.train_limit=64", "data.eval_limit=16"),

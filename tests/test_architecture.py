@@ -1,4 +1,4 @@
-"""The architecture: the map in docs/ARCHITECTURE.md is the tree, and imports follow its table."""
+"""The architecture: rooms, imports and limits of docs/ARCHITECTURE.md hold in the tree."""
 
 from __future__ import annotations
 
@@ -9,124 +9,114 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "mprun"
-PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__init__.py", PACKAGE / "__main__.py"})
-WITHOUT_TORCH = {"records", "compare", "report", "results", "config", "console", "errors", "cli"}
-MAX_LOOSE_MODULES = 6
+from tests import house
+
+WITHOUT_TORCH = (
+    "mprun.records.",
+    "mprun.config.",
+    "mprun.study.compare.",
+    "mprun.study.report.",
+    "mprun.errors",
+)
+"""Help and mistakes are answered at once: torch takes seconds."""
 OF_EACH_TRAINER = {"class MprunCallback"}
 """The same thing for several trainers: its module names which."""
 
 
-def import_table() -> dict[str, set[str]]:
-    """Package to the packages it may import, from the table on the page."""
-    rows = re.findall(r"^\| `([^|]+)` \| (.*?) ?\|", PAGE, re.MULTILINE)
-    table: dict[str, set[str]] = {}
-    for names, allowed in rows:
-        for name in re.findall(r"[\w.]+", names):
-            table[name] = set(re.findall(r"`([\w.]+)`", allowed))
-    return table
-
-
-TABLE = import_table()
-EVERYWHERE = TABLE["all"]
-
-
-def package_of(path: Path) -> str:
-    """The package of a module below `mprun/`, or the name of a loose module."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported(source: str) -> set[str]:
-    """Full names of the modules that a source text imports, wherever in the text."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "mprun":
-            names |= {f"mprun.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
-
-
-def forbidden(package: str, source: str) -> set[str]:
-    """What a module of a package imports and may not."""
-    names = imported(source)
-    own = {name.split(".")[1] for name in names if name.startswith("mprun.")}
-    allowed = TABLE[package] | EVERYWHERE | {package, "__version__", "NEWEST_TORCH", "release"}
-    if package not in WITHOUT_TORCH:
-        allowed |= {"_torch", "devices"}
-    wrong = own - allowed
-    roots = {name.split(".")[0] for name in names}
-    if package in WITHOUT_TORCH - {"cli"}:  # commands import torch when they run
-        wrong |= roots & {"torch", "torchvision"}
-    if package != "config":
+def forbidden(module: str, tree: ast.AST) -> set[str]:
+    """What a module imports and may not."""
+    own = house.room_of(module)
+    allowed = {own, *house.rooms()[own]}
+    wrong = {x for x in house.own_modules(tree) if house.room_of(x) not in allowed}
+    roots = {name.split(".")[0] for name in house.imported(tree)}
+    if f"{module}.".startswith(WITHOUT_TORCH):
+        wrong |= roots & {"torch", "torchvision", "torchmetrics"}
+    if own != "config":  # the only room that knows Hydra
         wrong |= roots & {"hydra"}
     return wrong
 
 
 def test_imports_follow_the_table() -> None:
     wrong = {
-        str(path.relative_to(ROOT)): found
-        for path in SOURCES
-        if (found := forbidden(package_of(path), path.read_text(encoding="utf-8")))
+        module: found
+        for module, path in house.sources().items()
+        if module in house.file_graph() and (found := forbidden(module, house.tree_of(path)))
     }
     assert wrong == {}
 
 
 @pytest.mark.parametrize(
-    ("package", "source"),
+    ("module", "source"),
     [
-        ("precision", "from mprun.train.loop import Trainer"),
-        ("precision", "def late():\n    from mprun import numerics"),
-        ("train", "import mprun.run"),
-        ("compare", "import torch"),
-        ("report", "from mprun.precision._torch import op_name"),
-        ("assemble", "from hydra import compose"),
+        ("mprun.precision.apply", "from mprun.train.loop import Trainer"),
+        ("mprun.watch.audit", "def late():\n    from mprun.train import loop"),
+        ("mprun.train.loop", "import mprun.cli.main"),
+        ("mprun.study.compare.load", "import torch"),
+        ("mprun.errors", "from torch import Tensor"),
+        ("mprun.train.assemble.plan", "from hydra import compose"),
+        ("mprun.records.reader", "if TYPE_CHECKING:\n    from mprun.config import schema"),
     ],
 )
-def test_a_forbidden_import_is_noticed(package: str, source: str) -> None:
-    assert forbidden(package, source)
+def test_a_forbidden_import_is_noticed(module: str, source: str) -> None:
+    assert forbidden(module, ast.parse(source))
 
 
-def test_the_table_has_a_row_for_every_package_and_no_cycle() -> None:
-    packages = {package_of(path) for path in SOURCES}
-    assert packages == set(TABLE) - {"all"}
-    assert set().union(*TABLE.values()) <= packages
-    order: list[str] = []
-    rest = dict(TABLE)
-    del rest["all"]
-    while rest:
-        free = [name for name, needs in rest.items() if needs <= set(order)]
-        assert free, f"a cycle among {sorted(rest)}"
-        order += free
-        for name in free:
-            del rest[name]
+def test_rooms_import_only_rooms_below() -> None:
+    order = list(house.rooms())
+    for room, needs in house.rooms().items():
+        assert needs <= set(order[order.index(room) + 1 :]), room
+
+
+def test_every_row_of_the_table_is_needed() -> None:
+    assert house.room_graph() == house.rooms()
+
+
+def test_files_form_no_circle() -> None:
+    assert house.circle(house.file_graph()) == []
+
+
+def test_a_circle_is_noticed() -> None:
+    assert house.circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert house.circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+@pytest.mark.parametrize("name", house.limits())
+def test_a_limit_is_kept(name: str) -> None:
+    value, limit = house.figures()[name], house.limits()[name]
+    assert value >= limit if name.endswith("at least") else value <= limit
 
 
 def test_the_map_is_the_tree() -> None:
-    start = PAGE.index("mprun/\n", PAGE.index("## The map"))
-    lines = PAGE[start : PAGE.index("```", start)].splitlines()[1:]
+    text = house.page()
+    start = text.index("mprun/\n", text.index("## The map"))
+    lines = text[start : text.index("```", start)].splitlines()[1:]
     shown = {m[1] for line in lines if (m := re.match(r"  ([\w.]+/?) ", line))}
-    packages = {f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")}
-    loose = {p.name for p in PACKAGE.glob("*.py")} - {"__main__.py"}
-    assert shown == packages | loose
-    assert len(loose - {"__init__.py"}) <= MAX_LOOSE_MODULES
+    loose = {p.name for p in house.PACKAGE.glob("*.py")} - {"__main__.py"}
+    assert shown == loose | {f"{p.parent.name}/" for p in house.PACKAGE.glob("*/__init__.py")}
+
+
+def test_each_room_says_what_it_is_for() -> None:
+    for room in house.rooms():
+        text = ast.get_docstring(house.tree_of(house.PACKAGE / room / "__init__.py"))
+        assert text, room
+        assert 4 <= len(text.splitlines()) <= 25, room
 
 
 def test_tests_mirror_the_package() -> None:
-    packages = {p.parent.name for p in PACKAGE.glob("*/__init__.py")}
-    assert packages <= {p.parent.name for p in (ROOT / "tests").glob("*/__init__.py")}
+    packages = {p.parent.relative_to(house.PACKAGE) for p in house.PACKAGE.glob("*/__init__.py")}
+    tests = {
+        p.parent.relative_to(house.ROOT / "tests")
+        for p in (house.ROOT / "tests").glob("*/__init__.py")
+    }
+    assert packages <= tests
 
 
 def test_a_module_name_and_a_class_name_stand_for_one_thing() -> None:
-    places = defaultdict(list)
-    for path in SOURCES:
-        if path.stem != "__init__":
+    places = defaultdict[str, list[Path]](list)
+    for path in house.sources().values():
+        if path.stem != "__init__" and path.parent != house.PACKAGE:  # those are public names
             places[f"module {path.stem}"].append(path)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(house.tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places[f"class {node.name.lstrip('_')}"].append(path)
     repeated = {name: paths for name, paths in places.items() if len(paths) > 1}
@@ -137,5 +127,5 @@ def test_a_module_name_and_a_class_name_stand_for_one_thing() -> None:
     ("word", "most"), [("chosen", 40), ("found", 250), ("told", 20), ("words", 40)]
 )
 def test_private_words_stay_rare(word: str, most: int) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in house.sources().values())
     assert len(re.findall(rf"\b{word}\b", text, re.IGNORECASE)) <= most

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.train.data import TensorSet
 from mprun.records.run_record import read_summary
+from mprun.train.data import TensorSet
 
 ROOT = Path(__file__).resolve().parent.parent
 YOUR_LOOP = [ROOT / "docs" / "tutorials" / "your_loop.md", ROOT / "docs" / "how-to" / "loops.md"]

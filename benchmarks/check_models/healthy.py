@@ -22,8 +22,8 @@ from torch import Generator, Tensor, nn
 from torchvision.models.convnext import CNBlockConfig
 
 from mprun import Recipe
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 DEFAULTS = {"train.batch_size": 8, "train.max_steps": 60, "train.lr": 2e-3}
 SAMPLES = 32

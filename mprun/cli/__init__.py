@@ -1,1 +1,11 @@
-"""The commands, one module each. A module's text is the command's help."""
+"""The command line: parse the arguments, run the question, show the result.
+
+Doors: `main.main` (the process `mprun`), and `functions` (`mprun.run`, `compare` and `check` of
+Python, which take the same arguments). Each `*_command.py` has a `COMMAND`, whose help is the
+docstring of its module. A command parses its arguments without torch, so that help and mistakes are
+answered at once; it imports what it needs when it runs.
+
+How data goes through: arguments become overrides and settings (`config`), these a plan (`train`) or
+a study (`study`), and what comes back is a `Result` (`records/result.py`), which is printed and
+written.
+"""

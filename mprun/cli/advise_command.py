@@ -22,11 +22,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import STUDY, budget_note, for_choice, launcher_of, report_study, request_of, run_study, study_of, study_status
-from mprun.records.console import print_line, stdout_console
+from mprun.cli.study_commands import (
+    STUDY,
+    budget_note,
+    for_choice,
+    launcher_of,
+    report_study,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
 from mprun.errors import MprunError
-from mprun.study.budget import Budget
+from mprun.records.console import print_line, stdout_console
 from mprun.records.result import Result, show
+from mprun.study.budget import Budget
 
 if TYPE_CHECKING:
     from mprun.study.compare.comparison import Advice, Comparison
@@ -42,7 +52,13 @@ def advise_command(args: Sequence[str]) -> int:
     request = request_of(COMMAND, args, "advise", "launcher", refused=refused)
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import compared
-    from mprun.study.advise import advise, alarms_by_variant, new_advise_study, without_run, without_trial
+    from mprun.study.advise import (
+        advise,
+        alarms_by_variant,
+        new_advise_study,
+        without_run,
+        without_trial,
+    )
     from mprun.study.hydra_launch import Screening
     from mprun.study.report.answer import advice_lines
 
@@ -97,8 +113,8 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose:
 
 def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> None:
     """Write the advised mode as code for other training loops."""
-    from mprun.study.plan_answer import advised_answer
     from mprun.records.files import write_files
+    from mprun.study.plan_answer import advised_answer
     from mprun.study.report.snippets import snippets
 
     answer = advised_answer(study, overrides, notes)

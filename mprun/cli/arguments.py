@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mprun.records.console import note
 from mprun.errors import UsageError, did_you_mean, hint
+from mprun.records.console import note
 from mprun.records.listing import RUNS, STUDIES, resolved_last
 
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mprun.cli.arguments import Arguments, Command, parse_arguments
-from mprun.records.console import ReportPart
 from mprun.errors import UsageError
-from mprun.records.result import Result, measuring, show
 from mprun.inspect.check.check_result import CheckSettings
+from mprun.records.console import ReportPart
+from mprun.records.result import Result, measuring, show
 from mprun.train.signals import StopSignals, interruptible
 
 COMMAND = Command("check", (CheckSettings,))

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import VERBOSE, Command
+from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.records.console import print_line, stdout_console
 from mprun.records.console.formatting import counted
-from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 from mprun.records.listing import STUDIES
-from mprun.records.run_folder import FILE, read_study_plan
 from mprun.records.result import Result, show
+from mprun.records.run_folder import FILE, read_study_plan
 
 if TYPE_CHECKING:
-    from mprun.study.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
+    from mprun.study.compare.comparison import Comparison
 
 COMMAND = Command("compare", ("compare",), instead=(), folders_of=STUDIES)
 EXAMPLE = "mprun compare outputs/DATE/TIME"
@@ -51,9 +51,9 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     Raises:
         UsageError: there is no run, or the runs cannot be compared.
     """
+    from mprun.records.run_folder import study_of_runs
     from mprun.study.compare.load import find_runs, others_in
     from mprun.study.compare.verdicts import compare
-    from mprun.records.run_folder import study_of_runs
 
     runs, skipped = find_runs(paths)
     study = study_of_runs([run.path for run in runs])
@@ -147,9 +147,9 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
     Raises:
         UsageError: an argument is neither, or there is no run.
     """
-    from mprun.study.compare.load import expand
     from mprun.config.settings import fields, take
     from mprun.config.validate import check_name
+    from mprun.study.compare.load import expand
 
     paths, rest = [], []
     for text in args:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.console import print_line, report_nothing, stderr_console, warn
 from mprun.errors import UsageError, hint
+from mprun.records.console import print_line, report_nothing, stderr_console, warn
 from mprun.records.result import Result, measuring, show
 from mprun.train.machine.doctor_result import DoctorSettings
 

@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import STUDY, for_choice, launcher_of, report_study, request_of, run_study, study_of, study_status
-from mprun.study.budget import Budget
+from mprun.cli.study_commands import (
+    STUDY,
+    for_choice,
+    launcher_of,
+    report_study,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
 from mprun.records.result import measuring, show
+from mprun.study.budget import Budget
 
 if TYPE_CHECKING:
     from mprun.config.study_request import StudyRequest

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
+from mprun.records.console import print_line, stdout_console
 from mprun.records.listing import RUNS
 
 USAGE = "write mprun export RUN FILE, such as mprun export outputs/DATE/TIME model.safetensors"
@@ -38,8 +38,8 @@ def export_command(args: Sequence[str]) -> int:
     if not run.is_dir():
         raise UsageError(f"{run} is not a run's folder; {USAGE}")
 
-    from mprun.study.plan_answer import write_folder
     from mprun.records.run_record import read_summary
+    from mprun.study.plan_answer import write_folder
     from mprun.train.init_from import weights_of, write_file
 
     summary, state = read_summary(run), weights_of(run)

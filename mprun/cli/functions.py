@@ -25,8 +25,8 @@ from mprun.cli.compare_command import check as check_condition
 from mprun.cli.compare_command import compared, parse
 from mprun.cli.train_command import COMMAND as TRAIN
 from mprun.errors import UsageError, printable
-from mprun.records.result import Result
 from mprun.inspect.check.check_result import CheckSettings
+from mprun.records.result import Result
 
 if TYPE_CHECKING:
     from mprun.records.console.fitted_table import FittedTable
@@ -54,8 +54,8 @@ def run(*overrides: str, **fields: object) -> Result:
         KeyboardInterrupt: a signal stopped it; its record is complete.
     """
     from mprun.config import compose
-    from mprun.study.planned_run import plan_or_resume
     from mprun.records.files import own_records
+    from mprun.study.planned_run import plan_or_resume
     from mprun.train.run import run as carry_out
     from mprun.train.signals import SignalReceivedError, StopSignals
 
@@ -149,10 +149,10 @@ def check(
         UsageError: an override, the recipe or one of the objects cannot be used.
     """
     from mprun.config.settings import take
-    from mprun.train.data.random_numbers import untouched
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.records.files import own_records
     from mprun.inspect.check.check_reports import tell_others
+    from mprun.records.files import own_records
+    from mprun.train.data.random_numbers import untouched
 
     own_records()
     objects = [x for x in given if not isinstance(x, str)]

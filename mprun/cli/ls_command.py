@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mprun.cli.arguments import Command, parse_arguments
+from mprun.errors import EXIT_OK, UsageError
 from mprun.records.console.fitted_table import FittedTable, TableColumn, figure_column, text_column
 from mprun.records.console.formatting import readable
-from mprun.errors import EXIT_OK, UsageError
 from mprun.records.listing import OUTPUTS, ListedRecord, listed
 from mprun.records.policy_columns import Count, Legal
 from mprun.records.result import Result, show

@@ -21,7 +21,19 @@ from mprun import cli
 from mprun.cli.arguments import Command, with_last
 from mprun.cli.standard_streams import patient_streams
 from mprun.cli.train_command import train_command
-from mprun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, MprunError, StoppedError, UsageError, first_line, hint, is_from_code, place_of, printable
+from mprun.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    MprunError,
+    StoppedError,
+    UsageError,
+    first_line,
+    hint,
+    is_from_code,
+    place_of,
+    printable,
+)
 from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
 from mprun.records.launch import Launch, launch_of
 from mprun.train.stopwatch import process_start

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mprun.cli.arguments import Command, parse_arguments
+from mprun.inspect.memory_result import MemorySettings
 from mprun.records.console import warn
 from mprun.records.result import measuring, show
-from mprun.inspect.memory_result import MemorySettings
 
 COMMAND = Command("memory", (MemorySettings,))
 

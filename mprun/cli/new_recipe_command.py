@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, UsageError
+from mprun.records.console import print_line, stdout_console
 from mprun.records.files import write_new
 
 COMMAND = Command("new-recipe", instead=())

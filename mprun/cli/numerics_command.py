@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.result import measuring, show
 from mprun.inspect.numerics_result import NumericsSettings
+from mprun.records.result import measuring, show
 from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def numerics_command(args: Sequence[str]) -> int:
 
 def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
     from mprun.cli.run_view import introduce
-    from mprun.study.planned_run import plan_run
     from mprun.inspect.numerics_of_steps import recipe_numerics, steps_to_inspect
     from mprun.records.files import new_folder
+    from mprun.study.planned_run import plan_run
 
     planned = plan_run(composed, "numerics")
     steps_to_inspect(planned.plan, settings)  # raises before a folder is made

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, RunFailedError
-from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
-from mprun.records.result import measuring, show
 from mprun.inspect.search_result import FILE, SearchOpsSettings
+from mprun.records.console import print_line, stdout_console
+from mprun.records.result import measuring, show
+from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
 from mprun.train.signals import SignalReceivedError, interruptible
 
 COMMAND = Command("search-ops", (SearchOpsSettings,))

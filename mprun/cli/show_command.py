@@ -18,19 +18,19 @@ from typing import Any
 import msgspec
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.console import print_line, stdout_console
-from mprun.records.console.fitted_table import FittedTable
-from mprun.records.console.formatting import readable
 from mprun.errors import EXIT_OK, UsageError
-from mprun.records.listing import MULTIRUN_FILE, RUN_FILES, RUNS, STUDIES
-from mprun.records.reader import read_json
-from mprun.records.run_folder import FILE as STUDY_FILE
-from mprun.records.run_folder import read_study_plan
-from mprun.records.run_record import Summary, read_summary
-from mprun.records.result import Result, show
 from mprun.inspect.memory_result import MemoryRecord, memory_parts
 from mprun.inspect.numerics_result import NumericsResult, NumericsSettings, numerics_parts
 from mprun.inspect.trace_result import TraceRecord, kinds_table, totals
+from mprun.records.console import print_line, stdout_console
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.console.formatting import readable
+from mprun.records.listing import MULTIRUN_FILE, RUN_FILES, RUNS, STUDIES
+from mprun.records.reader import read_json
+from mprun.records.result import Result, show
+from mprun.records.run_folder import FILE as STUDY_FILE
+from mprun.records.run_folder import read_study_plan
+from mprun.records.run_record import Summary, read_summary
 
 COMMAND = Command("show", instead=(), folders_of=(*RUNS, "observe", *STUDIES))
 USAGE = "write mprun show RUN, such as mprun show outputs/DATE/TIME"
@@ -113,8 +113,8 @@ class _Report(msgspec.Struct):
 def _show_study(folder: Path, verbose: bool) -> None:
     """Compare a study's runs again, in the terms of its report; without one, all of them."""
     from mprun.cli.compare_command import compared, report, with_open_runs
-    from mprun.study.compare.comparison import Advice
     from mprun.config.settings import CompareSettings
+    from mprun.study.compare.comparison import Advice
     from mprun.study.report.answer import advice_lines
 
     settings, command = CompareSettings(report=False), read_study_plan(folder).command

@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Command, parse_arguments
+from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.records.console import note, print_line, stderr_console, stdout_console
 from mprun.records.console.formatting import by_reason
-from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.study.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
-    from mprun.study.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
+    from mprun.study.compare.comparison import Comparison
     from mprun.study.hydra_launch import Screening, StudyLauncher
     from mprun.study.study import Study, StudyResult
     from mprun.study.trials import Outcome

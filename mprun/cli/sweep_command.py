@@ -23,7 +23,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mprun.cli.arguments import Command
-from mprun.cli.study_commands import STUDY, budget_note, launcher_of, report_study, request_of, run_study, study_of, study_status
+from mprun.cli.study_commands import (
+    STUDY,
+    budget_note,
+    launcher_of,
+    report_study,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
 from mprun.records.console import print_line, stderr_console
 from mprun.study.budget import Budget
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.result import measuring, show
 from mprun.inspect.trace_result import TraceSettings
+from mprun.records.result import measuring, show
 
 COMMAND = Command("trace", (TraceSettings,))
 
@@ -28,9 +28,9 @@ def trace_command(args: Sequence[str]) -> int:
     composed = compose(overrides, known.config_dir)
 
     from mprun.cli.run_view import introduce
-    from mprun.study.planned_run import plan_run
     from mprun.inspect.trace import trace_recipe
     from mprun.records.files import new_folder
+    from mprun.study.planned_run import plan_run
 
     planned = plan_run(composed, "trace")
     introduce(planned)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
-from mprun.records.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
+from mprun.records.console import print_line, print_table, stdout_console, warn
 from mprun.records.launch import launch_of
 from mprun.records.result import Result, show
 from mprun.train.signals import StopSignals, interruptible

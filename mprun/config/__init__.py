@@ -1,7 +1,13 @@
 """The configuration: its schema, how it is composed from files and overrides, and its checks.
 
-Only this package uses Hydra. `assemble/` turns a `Config` into plain typed objects. Nothing here
-imports torch, so a mistake is reported at once.
+The only room that knows Hydra. Nothing here imports torch, so a mistake is reported at once. Doors:
+`compose` (overrides become a checked `Config`), `schema.py` (every field with its range),
+`settings.py` (what commands take beside a run's fields), `reference.py` (the fields for help and
+docs).
+
+How data goes through: Hydra merges the files of `conf/`, those of `--config-dir` and the overrides;
+the result is checked against the schema and becomes a typed `Config`. `train/assemble` turns it
+into plain typed objects: no class further up sees a configuration.
 """
 
 from mprun.config.compose import Composed, compose

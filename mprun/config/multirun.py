@@ -36,7 +36,18 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.compose import CONFIG_NAME, Composed, compose, for_hydra, hydra_here, is_of_hydra, one_line, parse, search_path, to_composed
+from mprun.config.compose import (
+    CONFIG_NAME,
+    Composed,
+    compose,
+    for_hydra,
+    hydra_here,
+    is_of_hydra,
+    one_line,
+    parse,
+    search_path,
+    to_composed,
+)
 from mprun.config.quoting import override_text, quoted
 from mprun.config.reference import GROUPS
 from mprun.errors import UsageError, first_line

@@ -130,7 +130,7 @@ class DoubleSettings:
 class Settings:
     """The settings of studies, and those that several commands take.
 
-    A command's own section is a dataclass in its module of `mprun.records.result`: `own` returns it.
+    A command's own section is a dataclass in its module of `mprun.inspect`: `own` returns it.
     """
 
     compare: CompareSettings = field(default_factory=CompareSettings)

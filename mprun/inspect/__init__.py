@@ -1,1 +1,10 @@
-"""A close look at a recipe: a module for each question, whose function measures a `Result`."""
+"""A close look at a recipe, a run or this machine: a question each, whose answer is a `Result`.
+
+Doors: the functions that the commands call: memory, trace, numerics, search-ops, diff, replay,
+doctor, and `check/` (the gate of a repository). `divergence/` finds where two models part.
+
+How data goes through: a plan (`train/assemble`) gives model, batch and precision. A few steps run
+under the recorders of `watch`, in the mode and in float32 or float64. What is measured becomes a
+frozen record, and tables and sentences are made of the record alone, so JSON, terminal and notebook
+show the same.
+"""

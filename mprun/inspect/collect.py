@@ -36,15 +36,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import in_backward, outside_of_modes, viewed, write_count
 from mprun.inspect.gradients import ROOT, LargestGradients, Noise, noise_of
 from mprun.inspect.histograms import Histogram, histogram
 from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
+from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.precision._torch import in_backward, outside_of_modes, viewed, write_count
+from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener
-from mprun.watch.updates import ExactUpdate, LostUpdates, exact_updates, exact_weights, lost_updates, power
-from mprun.precision.formats import BlockFormat, Format
-from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.watch.updates import (
+    ExactUpdate,
+    LostUpdates,
+    exact_updates,
+    exact_weights,
+    lost_updates,
+    power,
+)
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")

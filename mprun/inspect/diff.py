@@ -11,27 +11,27 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan
-from mprun.train.assemble.parts import build_model, build_precision, first_samples
 from mprun.config import compose
 from mprun.config.quoting import quoted
-from mprun.records.console.fitted_table import FittedTable
-from mprun.train.machine import machine
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.study.planned_run import plan_or_resume
-from mprun.precision.nested import all_tensors, map_tensors
+from mprun.inspect.diff_result import SCHEMA_VERSION, CaptureRecord, bounded
 from mprun.inspect.divergence import Difference, Side
 from mprun.inspect.divergence.boundaries import relative_rms
 from mprun.inspect.divergence.side_by_side import SharedStep, capture, together
 from mprun.precision import Precision
+from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import torch_dtype
 from mprun.precision.products import LOW
+from mprun.records.console.fitted_table import FittedTable
 from mprun.records.files import json_text
 from mprun.records.reader import read_json
 from mprun.records.result import Result
-from mprun.inspect.diff_result import SCHEMA_VERSION, CaptureRecord, bounded
+from mprun.study.planned_run import plan_or_resume
 from mprun.train import checkpoint
+from mprun.train.assemble import Plan
+from mprun.train.assemble.parts import build_model, build_precision, first_samples
 from mprun.train.loss_terms import LossTerms
+from mprun.train.machine import machine
 from mprun.train.user_code import described
 
 MAX_SAMPLES = 64

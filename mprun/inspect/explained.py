@@ -44,12 +44,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.precision.nested import all_tensors, map_tensors, to_dtype
 from mprun.inspect.divergence.boundaries import exact_arithmetic, floating
-from mprun.watch.updates import own_random_numbers
 from mprun.precision.emulate import Emulated16
+from mprun.precision.nested import all_tensors, map_tensors, to_dtype
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW, unfused
+from mprun.watch.updates import own_random_numbers
 
 FALSE_ALARMS = 1e-6
 """The chance that a tensor of a sound kernel fails."""

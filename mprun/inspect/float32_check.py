@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
 from mprun.inspect.float64 import in_float64
+from mprun.inspect.numerics_result import Float32Loss
+from mprun.inspect.tolerance import DEFAULT
+from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.watch.nonfinite.op_call import op_spec
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
-from mprun.watch.tolerance import DEFAULT
-from mprun.inspect.numerics_result import Float32Loss
 
 MAX_NUMBERS = 2**25
 """Results that are kept: 256 MiB in float64. Beyond them no op is named."""

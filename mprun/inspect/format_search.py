@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from mprun.inspect.cast_probe import CastProbe
 from mprun.inspect.op_search import Candidates
 from mprun.inspect.passes import CastPlan
+from mprun.inspect.search_result import Deviation
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, Gemm, LinearGemms, linear_layers
 from mprun.records.layer_values import PRODUCTS, with_high_products
-from mprun.inspect.search_result import Deviation
 
 SLACK_DB = 6.0
 """How much worse than moved weights a format may be: SQNR of a gradient. 10 dB, as for 16 bits,

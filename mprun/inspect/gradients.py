@@ -31,12 +31,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from mprun.precision._torch import node_number, outside_of_modes
 from mprun.inspect.histograms import BLOCK, Histogram
+from mprun.inspect.tolerance import ratio_db
+from mprun.precision._torch import node_number, outside_of_modes
+from mprun.precision.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    TF32,
+    BlockFormat,
+    Format,
+    exponent,
+    quantise,
+)
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
-from mprun.watch.tolerance import ratio_db
-from mprun.precision.formats import BF16, E4M3, E5M2, FP16, TF32, BlockFormat, Format, exponent, quantise
 
 ROOT = "(model)"
 """The name of the model itself, whose path is empty."""

@@ -29,9 +29,9 @@ from typing import Any
 
 from mprun.inspect.gradients import Noise, expected_db
 from mprun.inspect.histograms import Histogram, pooled
-from mprun.watch.tolerance import NEEDED_DB
-from mprun.precision.formats import FP16
 from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.inspect.tolerance import NEEDED_DB
+from mprun.precision.formats import FP16
 
 BOUNDS = (2.0**-100, 2.0**100)
 """No scale is recommended beyond these: the loss times it has to be a float32."""

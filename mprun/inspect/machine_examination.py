@@ -14,22 +14,29 @@ from typing import Literal, cast
 import torch
 
 from mprun import __version__
-from mprun.train.assemble.dtype_choices import build_policy
-from mprun.train.assemble.plan import choose_device
 from mprun.config import Config, compose
 from mprun.config.study_request import modes
 from mprun.config.validate import loss_scale_kind
-from mprun.records.console import ReportPart, report_nothing
-from mprun.train.machine.machine import examine_machine, git_commit, threads_to_measure
-from mprun.train.machine.machine import versions as record_versions
-from mprun.train.machine.machine_findings import conclusions, findings
-from mprun.train.machine.measure import measure_rates
 from mprun.errors import MprunError, as_usage_error
 from mprun.precision import Policy
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.rates import in_threads
+from mprun.records.console import ReportPart, report_nothing
 from mprun.records.mode_names import SHIPPED_MODES
-from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination, Format, Measured, Mode, OpName
+from mprun.train.assemble.dtype_choices import build_policy
+from mprun.train.assemble.plan import choose_device
+from mprun.train.machine.doctor_result import (
+    SCHEMA_VERSION,
+    Examination,
+    Format,
+    Measured,
+    Mode,
+    OpName,
+)
+from mprun.train.machine.machine import examine_machine, git_commit, threads_to_measure
+from mprun.train.machine.machine import versions as record_versions
+from mprun.train.machine.machine_findings import conclusions, findings
+from mprun.train.machine.measure import measure_rates
 
 ATEN: dict[OpName, str] = {
     "matmul": "aten.mm",

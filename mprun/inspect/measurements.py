@@ -34,13 +34,34 @@ from torch import Tensor
 from mprun.inspect.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
 from mprun.inspect.gradients import expected_db
 from mprun.inspect.histograms import Histogram
-from mprun.inspect.loss_scale_advice import PUBLISHED, LayerGradients, ScaleAdvice, best_tried, in_words, judge, need, recommend
-from mprun.watch.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_shares, ratio_db
-from mprun.watch.updates import LostUpdates, RoundingErrors, power
+from mprun.inspect.loss_scale_advice import (
+    PUBLISHED,
+    LayerGradients,
+    ScaleAdvice,
+    best_tried,
+    in_words,
+    judge,
+    need,
+    recommend,
+)
+from mprun.inspect.numerics_result import (
+    Float32Loss,
+    FormatResult,
+    HeldValues,
+    LossScaledRow,
+    LossScaleResult,
+    LostUpdatesResult,
+    ModelVerdict,
+    NumericsResult,
+    NumericsRow,
+    RangeShares,
+    ScaleVerdict,
+)
+from mprun.inspect.search_result import Deviation
+from mprun.inspect.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_shares, ratio_db
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
-from mprun.inspect.numerics_result import Float32Loss, FormatResult, HeldValues, LossScaledRow, LossScaleResult, LostUpdatesResult, ModelVerdict, NumericsResult, NumericsRow, RangeShares, ScaleVerdict
-from mprun.inspect.search_result import Deviation
+from mprun.watch.updates import LostUpdates, RoundingErrors, power
 
 EITHER, FP32 = "either", "needs fp32"
 RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"

@@ -8,28 +8,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from mprun.train.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
-from mprun.train.assemble.initial_summary import variant_label
-from mprun.train.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.config.study_request import with_every_mode
-from mprun.records.console import ReportPart, report_nothing
-from mprun.train.machine.machine import versions
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.study.double import largest_size
-from mprun.study.planned_run import unused_fields
-from mprun.watch.memory_recorder import DtypeMismatchError
-from mprun.watch.process_memory import StepMemory
+from mprun.inspect.memory_result import (
+    LargestBatch,
+    MemoryRecord,
+    MemorySettings,
+    ModeMemory,
+    OptimizerChoice,
+    PublishedMemory,
+    memory_parts,
+)
+from mprun.records.console import ReportPart, report_nothing
 from mprun.records.files import json_text
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.result import Result
 from mprun.records.run_record import BatchRow
 from mprun.records.step_records import ParallelKind, ProcessLayout
-from mprun.records.result import Result
-from mprun.inspect.memory_result import LargestBatch, MemoryRecord, MemorySettings, ModeMemory, OptimizerChoice, PublishedMemory, memory_parts
+from mprun.study.double import largest_size
+from mprun.study.planned_run import unused_fields
+from mprun.train.assemble import (
+    Plan,
+    load_shapes,
+    make_plan,
+    same_step,
+    step_memory,
+    with_batch_size,
+)
+from mprun.train.assemble.initial_summary import variant_label
+from mprun.train.assemble.optimizer import optimizer_name
+from mprun.train.machine.machine import versions
 from mprun.train.user_code import described
+from mprun.watch.memory_recorder import DtypeMismatchError
+from mprun.watch.process_memory import StepMemory
 
 T = TypeVar("T")
 

@@ -13,11 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from mprun.records.console.fitted_table import ALWAYS, FittedTable, TableColumn, figure_column, text_column
+from mprun.records.console.fitted_table import (
+    ALWAYS,
+    FittedTable,
+    TableColumn,
+    figure_column,
+    text_column,
+)
 from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
 from mprun.records.policy_columns import Count, Legal, WorldSize
 from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
-from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, ProcessLayout, StorageMemory
+from mprun.records.step_records import (
+    MemoryPeak,
+    MemoryTimeline,
+    ModuleMemory,
+    ProcessLayout,
+    StorageMemory,
+)
 
 
 @dataclass

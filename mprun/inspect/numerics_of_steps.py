@@ -22,26 +22,46 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from mprun.train.assemble.parts import build_parts
-from mprun.train.assemble.plan import Plan
-from mprun.records.console import ReportPart, report_nothing
-from mprun.train.data import Batch
-from mprun.train.data.batches import halves
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
-from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
 from mprun.inspect.collect import GRADIENTS, Statistics
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
 from mprun.inspect.float64 import in_float64
 from mprun.inspect.gradients import LargestGradients
 from mprun.inspect.loss_scale_advice import largest_power
-from mprun.inspect.measurements import FROM_THE_RUN, FormatPasses, FormatVerdict, GradientErrors, Measurements, gradient_errors, variances_of_halves
-from mprun.watch.updates import DTYPES, FLOAT64, OWN_SEED, RoundingErrors, is_rounding, weights_moved
+from mprun.inspect.measurements import (
+    FROM_THE_RUN,
+    FormatPasses,
+    FormatVerdict,
+    GradientErrors,
+    Measurements,
+    gradient_errors,
+    variances_of_halves,
+)
+from mprun.inspect.numerics_result import (
+    Float32Loss,
+    NumericsResult,
+    NumericsSettings,
+    numerics_parts,
+)
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
+from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
-from mprun.inspect.numerics_result import Float32Loss, NumericsResult, NumericsSettings, numerics_parts
+from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
+from mprun.train.assemble.parts import build_parts
+from mprun.train.assemble.plan import Plan
+from mprun.train.data import Batch
+from mprun.train.data.batches import halves
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.signals import StopSignals
+from mprun.watch.updates import (
+    DTYPES,
+    FLOAT64,
+    OWN_SEED,
+    RoundingErrors,
+    is_rounding,
+    weights_moved,
+)
 
 SCHEMA_VERSION = 2
 ATTEMPTS = 6

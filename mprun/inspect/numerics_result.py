@@ -16,12 +16,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from mprun.inspect.search_result import Deviation, SearchTolerance
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text
 from mprun.records.mode_names import FURTHER_FORMATS
 from mprun.records.policy_columns import Count, Legal, NotNegative, Number
 from mprun.records.step_records import Float32Gradients, LostShares, Reference
-from mprun.inspect.search_result import Deviation, SearchTolerance
 
 
 @dataclass

@@ -34,12 +34,12 @@ from torch import nn
 
 from mprun.errors import NotMeasurableError, first_line
 from mprun.inspect.op_trace import CallStack
-from mprun.watch.op_watcher import OpRecorder, RecordedOp
 from mprun.inspect.passes import CastPlan, Forward, is_out_of_memory, ready
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
 from mprun.precision.apply import call
 from mprun.precision.op_lists import Entry, Watcher
 from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
+from mprun.watch.op_watcher import OpRecorder, RecordedOp
 
 HEAVY = (
     *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),

@@ -25,12 +25,12 @@ import msgspec
 import torch
 from torch import nn
 
-from mprun.watch.op_watcher import RecordedOp, TensorRecord
+from mprun.inspect.trace_result import CastRecord, TraceRow, TraceTotals
 from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.rules import Casts
 from mprun.precision.policy import dtype_name
-from mprun.inspect.trace_result import CastRecord, TraceRow, TraceTotals
+from mprun.watch.op_watcher import RecordedOp, TensorRecord
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
 """Names of the lists' rules in a trace; the other rules keep their names."""

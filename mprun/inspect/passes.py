@@ -19,10 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.precision import devices
 from mprun.errors import NotMeasurableError, first_line
 from mprun.inspect.float64 import in_float64
-from mprun.precision import Arithmetic, Caster, NativeArithmetic, NoCaster, Precision, StaticLossScale
+from mprun.precision import (
+    Arithmetic,
+    Caster,
+    NativeArithmetic,
+    NoCaster,
+    Precision,
+    StaticLossScale,
+    devices,
+)
 from mprun.precision.apply import call, forward_backward
 from mprun.precision.caster import LayerRegions
 from mprun.precision.gemms import LinearGemms, computing_with

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mprun.config import Config
+from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
+from mprun.records.reader import DamagedArchiveError
+from mprun.records.result import Result
 from mprun.train.assemble.file_recipe import module_in
 from mprun.train.assemble.plan import choose_device
 from mprun.train.assemble.recipe_loading import recipe_of
-from mprun.config import Config
-from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
-from mprun.watch.nonfinite.saved_step import SavedStep, saved_step
-from mprun.watch.nonfinite.step_replay import StepFunction, StepMisfitError, replay
-from mprun.records.reader import DamagedArchiveError
-from mprun.records.result import Result
 from mprun.train.loss_terms import LossTerms, shown
 from mprun.train.torch_file import NotTensorsError, load_torch_file
 from mprun.train.user_code import explained, model_of
+from mprun.watch.nonfinite.saved_step import SavedStep, saved_step
+from mprun.watch.nonfinite.step_replay import StepFunction, StepMisfitError, replay
 
 STEP = "step"
 """The function of a script that runs a step, unless another one is named."""

@@ -19,25 +19,50 @@ from typing import Any
 
 import torch
 
-from mprun.train.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts, make_plan
-from mprun.train.assemble.planned_memory import as_native
 from mprun.config import Composed, compose
-from mprun.records.console.formatting import counted
 from mprun.errors import NotMeasurableError, UsageError
-from mprun.study.budget import EndedEarlyError, LimitedParts
-from mprun.study.planned_run import PlannedRun, plan_run
 from mprun.inspect.cast_probe import CastProbe
-from mprun.inspect.format_search import BFLOAT16_BITS, SLACK_DB, EffectiveBits, GemmGroups, gemm_sizes
+from mprun.inspect.format_search import (
+    BFLOAT16_BITS,
+    SLACK_DB,
+    EffectiveBits,
+    GemmGroups,
+    gemm_sizes,
+)
+from mprun.inspect.numerics_result import unjudged
 from mprun.inspect.op_candidates import op_candidates
 from mprun.inspect.op_search import CandidateSearch, Sensitivity
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes
-from mprun.watch.tolerance import Tolerance
+from mprun.inspect.search_result import (
+    FILE,
+    LAYERS,
+    OPS,
+    CastResult,
+    OpSearch,
+    Samples,
+    SearchOpsSettings,
+    Selection,
+    SensitivityRow,
+    answer_files,
+    search_parts,
+)
+from mprun.inspect.tolerance import Tolerance
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
+from mprun.records.console.formatting import counted
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.result import Result
-from mprun.inspect.numerics_result import unjudged
-from mprun.inspect.search_result import FILE, LAYERS, OPS, CastResult, OpSearch, Samples, SearchOpsSettings, Selection, SensitivityRow, answer_files, search_parts
+from mprun.study.budget import EndedEarlyError, LimitedParts
+from mprun.study.planned_run import PlannedRun, plan_run
+from mprun.train.assemble import (
+    Plan,
+    build_arithmetic,
+    build_caster,
+    build_loss_scale,
+    build_parts,
+    make_plan,
+)
+from mprun.train.assemble.planned_memory import as_native
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
 

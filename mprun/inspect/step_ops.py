@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from mprun.precision._torch import calling_frames, no_dispatch, op_name, storage_key
 from mprun.precision.nested import tensors_in
+from mprun.precision.products import LOW
 from mprun.watch.nonfinite.nonfinite_watcher import CodeLine, current_line, is_library
 from mprun.watch.nonfinite.op_call import OpCall, is_plain, op_spec, recomputed, written_arguments
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
-from mprun.precision.products import LOW
 
 CASTS = ("to", "type", "type_as", "half", "bfloat16")
 """Functions by which code casts."""

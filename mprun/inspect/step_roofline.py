@@ -30,26 +30,44 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mprun.config import compose
+from mprun.errors import MprunError
+from mprun.inspect.machine_examination import examine, format_of
+from mprun.inspect.roofline_result import (
+    NO_LAYERS,
+    NO_UNITS,
+    PAYS_FROM,
+    FormatGains,
+    LayerGain,
+    LayerGains,
+    Roofline,
+    Shape,
+    format_parts,
+    roofline_parts,
+)
+from mprun.precision.gemms import (
+    RECIPES,
+    convert_natively,
+    fits,
+    formatted_layers,
+    linear_layers,
+    why_not_native,
+)
+from mprun.precision.rates import in_threads, warm
+from mprun.records.console import ReportPart, report_nothing
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.result import Result
+from mprun.records.run_record import StepTimes
+from mprun.study.planned_run import PlannedRun, plan_run
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
 from mprun.train.assemble.planned_memory import as_native
-from mprun.config import compose
-from mprun.records.console import ReportPart, report_nothing
-from mprun.records.console.fitted_table import FittedTable
+from mprun.train.clock import StepTime
 from mprun.train.data import Batch
+from mprun.train.loop import Trainer, TrainingComponents
+from mprun.train.machine.doctor_result import DoctorSettings, Examination, renderables
 from mprun.train.machine.heap import steady_heap
 from mprun.train.machine.measure import spread
-from mprun.errors import MprunError
-from mprun.study.planned_run import PlannedRun, plan_run
-from mprun.inspect.machine_examination import examine, format_of
-from mprun.precision.gemms import RECIPES, convert_natively, fits, formatted_layers, linear_layers, why_not_native
-from mprun.precision.rates import in_threads, warm
-from mprun.records.run_record import StepTimes
-from mprun.records.result import Result
-from mprun.train.machine.doctor_result import DoctorSettings, Examination, renderables
-from mprun.inspect.roofline_result import NO_LAYERS, NO_UNITS, PAYS_FROM, FormatGains, LayerGain, LayerGains, Roofline, Shape, format_parts, roofline_parts
-from mprun.train.clock import StepTime
-from mprun.train.loop import Trainer, TrainingComponents
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
 PASSES = 20  # the fastest of so many passes of a layer is hardly disturbed

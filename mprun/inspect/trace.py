@@ -11,24 +11,23 @@ from statistics import median
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from mprun.precision import devices
-from mprun.train.assemble.dtype_choices import entries
-from mprun.train.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
-from mprun.train.assemble.plan import Plan
 from mprun.config.schema import OpListsConfig
-from mprun.records.console.fitted_table import FittedTable
-from mprun.train.data import Batch
-from mprun.study.planned_run import PlannedRun
 from mprun.inspect.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
-from mprun.watch.op_watcher import OpRecorder, OpWatcher, RecordedOp
-from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
+from mprun.inspect.trace_result import TraceRecord, chrome, kinds_table, step_table, totals
+from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic, devices
 from mprun.precision.op_lists import OpLists, op_lists
+from mprun.records.console.fitted_table import FittedTable
 from mprun.records.files import json_text
 from mprun.records.op_list_files import KINDS
 from mprun.records.result import PartialResultError, Result
-from mprun.inspect.trace_result import TraceRecord, chrome, kinds_table, step_table, totals
+from mprun.study.planned_run import PlannedRun
+from mprun.train.assemble.dtype_choices import entries
+from mprun.train.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
+from mprun.train.assemble.plan import Plan
+from mprun.train.data import Batch
 from mprun.train.loop import Trainer
 from mprun.train.user_code import described
+from mprun.watch.op_watcher import OpRecorder, OpWatcher, RecordedOp
 
 SCHEMA_VERSION = 1
 WARMUP = 3

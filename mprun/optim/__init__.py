@@ -1,4 +1,4 @@
-"""Optimizers with parameters and state in 16 bits: drop-in `torch.optim.Optimizer`s.
+"""Optimizers with parameters and state in 16 or 8 bits: drop-in `torch.optim.Optimizer`s.
 
 Usable in anyone's own loop:
 
@@ -13,6 +13,9 @@ Usable in anyone's own loop:
 With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
 compute a step in float32 and round it once, stochastically or with a remainder. Any other optimizer
 gets float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.
+
+How data goes through: `base.py` hands a parameter, its gradient and state to `engines.py`, which
+takes a formula of `formulas.py` and runs it in C (on a CPU), compiled, or eagerly.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer

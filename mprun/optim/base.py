@@ -27,12 +27,22 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from mprun.precision import devices
-from mprun.precision._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
 from mprun.optim import engines, formulas
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
-from mprun.optim.state import DTYPES, check_operands, check_saved, clipping_scale, complete_state, loaded_entries, not_finite, scale_name, second_name
+from mprun.optim.state import (
+    DTYPES,
+    check_operands,
+    check_saved,
+    clipping_scale,
+    complete_state,
+    loaded_entries,
+    not_finite,
+    scale_name,
+    second_name,
+)
+from mprun.precision import devices
+from mprun.precision._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ALONE, Combine, ScaledOptimizer, device_of_gradients

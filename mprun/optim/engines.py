@@ -17,13 +17,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mprun.optim import formulas
+from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision import devices, kernels
 from mprun.precision._torch import is_fake
 from mprun.precision.kernels import prebuilt
-from mprun.optim import formulas
-from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
-from mprun.precision.rounding import C_TYPES, EAGER_BLOCK, merged, round_nearest, round_stochastic, settle, split, split_master, threads_for
+from mprun.precision.rounding import (
+    C_TYPES,
+    EAGER_BLOCK,
+    merged,
+    round_nearest,
+    round_stochastic,
+    settle,
+    split,
+    split_master,
+    threads_for,
+)
 
 ENGINES = ("c", "inductor", "eager")
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import is_fake, parameters_replaced
 from mprun.optim.base import GradScaledOptimizer
 from mprun.optim.state import check_operands
+from mprun.precision._torch import is_fake, parameters_replaced
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, START, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic

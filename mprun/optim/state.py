@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision import devices
 from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
-from mprun.precision import rounding
+from mprun.precision import devices, rounding
 from mprun.precision.rounding import round_nearest
 from mprun.precision.update import Combine
 

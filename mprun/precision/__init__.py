@@ -1,15 +1,33 @@
 """Precision modes: what a mode is (`Policy`) and what carries it out (`Precision`).
 
-For anyone's own loop. Of mprun it imports `_torch` (private interfaces of PyTorch), `kernels`
-(compiled loops), `errors` and the reader of op-list files in `records`.
+For anyone's own loop, too. Doors: `policy("bf16_sr")` (a row of dtypes and roundings, read from
+`conf/precision/`), `Precision` (a policy for one model and its optimizer), `rounding.py`
+(stochastic rounding), `op_lists/` (which op runs in which dtype), `kernels/` (C loops of rounding).
+
+How data goes through: `Precision.prepare` casts the model; in a forward pass the caster decides the
+dtype of each op, and the arithmetic whose kernels compute it (PyTorch's, or ones that round); the
+loss is scaled, the backward pass follows, gradients are unscaled and clipped, and the optimizer's
+update is rounded. `_torch.py` has the private interfaces of PyTorch, `devices.py` what each kind of
+device can do, `nested.py` tensors inside batches and outputs.
 """
 
 from mprun.precision.apply import Precision
-from mprun.precision.arithmetic import Arithmetic, Float16Fallback, NativeArithmetic, WrappedArithmetic
+from mprun.precision.arithmetic import (
+    Arithmetic,
+    Float16Fallback,
+    NativeArithmetic,
+    WrappedArithmetic,
+)
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.gemm_guard import GemmGuard, guard_of
-from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, LossScale, NoLossScale, StaticLossScale
+from mprun.precision.loss_scale import (
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown

@@ -25,7 +25,15 @@ from mprun.precision._torch import DispatchMode, aten_packets, onednn_has_lstm
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
-from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, LOW, MATMULS, PRODUCTS, is_float32, recorded_name
+from mprun.precision.products import (
+    CONVOLUTION_BACKWARD,
+    CONVOLUTIONS,
+    LOW,
+    MATMULS,
+    PRODUCTS,
+    is_float32,
+    recorded_name,
+)
 
 
 class OpSubstitution(NamedTuple):

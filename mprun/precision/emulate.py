@@ -27,15 +27,44 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from mprun.precision._torch import DispatchMode, aten_packets, dispatch_modes, in_recomputation, kernel_key, schema_of, storage_key, tree_map
+from mprun.precision._torch import (
+    DispatchMode,
+    aten_packets,
+    dispatch_modes,
+    in_recomputation,
+    kernel_key,
+    schema_of,
+    storage_key,
+    tree_map,
+)
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
 from mprun.precision.buffers import WideCopies, forget, is_dense, is_plain, is_whole
 from mprun.precision.fused import FUSED, FusedKernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
-from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, FAST_PATHS, LOW, is_float32, opened, recorded_name, unfused, variants
+from mprun.precision.products import (
+    CONVOLUTION_BACKWARD,
+    CONVOLUTIONS,
+    FAST_PATHS,
+    LOW,
+    is_float32,
+    opened,
+    recorded_name,
+    unfused,
+    variants,
+)
 from mprun.precision.random_bits import BLOCK as MOST
 from mprun.precision.random_bits import Key, key
-from mprun.precision.result_dtypes import COMMUNICATION, NORMS, UNTOUCHED, leaves, mapped, result_dtype, widen, written, written_arguments
+from mprun.precision.result_dtypes import (
+    COMMUNICATION,
+    NORMS,
+    UNTOUCHED,
+    leaves,
+    mapped,
+    result_dtype,
+    widen,
+    written,
+    written_arguments,
+)
 from mprun.precision.rounding import round_nearest, round_twice, stochastic
 
 aten = torch.ops.aten

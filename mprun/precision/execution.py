@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from mprun.precision.arithmetic import Arithmetic, EmulatedProducts, Float16Fallback, NativeArithmetic
+from mprun.precision.arithmetic import (
+    Arithmetic,
+    EmulatedProducts,
+    Float16Fallback,
+    NativeArithmetic,
+)
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import GEMMS, gemms_of, why_not_native

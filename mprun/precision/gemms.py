@@ -37,7 +37,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mprun.precision.convert import ForwardWrapper, forwards_restored
-from mprun.precision.formats import FP8_ROWWISE, FP8_TENSORWISE, FP8_TENSORWISE_E5M2, MXFP8_RCEIL, NVFP4, BlockFormat, quantise
+from mprun.precision.formats import (
+    FP8_ROWWISE,
+    FP8_TENSORWISE,
+    FP8_TENSORWISE_E5M2,
+    MXFP8_RCEIL,
+    NVFP4,
+    BlockFormat,
+    quantise,
+)
 from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
 from mprun.precision.random_bits import key, random_bits
 from mprun.records.layer_values import product_formats

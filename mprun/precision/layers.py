@@ -41,12 +41,19 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mprun.errors import hint
-from mprun.precision.nested import map_tensors
 from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of, forwards_restored
+from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
-from mprun.records.layer_values import DTYPES, LAYER_MODES, in_rounding, layer_dtypes, layer_value, product_formats
+from mprun.records.layer_values import (
+    DTYPES,
+    LAYER_MODES,
+    in_rounding,
+    layer_dtypes,
+    layer_value,
+    product_formats,
+)
 from mprun.records.mode_names import OWN_ALIASES, mode_row
 
 LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}

@@ -28,11 +28,24 @@ import torch
 from torch import Tensor
 
 from mprun.precision._torch import DispatchMode, tree_leaves
-from mprun.precision._torch_switches import BackendSwitches, backend_switches, on_backend_switch, set_backend_switches
+from mprun.precision._torch_switches import (
+    BackendSwitches,
+    backend_switches,
+    on_backend_switch,
+    set_backend_switches,
+)
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.formats import TF32, quantise
 from mprun.precision.policy import Policy
-from mprun.precision.products import CLOSED, CONVOLUTION_BACKWARD, OPENED, all_products, is_float32, opened, unfused
+from mprun.precision.products import (
+    CLOSED,
+    CONVOLUTION_BACKWARD,
+    OPENED,
+    all_products,
+    is_float32,
+    opened,
+    unfused,
+)
 
 
 @contextmanager

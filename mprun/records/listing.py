@@ -16,11 +16,19 @@ from typing import Literal
 
 import msgspec
 
-from mprun.records.console.formatting import counted
 from mprun.errors import UsageError
+from mprun.records.console.formatting import counted
 from mprun.records.reader import read_json
 from mprun.records.run_folder import FILE, TRACKERS, read_study_plan
-from mprun.records.run_record import METRICS, SCHEMA_VERSION, Metric, MetricRow, Scores, Status, number
+from mprun.records.run_record import (
+    METRICS,
+    SCHEMA_VERSION,
+    Metric,
+    MetricRow,
+    Scores,
+    Status,
+    number,
+)
 
 OUTPUTS = Path("outputs")
 """Where runs and studies are by default."""

@@ -19,9 +19,17 @@ from typing import Any
 
 import msgspec
 
-from mprun.records.console import JobProgress, ReportPart, print_line, print_table, print_text, stderr_console, stdout_console
-from mprun.records.console.fitted_table import FittedTable, markdown_text, without_controls
 from mprun.errors import EXIT_OK, RunFailedError, traceback_text
+from mprun.records.console import (
+    JobProgress,
+    ReportPart,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+)
+from mprun.records.console.fitted_table import FittedTable, markdown_text, without_controls
 from mprun.records.files import jsonable, write_atomic, write_files
 
 TRACEBACK = "traceback.txt"

@@ -23,7 +23,16 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from mprun.errors import MachineFailedError, UsageError
-from mprun.records.files import jsonable, leave_if_forked, refuse_links, remove_leftovers, reserve_descriptors, write_atomic, write_json, write_new
+from mprun.records.files import (
+    jsonable,
+    leave_if_forked,
+    refuse_links,
+    remove_leftovers,
+    reserve_descriptors,
+    write_atomic,
+    write_json,
+    write_new,
+)
 from mprun.records.reader import converted, read_json, read_json_lines
 from mprun.records.run_config import FILE as LOGGER
 from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, number, placed_lines

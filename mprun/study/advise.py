@@ -23,21 +23,21 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mprun.train.assemble import DataCache, make_plan
-from mprun.study.compare.comparison import Advice, Comparison, Estimate, Run, Variant
-from mprun.study.compare.equal_quality import buys_nothing, judge_equal_quality
-from mprun.study.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS
 from mprun.config.study_request import BASELINE, StudyRequest, variants
-from mprun.records.console.formatting import by_reason, counted
 from mprun.errors import UsageError
-from mprun.study.study import Study, StudyResult, held_out, new_study
-from mprun.study.trials import Outcome
+from mprun.records.console.formatting import by_reason, counted
 from mprun.records.files import write_atomic
 from mprun.records.run_record import Summary, number, placed_lines
+from mprun.study.compare.comparison import Advice, Comparison, Estimate, Run, Variant
+from mprun.study.compare.equal_quality import buys_nothing, judge_equal_quality
+from mprun.study.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
+from mprun.study.study import Study, StudyResult, held_out, new_study
+from mprun.study.trials import Outcome
+from mprun.train.assemble import DataCache, make_plan
 
 SAME_MEMORY = 1.01
 """Peaks within this factor are the same."""

@@ -13,9 +13,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from mprun.errors import MprunError
 from mprun.records.console import ReportPart
 from mprun.records.console.formatting import counted
-from mprun.errors import MprunError
 from mprun.train.signals import StopSignals
 
 REPORT_S = 10.0

@@ -28,17 +28,17 @@ from typing import Literal
 
 import torch
 
-from mprun.precision import devices
-from mprun.train.assemble import DataCache, Plan, make_plan
-from mprun.study.compare.comparison import Comparison, Variant
 from mprun.config import Composed, compose
 from mprun.config.study_request import StudyRequest
-from mprun.records.console import ReportPart, report_nothing
 from mprun.errors import UsageError
+from mprun.precision import devices
+from mprun.records.console import ReportPart, report_nothing
+from mprun.records.result import Result
 from mprun.study.advise import ratio_figure
+from mprun.study.compare.comparison import Comparison, Variant
 from mprun.study.study import Study, held_out, new_study
 from mprun.study.trials import run_steps
-from mprun.records.result import Result
+from mprun.train.assemble import DataCache, Plan, make_plan
 
 Answer = Literal["double it", "don't", "inconclusive"]
 

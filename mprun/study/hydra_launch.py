@@ -27,20 +27,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from mprun.train.assemble import DataCache
-from mprun.study.compare.comparison import Run
-from mprun.study.compare.load import others_in
 from mprun.config.multirun import check_hydra_launcher, launch, launcher_fields, launcher_override
 from mprun.config.settings import PROCESSES, LauncherSettings
-from mprun.records.console.formatting import counted
-from mprun.train.machine.machine import usable_cores
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
+from mprun.records.console.formatting import counted
+from mprun.records.launch import launch_of
 from mprun.study.advise import screened
 from mprun.study.budget import Budget, BudgetSignals
+from mprun.study.compare.comparison import Run
+from mprun.study.compare.load import others_in
 from mprun.study.study import LOGS, Drop, Study, StudyResult
 from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import Outcome, Trial, settled_summary
-from mprun.records.launch import launch_of
+from mprun.train.assemble import DataCache
+from mprun.train.machine.machine import usable_cores
 from mprun.train.signals import SignalReceivedError
 
 SIGUSR2 = getattr(signal, "SIGUSR2", None)  # Windows has none

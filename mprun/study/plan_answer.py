@@ -10,24 +10,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan, make_plan, recipe_of
-from mprun.train.assemble.file_recipe import record_of
-from mprun.train.assemble.optimizer import class_of, import_path, options_of
-from mprun.train.assemble.recipe_loading import source_of
 from mprun.config import compose
 from mprun.config.quoting import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
-from mprun.study.study import Study
 from mprun.precision import OpLists
 from mprun.precision.policy import policy
 from mprun.recipe import Recipe
 from mprun.records.listing import RUNS, resolved_last
 from mprun.records.mode_names import SHIPPED_MODES
+from mprun.records.result import Result
 from mprun.records.run_record import read_summary
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
-from mprun.records.result import Result
+from mprun.study.study import Study
+from mprun.train.assemble import Plan, make_plan, recipe_of
+from mprun.train.assemble.file_recipe import record_of
+from mprun.train.assemble.optimizer import class_of, import_path, options_of
+from mprun.train.assemble.recipe_loading import source_of
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}

@@ -16,28 +16,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan, make_plan
-from mprun.train.assemble.file_recipe import forget_changed
-from mprun.train.assemble.initial_summary import initial_summary
-from mprun.train.assemble.parts import build_arithmetic, build_caster
-from mprun.train.assemble.speed_trial import with_fastest
 from mprun.config import Composed
-from mprun.train.data import Batch
 from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
-from mprun.precision.nested import to_dtype
-from mprun.watch.updates import own_random_numbers
 from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
+from mprun.precision.nested import to_dtype
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
 from mprun.records.layer_values import in_rounding, without_formats
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
+from mprun.train.assemble import Plan, make_plan
+from mprun.train.assemble.file_recipe import forget_changed
+from mprun.train.assemble.initial_summary import initial_summary
+from mprun.train.assemble.parts import build_arithmetic, build_caster
+from mprun.train.assemble.speed_trial import with_fastest
+from mprun.train.data import Batch
 from mprun.train.loop import StopRequestedError
 from mprun.train.loss_terms import LossTerms
 from mprun.train.signals import SignalReceivedError
 from mprun.train.user_code import described, model_of
+from mprun.watch.updates import own_random_numbers
 
 
 @dataclass(frozen=True)

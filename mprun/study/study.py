@@ -17,20 +17,20 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
-from mprun.train.assemble.file_recipe import lies_in
-from mprun.train.assemble.plan import data_request
 from mprun.config import Composed, Config, compose
 from mprun.config.study_request import StudyRequest, variants
-from mprun.records.console import note
 from mprun.errors import RunFailedError, StoppedError, UsageError, printable
+from mprun.records.console import note
+from mprun.records.files import dated_folder, refuse_links, remove_leftovers
+from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
+from mprun.records.run_record import read_summary
 from mprun.study.budget import BudgetSignals, TrialBudget
 from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import FOLDER as CLAIMS
 from mprun.study.trials import Outcome, Trial, TrialClaims, Trials, interleaved
-from mprun.records.files import dated_folder, refuse_links, remove_leftovers
-from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
-from mprun.records.run_record import read_summary
+from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
+from mprun.train.assemble.file_recipe import lies_in
+from mprun.train.assemble.plan import data_request
 from mprun.train.loggers import LoggedRun, build_loggers
 
 LOGS = ".launcher"

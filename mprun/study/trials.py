@@ -30,20 +30,20 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mprun.train.assemble import DataCache, Plan, build_parts, make_plan
-from mprun.train.assemble.speed_trial import KEPT, with_fastest
 from mprun.config import Composed, compose
 from mprun.config.quoting import as_text, quoted
-from mprun.records.console import Moment, ProgressView
-from mprun.train.machine.machine import host
 from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError
-from mprun.study.study_progress import StudyProgress
-from mprun.train.parallel.ranks import PeerLostError
+from mprun.records.console import Moment, ProgressView
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
-from mprun.train.run import run
+from mprun.study.study_progress import StudyProgress
 from mprun.train import checkpoint
+from mprun.train.assemble import DataCache, Plan, build_parts, make_plan
+from mprun.train.assemble.speed_trial import KEPT, with_fastest
 from mprun.train.callbacks import Progress
 from mprun.train.loop import Limits, Trainer
+from mprun.train.machine.machine import host
+from mprun.train.parallel.ranks import PeerLostError
+from mprun.train.run import run
 from mprun.train.signals import StopSignals
 from mprun.train.stopwatch import Stopwatch
 

@@ -22,18 +22,18 @@ from typing import Any, Protocol
 
 import torch
 
-from mprun.precision import devices
-from mprun.train.data.random_numbers import restore_states, saved_states, seed_all
 from mprun.errors import MprunError, UsageError, first_line
+from mprun.precision import devices
 from mprun.precision.nested import map_tensors
-from mprun.train.parallel.layouts import Layout, Outline
-from mprun.train.parallel.ranks import Ranks
 from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted
 from mprun.records.run_record import Status, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
+from mprun.train.data.random_numbers import restore_states, saved_states, seed_all
+from mprun.train.parallel.layouts import Layout, Outline
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.torch_file import load_torch_file
 
 FORMAT_VERSION = 1

@@ -32,8 +32,8 @@ import msgspec
 import torch
 
 from mprun.precision import devices
-from mprun.train.machine.heap import page_faults
 from mprun.records.run_record import DataTimes, StepTimes
+from mprun.train.machine.heap import page_faults
 
 
 class StepTime(NamedTuple):

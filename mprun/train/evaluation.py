@@ -14,15 +14,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from mprun.precision import devices
-from mprun.train.data import Batch, Batches
-from mprun.train.parallel.ranks import Ranks
-from mprun.precision import Precision
+from mprun.precision import Precision, devices
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
+from mprun.train.data import Batch, Batches
 from mprun.train.loss_terms import LossTerms
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
-from mprun.train.sums import NO_SCORES, MetricReadback, Scalars, Sums, count_correct, readback_for, with_metrics
+from mprun.train.sums import (
+    NO_SCORES,
+    MetricReadback,
+    Scalars,
+    Sums,
+    count_correct,
+    readback_for,
+    with_metrics,
+)
 
 TRIAL_BATCHES = 4
 """The most batches that are evaluated to learn their time."""

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mprun.watch.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
-from mprun.train.parallel.ranks import Ranks
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard
 from mprun.records.files import write_json
 from mprun.records.layer_values import guard_layers
 from mprun.records.run_folder import GUARD_LAYERS, RunFolder
 from mprun.records.run_record import FpExceptionsRow, Status, Summary
 from mprun.train.callbacks import Callback, StepLine
+from mprun.train.parallel.ranks import Ranks
+from mprun.watch.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
 
 SCHEMA_VERSION = 1
 EVENTS = 1000

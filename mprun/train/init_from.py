@@ -30,17 +30,26 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mprun.records.console.formatting import listed
 from mprun.errors import UsageError, first_line
 from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
 from mprun.precision.formats import float16_range
 from mprun.recipe import Recipe
+from mprun.records.console.formatting import listed
 from mprun.records.files import write_atomic
 from mprun.records.layer_values import computes_float16
 from mprun.records.reader import DamagedArchiveError
 from mprun.train import checkpoint
-from mprun.train.torch_file import IN_FOLDER, SUFFIX, is_safetensors, load_safetensors, load_torch_file, nested, with_tied, without_prefix
+from mprun.train.torch_file import (
+    IN_FOLDER,
+    SUFFIX,
+    is_safetensors,
+    load_safetensors,
+    load_torch_file,
+    nested,
+    with_tied,
+    without_prefix,
+)
 from mprun.train.user_code import explained, model_of
 
 LEGAL = (

@@ -20,22 +20,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import Batch, Batches, Order
 from mprun.errors import RunFailedError
-from mprun.precision.nested import map_tensors
-from mprun.train.parallel.layouts import Layout
 from mprun.precision import Precision
 from mprun.precision.apply import forward_backward
+from mprun.precision.nested import map_tensors
 from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.checkpoint import ProcessTimes, restore_random_numbers, saved_random_numbers
 from mprun.train.clock import Clock
+from mprun.train.data import Batch, Batches, Order
 from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
+from mprun.train.parallel.layouts import Layout
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.stopwatch import Stopwatch
-from mprun.train.sums import NO_SCORES, MetricReadback, Scalars, Sums, count_correct, step_sums, with_metrics
+from mprun.train.sums import (
+    NO_SCORES,
+    MetricReadback,
+    Scalars,
+    Sums,
+    count_correct,
+    step_sums,
+    with_metrics,
+)
 from mprun.train.time_limit import Schedule, TimeLimit
 
 

@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.precision import devices
-from mprun.train.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
-from mprun.train.metrics import SHIPPED
-from mprun.train.metrics.summed import scores_and_targets
+from mprun.precision import devices
 from mprun.precision.nested import all_tensors, leaves, map_tensors
-from mprun.train.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
+from mprun.train.data import Batch
 from mprun.train.loss_terms import PREFIX, shown
+from mprun.train.metrics import SHIPPED
+from mprun.train.metrics.summed import scores_and_targets
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")

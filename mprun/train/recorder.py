@@ -30,14 +30,30 @@ import torch
 
 from mprun import __version__
 from mprun.precision import devices
-from mprun.train.machine import machine
-from mprun.train.machine.conditions import LoadMeter, clock_mhz
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
-from mprun.records.run_record import SCHEMA_VERSION, Conditions, DataTimes, Epoch, LossScaleRow, Memory, Metric, Scores, Status, StepTimes, Substitution, Summary, TrainScore, metric_rows, number
+from mprun.records.run_record import (
+    SCHEMA_VERSION,
+    Conditions,
+    DataTimes,
+    Epoch,
+    LossScaleRow,
+    Memory,
+    Metric,
+    Scores,
+    Status,
+    StepTimes,
+    Substitution,
+    Summary,
+    TrainScore,
+    metric_rows,
+    number,
+)
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import StepStatistics, ThinnedSeries, drift
 from mprun.train.loss_terms import PREFIX
+from mprun.train.machine import machine
+from mprun.train.machine.conditions import LoadMeter, clock_mhz
 from mprun.train.stopwatch import Stopwatch
 
 MAX_EPOCHS = 500

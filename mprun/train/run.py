@@ -16,24 +16,42 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from torch import nn
 
+from mprun.config import Config
+from mprun.errors import MprunError, UsageError, first_line
+from mprun.records.files import dated_folder
+from mprun.records.run_folder import RECIPE, RunFolder
+from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.assemble import Plan, build_run, footprint, make_plan
 from mprun.train.assemble.initial_summary import initial_summary
 from mprun.train.assemble.parts import effective, requested, run_loggers
 from mprun.train.assemble.planned_memory import has_room_for_another
-from mprun.config import Config
-from mprun.errors import MprunError, UsageError, first_line
-from mprun.train.parallel.coordinator import Coordinator, coordinator_here
-from mprun.train.parallel.layouts import Layout
-from mprun.train.parallel.ranks import PeerLostError
-from mprun.records.files import dated_folder
-from mprun.records.run_folder import RECIPE, RunFolder
-from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.callbacks import Callback, Messages
-from mprun.train.checkpoint import Checkpointer, CheckpointMisfitError, Stateful, fetched, path_in, restoring, run_facts
-from mprun.train.checks import PARTIAL, AccumulationCheck, check_loss_falls, check_steps_taken, over_time_warning, page_fault_warning, partial_scores_warning, skipped_warning, slow_dtype_warning
+from mprun.train.checkpoint import (
+    Checkpointer,
+    CheckpointMisfitError,
+    Stateful,
+    fetched,
+    path_in,
+    restoring,
+    run_facts,
+)
+from mprun.train.checks import (
+    PARTIAL,
+    AccumulationCheck,
+    check_loss_falls,
+    check_steps_taken,
+    over_time_warning,
+    page_fault_warning,
+    partial_scores_warning,
+    skipped_warning,
+    slow_dtype_warning,
+)
 from mprun.train.exception_log import ExceptionLog, GuardLog
 from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
+from mprun.train.parallel.coordinator import Coordinator, coordinator_here
+from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.ranks import PeerLostError
 from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch

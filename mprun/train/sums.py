@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mprun.precision import devices
-from mprun.train.data import Batch
 from mprun.errors import RunFailedError
-from mprun.train.parallel.ranks import Ranks
+from mprun.precision import devices
 from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number
+from mprun.train.data import Batch
 from mprun.train.loss_terms import PREFIX, shown
+from mprun.train.parallel.ranks import Ranks
 
 
 class StepMetrics(NamedTuple):

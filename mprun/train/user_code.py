@@ -19,7 +19,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.errors import MachineFailedError, MprunError, Place, RunFailedError, UsageError, definition, first_line, is_from_code, is_users, place_of, text_of, traceback_text
+from mprun.errors import (
+    MachineFailedError,
+    MprunError,
+    Place,
+    RunFailedError,
+    UsageError,
+    definition,
+    first_line,
+    is_from_code,
+    is_users,
+    place_of,
+    text_of,
+    traceback_text,
+)
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary

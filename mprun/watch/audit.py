@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.precision.policy import dtype_name
+from mprun.precision.products import LOW
+from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.watch.audit_finding import KINDS, AuditFinding, fewest_modules
 from mprun.watch.cast_counts import CastCounts, DtypeRow, dtype_rows, totals
 from mprun.watch.switch_settings import PYTORCH, SwitchSetting, switch_findings, switch_settings
 from mprun.watch.updates import ExactUpdate, exact_updates, lost_updates, lr_factors
-from mprun.precision.policy import dtype_name
-from mprun.precision.products import LOW
-from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 
 MAX_LOST = 0.5
 """Share of updates that may be lost; above it, most of a module stands still at each step."""

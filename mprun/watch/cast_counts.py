@@ -37,10 +37,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import DispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
+from mprun.precision._torch import (
+    DispatchMode,
+    in_backward,
+    local_tensor,
+    op_name,
+    storage_key,
+    viewed,
+)
+from mprun.precision.policy import dtype_name
 from mprun.records.console.formatting import size_text
 from mprun.watch.audit_finding import AuditFinding, fewest_modules
-from mprun.precision.policy import dtype_name
 
 FIXES = {
     "frozen": "autocast keeps casts of trainable weights only: convert frozen ones once, with "

@@ -38,10 +38,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import in_backward, is_fake, is_traceable_wrapper_subclass, op_name, storage_key, without_compiled_code
+from mprun.precision._torch import (
+    in_backward,
+    is_fake,
+    is_traceable_wrapper_subclass,
+    op_name,
+    storage_key,
+    without_compiled_code,
+)
 from mprun.watch._torch_fakes import FakeTensorMode, conversions_replace_parameters
 from mprun.watch.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
-from mprun.watch.process_memory import LiveStorage, MemoryPoint, ProcessRule, StepMemory, one_process
+from mprun.watch.process_memory import (
+    LiveStorage,
+    MemoryPoint,
+    ProcessRule,
+    StepMemory,
+    one_process,
+)
 from mprun.watch.step_events import OpContext, StepListener
 
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import DispatchMode, op_name, schema_of, storage_key, tree_leaves, write_count
-from mprun.watch.step_events import StepListener, StepTracker
+from mprun.precision._torch import (
+    DispatchMode,
+    op_name,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    write_count,
+)
 from mprun.precision.policy import dtype_name
+from mprun.watch.step_events import StepListener, StepTracker
 
 RunOp = Callable[[], Any]
 

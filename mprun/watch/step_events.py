@@ -45,7 +45,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import backward_node, compiles_itself, copied_without_hooks, in_backward, is_compiled, next_node, on_loss, on_scaler_step
+from mprun.precision._torch import (
+    backward_node,
+    compiles_itself,
+    copied_without_hooks,
+    in_backward,
+    is_compiled,
+    next_node,
+    on_loss,
+    on_scaler_step,
+)
 
 PHASES = ("forward", "backward", "optimizer", "other")
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mprun.watch.audit_finding import AuditFinding
 from mprun.precision.products import LOW
 from mprun.precision.switches import tf32_is_on
+from mprun.watch.audit_finding import AuditFinding
 
 PYTORCH = "PyTorch's default"
 PROGRAM = "the program"

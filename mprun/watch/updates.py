@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision import devices
 from mprun.errors import first_line
-from mprun.watch.tolerance import sums_db
+from mprun.inspect.tolerance import sums_db
+from mprun.precision import devices
 from mprun.precision.rounding import merge, merged, split
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.step_records import Float32Gradients, LostShares, Reference

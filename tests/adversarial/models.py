@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Classification
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 CLASSES = 4
 FEATURES = 16

@@ -20,9 +20,9 @@ import pytest
 
 from mprun.cli.compare_command import compared
 from mprun.cli.main import main
-from mprun.study.compare.statistics import ALPHA
 from mprun.config.settings import CompareSettings
 from mprun.records.run_record import read_summary
+from mprun.study.compare.statistics import ALPHA
 from tests.adversarial.models import CASES
 from tests.adversarial.oracle import BATCH, LOST_ACCURACY, SAMPLES
 from tests.adversarial.recipe import WORDS, write_recipe

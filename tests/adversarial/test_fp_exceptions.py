@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.watch.nonfinite import FpException, fp_exceptions
-from mprun.watch.nonfinite import NonfiniteReport
+from mprun.watch.nonfinite import FpException, NonfiniteReport, fp_exceptions
 from tests.adversarial.models import CASES, MODES, loss_of, points
 from tests.adversarial.oracle import BATCH
 from tests.adversarial.recipe import WORDS, write_recipe

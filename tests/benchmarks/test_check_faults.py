@@ -10,9 +10,9 @@ import torch
 from benchmarks import check_faults
 from benchmarks.check_faults import MODELS, Alarm, Looked, Planted, Row, main
 from benchmarks.check_models import healthy
-from mprun.train.data import DataRequest
 from mprun.errors import UsageError
 from mprun.inspect.check.check_result import Finding
+from mprun.train.data import DataRequest
 
 FAULT = Planted("vae", "softplus_overflows", "decoder.1", "fp16_mixed", "exp overflows")
 

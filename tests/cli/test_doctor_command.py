@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mprun.precision import devices
 from mprun.cli.main import main
-from mprun.records.console import ReportPart
 from mprun.errors import UsageError
 from mprun.inspect.machine_examination import examine
+from mprun.precision import devices
+from mprun.records.console import ReportPart
 from mprun.train.machine.doctor_result import Examination
 from tests.schema import conforms
 

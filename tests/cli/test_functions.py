@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import mprun
-from mprun.study.compare.comparison import Comparison
 from mprun.errors import ConditionMetError, MprunError, RunFailedError, UsageError
-from mprun.records.run_record import read_summary
 from mprun.records.result import Result
-from tests.study.compare.folders import write_run
+from mprun.records.run_record import read_summary
+from mprun.study.compare.comparison import Comparison
 from tests.each import each
+from tests.study.compare.folders import write_run
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

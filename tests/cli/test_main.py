@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mprun import __version__
-from mprun.precision import devices
-from mprun.train.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import BY_NAME, main
 from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.errors import UsageError
+from mprun.precision import devices
 from mprun.records.run_record import read_lines, read_summary
+from mprun.train.assemble import load_recipe
 from tests.cli.processes import Forking
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.config.settings import take
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.inspect import numerics_of_steps as built
-from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
 from mprun.inspect.loss_scale_advice import ALIKE_DB
+from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
+from mprun.inspect.numerics_result import NumericsResult, NumericsSettings
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
-from mprun.inspect.numerics_result import NumericsResult, NumericsSettings
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.train.assemble import Plan, file_recipe, footprint
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.train.assemble import Plan, file_recipe, footprint
 from tests.parity.raw_loop import RawLoop, assert_same, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")

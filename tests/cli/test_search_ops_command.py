@@ -18,14 +18,14 @@ import pytest
 import torch
 import yaml
 
-from mprun.train.assemble import make_plan
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.records.console import JobProgress
-from mprun.study.budget import Budget
-from mprun.precision import op_lists
-from mprun.records.run_record import number, read_summary
 from mprun.inspect.search_result import OpSearch
+from mprun.precision import op_lists
+from mprun.records.console import JobProgress
+from mprun.records.run_record import number, read_summary
+from mprun.study.budget import Budget
+from mprun.train.assemble import make_plan
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from mprun.cli.main import main
-from mprun.study.compare.comparison import Advice
 from mprun.config import compose
 from mprun.precision import Precision
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Scores, Summary, read_summary
+from mprun.study.compare.comparison import Advice
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.study.compare.verdicts import compare
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
@@ -19,8 +18,16 @@ from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.policy import policy
-from mprun.records.mode_names import ALIASES, KERAS_NAMES, LIGHTNING_NAMES, MEANT, mode_hint, own_label
+from mprun.records.mode_names import (
+    ALIASES,
+    KERAS_NAMES,
+    LIGHTNING_NAMES,
+    MEANT,
+    mode_hint,
+    own_label,
+)
 from mprun.records.run_config import variant_hash
+from mprun.study.compare.verdicts import compare
 from tests.study.compare.folders import runs_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

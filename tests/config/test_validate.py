@@ -11,15 +11,15 @@ import pytest
 import torch
 from msgspec import Meta
 
-from mprun.train.assemble import build_optimizer
-from mprun.train.assemble.dtype_choices import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import leaves, range_text
 from mprun.config.schema import BETAS, OPTIMIZERS, OptimizerConfig
 from mprun.config.validate import check
-from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.errors import UsageError
 from mprun.recipes.linear import Linear
+from mprun.train.assemble import build_optimizer
+from mprun.train.assemble.dtype_choices import build_policy
+from mprun.train.machine.speed_choices import SpeedChoice
 
 NUMBERS = {key: field.limits for key, field in leaves().items() if field.limits}
 

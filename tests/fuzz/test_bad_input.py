@@ -22,8 +22,8 @@ from mprun.cli.main import main
 from mprun.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from mprun.records.run_folder import StudyPlan, write_study_plan
 from mprun.train import checkpoint
-from tests.study.compare.folders import write_run
 from tests.fuzz import damage
+from tests.study.compare.folders import write_run
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
 

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import mprun
-from mprun.precision import devices
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD, AdamW, RMSprop
-from mprun.precision import backend_flags
+from mprun.precision import backend_flags, devices
 from mprun.precision.gemms import FLOAT8_FROM, why_not_native
 from mprun.records.run_record import read_lines, read_summary
+from mprun.train.assemble import build_parts, make_plan
 from mprun.train.clock import clock_for
 from mprun.train.loop import Limits, Trainer
 

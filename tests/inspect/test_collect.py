@@ -20,7 +20,15 @@ from mprun.inspect.histograms import histogram
 from mprun.inspect.loss_scale_advice import best_tried
 from mprun.inspect.measurements import gradient_errors
 from mprun.optim import AdamW
-from mprun.precision import DynamicLossScale, DynamicRule, Emulated16, NoLossScale, OpListCaster, StaticLossScale, op_lists
+from mprun.precision import (
+    DynamicLossScale,
+    DynamicRule,
+    Emulated16,
+    NoLossScale,
+    OpListCaster,
+    StaticLossScale,
+    op_lists,
+)
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:

@@ -9,10 +9,33 @@ import pytest
 from rich.console import Console
 
 from mprun.records.console.fitted_table import FittedTable
+from mprun.train.machine.doctor_result import (
+    OPS,
+    Examination,
+    Machine,
+    Spread,
+    _figure,
+    machine_table,
+    modes_table,
+    rates_table,
+    renderables,
+)
 from mprun.train.machine.machine_findings import conclusions, findings
-from mprun.train.machine.doctor_result import OPS, Examination, Machine, Spread, _figure, machine_table, modes_table, rates_table, renderables
-from tests.train.machine import H100, M1, WITH_BF16, Speedups, examination, gpu, limited, machine, measured, modes, rates, ratio
 from tests.schema import conforms
+from tests.train.machine import (
+    H100,
+    M1,
+    WITH_BF16,
+    Speedups,
+    examination,
+    gpu,
+    limited,
+    machine,
+    measured,
+    modes,
+    rates,
+    ratio,
+)
 
 BOTH: Speedups = {"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.03, 0.08)}
 

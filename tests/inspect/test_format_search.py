@@ -16,10 +16,17 @@ from torch import Tensor, nn
 import mprun
 from mprun.cli.main import main
 from mprun.inspect.cast_probe import CastProbe
-from mprun.inspect.format_search import SLACK_DB, EffectiveBits, GemmGroups, GemmName, gemm_sizes, with_high
+from mprun.inspect.format_search import (
+    SLACK_DB,
+    EffectiveBits,
+    GemmGroups,
+    GemmName,
+    gemm_sizes,
+    with_high,
+)
 from mprun.inspect.op_search import CandidateSearch
 from mprun.inspect.passes import FLOAT32, Passes
-from mprun.watch.tolerance import DEFAULT, Tolerance
+from mprun.inspect.tolerance import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
 from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
 from mprun.records.policy_columns import FORMAT_MODES

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from mprun.inspect.measurements import FormatPasses, FormatVerdict, GradientErrors, gradient_errors, range_or_precision, typical_errors, variances_of_halves
+from mprun.inspect.measurements import (
+    FormatPasses,
+    FormatVerdict,
+    GradientErrors,
+    gradient_errors,
+    range_or_precision,
+    typical_errors,
+    variances_of_halves,
+)
 
 
 @pytest.mark.parametrize(

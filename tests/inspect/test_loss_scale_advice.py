@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from mprun.inspect.gradients import noise_of
 from mprun.inspect.histograms import histogram
-from mprun.inspect.loss_scale_advice import LayerGradients, best_tried, in_words, judge, largest_power, need, recommend
+from mprun.inspect.loss_scale_advice import (
+    LayerGradients,
+    best_tried,
+    in_words,
+    judge,
+    largest_power,
+    need,
+    recommend,
+)
 
 
 def gradients(**layers: list[float]) -> LayerGradients:

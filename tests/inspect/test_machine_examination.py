@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mprun import __version__
-from mprun.train.machine.machine_findings import conclusions, findings
 from mprun.errors import MprunError
 from mprun.inspect import machine_examination as module
 from mprun.inspect.machine_examination import examine
 from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination
+from mprun.train.machine.machine_findings import conclusions, findings
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

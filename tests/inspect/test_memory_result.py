@@ -14,13 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from mprun.inspect.measurement_plots import SHADED, memory_plot, stretches, thinned
+from mprun.inspect.memory_result import (
+    NAMES,
+    MemoryRecord,
+    ModeMemory,
+    category_table,
+    module_table,
+)
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.watch.step_events import PHASES
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.inspect.measurement_plots import SHADED, memory_plot, stretches, thinned
 from mprun.study.report.theme import MEMORY
-from mprun.inspect.memory_result import NAMES, MemoryRecord, ModeMemory, category_table, module_table
+from mprun.watch.step_events import PHASES
 
 MIB = 2**20
 

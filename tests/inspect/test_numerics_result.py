@@ -12,15 +12,25 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from mprun.inspect import measurement_plots
+from mprun.inspect.collect import KINDS as COLLECTED
+from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
+from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
+from mprun.inspect.numerics_result import (
+    KINDS,
+    RULES,
+    NumericsResult,
+    lost_table,
+    number,
+    rows_table,
+    scales_table,
+    sentences,
+    unjudged,
+)
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.inspect.collect import KINDS as COLLECTED
-from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
-from mprun.watch.updates import RULES as KNOWN_RULES
 from mprun.records.step_records import Reference
-from mprun.inspect import measurement_plots
-from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
-from mprun.inspect.numerics_result import KINDS, RULES, NumericsResult, lost_table, number, rows_table, scales_table, sentences, unjudged
+from mprun.watch.updates import RULES as KNOWN_RULES
 
 SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
 

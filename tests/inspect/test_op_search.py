@@ -12,12 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.errors import NotMeasurableError
+from mprun.inspect.op_candidates import (
+    HEAVY,
+    OpCandidates,
+    float32_share,
+    forward_calls,
+    op_candidates,
+    promoted,
+)
 from mprun.inspect.op_search import Sensitivity, sensitivity
-from mprun.watch.tolerance import Tolerance
-from mprun.inspect.op_candidates import HEAVY, OpCandidates, float32_share, forward_calls, op_candidates, promoted
+from mprun.inspect.search_result import Deviation
+from mprun.inspect.tolerance import Tolerance
 from mprun.precision import OpListCaster
 from mprun.precision.op_lists.lists import known, spelled
-from mprun.inspect.search_result import Deviation
 
 Function = Callable[[Tensor], Tensor]
 FP16, BF16 = torch.float16, torch.bfloat16

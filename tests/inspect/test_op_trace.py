@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import mprun.inspect.trace
-from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.config import compose
-from mprun.inspect.trace import shipped_op_lists, trace_step
 from mprun.inspect.op_trace import CallStack, LabelledCaster, PythonCall, StepTrace, trace, typical
-from mprun.watch.op_watcher import OpRecorder, RecordedOp
-from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
+from mprun.inspect.trace import shipped_op_lists, trace_step
 from mprun.inspect.trace_result import CastRecord, TraceRow
+from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
+from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.train.loop import Trainer, TrainingComponents
+from mprun.watch.op_watcher import OpRecorder, RecordedOp
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

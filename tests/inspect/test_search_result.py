@@ -12,11 +12,23 @@ import pytest
 import yaml
 from rich.console import Console
 
+from mprun.inspect.search_result import (
+    LAYERS,
+    OPS,
+    Deviation,
+    OpSearch,
+    answer_files,
+    answer_sentence,
+    decibels,
+    deviation_text,
+    loss,
+    outcome_table,
+    rows_table,
+)
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.layer_values import layer_values
 from mprun.records.op_list_files import read_list
-from mprun.inspect.search_result import LAYERS, OPS, Deviation, OpSearch, answer_files, answer_sentence, decibels, deviation_text, loss, outcome_table, rows_table
 
 
 def measure(difference: float = 0.001, db: float = 50.0, **more: Any) -> dict[str, Any]:

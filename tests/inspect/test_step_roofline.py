@@ -11,14 +11,31 @@ import torch
 
 from mprun.errors import RunFailedError, UsageError
 from mprun.inspect import step_roofline
-from mprun.inspect.step_roofline import ABOVE_THE_ROOF, EMULATED, StepCount, best_rate, count_step, layer_us, measure_formats, plan_step, recipe_roofline
+from mprun.inspect.roofline_result import (
+    FormatGains,
+    Roofline,
+    Shape,
+    roofline_parts,
+    summary,
+    verdicts,
+)
+from mprun.inspect.step_roofline import (
+    ABOVE_THE_ROOF,
+    EMULATED,
+    StepCount,
+    best_rate,
+    count_step,
+    layer_us,
+    measure_formats,
+    plan_step,
+    recipe_roofline,
+)
 from mprun.precision.gemms import RECIPES
 from mprun.records.reader import read_json
 from mprun.records.run_record import StepTimes
 from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination
-from mprun.inspect.roofline_result import FormatGains, Roofline, Shape, roofline_parts, summary, verdicts
-from tests.train.machine import AVX2_ONLY, examination, measured
 from tests.schema import conforms
+from tests.train.machine import AVX2_ONLY, examination, measured
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

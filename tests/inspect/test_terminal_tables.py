@@ -13,20 +13,20 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 
+from mprun.inspect import memory_result, numerics_result, search_result, trace_result
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.study.study_progress import StudyProgress
 from mprun.records.run_record import Summary
 from mprun.study.report import tables
 from mprun.study.report.comparison_report import comparison_table, short_table
+from mprun.study.study_progress import StudyProgress
 from mprun.train.machine import doctor_result
-from mprun.inspect import memory_result, numerics_result, search_result, trace_result
-from tests.study.report.compared import comparison, of_losses
 from tests.inspect import test_doctor_result as doctor
 from tests.inspect import test_memory_result as memory
 from tests.inspect import test_numerics_result as numerics
 from tests.inspect import test_search_result as search_ops
 from tests.inspect import test_trace_result as trace
+from tests.study.report.compared import comparison, of_losses
 from tests.summaries import example, set_fields
 
 WIDTHS = (60, 80, 200)

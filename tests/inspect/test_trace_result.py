@@ -9,10 +9,19 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from mprun.inspect.trace_result import (
+    MAX_KINDS,
+    PHASES,
+    TraceRecord,
+    TraceRow,
+    chrome,
+    kinds_table,
+    step_table,
+    totals,
+)
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.watch.step_events import PHASES as OBSERVED
-from mprun.inspect.trace_result import MAX_KINDS, PHASES, TraceRecord, TraceRow, chrome, kinds_table, step_table, totals
 from tests.summaries import example
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mprun.cli import functions
-from mprun.records.result import Result
 from mprun.inspect.check.check_result import SCHEMA_VERSION, CheckRecord, Finding, ModeChecks
+from mprun.records.result import Result
 
 pytest_plugins = ["pytester"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch._inductor import config as inductor_config
 
-from mprun.precision.kernels import prebuilt
 from mprun.optim import engines
 from mprun.optim.formulas import Storage
+from mprun.precision.kernels import prebuilt
 
 
 @cache

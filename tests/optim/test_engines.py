@@ -13,13 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.precision import kernels
-from mprun.precision.kernels import prebuilt
 from mprun.optim import LowPrecisionOptimizer, engines
 from mprun.optim.engines import Operands
 from mprun.optim.formulas import HYPERS, Storage
+from mprun.precision import kernels
+from mprun.precision.kernels import prebuilt
 from mprun.precision.random_bits import key
-from tests.optim import BRAIN, DTYPES, FLOAT, HALF, LOW, MAKE, RULES, STORED, give, moment_options, parameters, same_bits, unlike, wide
+from tests.optim import (
+    BRAIN,
+    DTYPES,
+    FLOAT,
+    HALF,
+    LOW,
+    MAKE,
+    RULES,
+    STORED,
+    give,
+    moment_options,
+    parameters,
+    same_bits,
+    unlike,
+    wide,
+)
 
 needs_c = pytest.mark.skipif(
     kernels.why_not() is not None, reason=f"no compiled kernels: {kernels.why_not()}"

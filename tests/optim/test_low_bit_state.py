@@ -13,8 +13,29 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mprun.optim import AdamW, formulas
-from mprun.precision.rounding import EAGER_BLOCK, converted, merge_master, merged, rest_beside, split_master
-from tests.optim import BRAIN, FLOAT, HALF, LOW, MAKE, STORED, generator, give, moment_options, normal, parameters, unlike, wide
+from mprun.precision.rounding import (
+    EAGER_BLOCK,
+    converted,
+    merge_master,
+    merged,
+    rest_beside,
+    split_master,
+)
+from tests.optim import (
+    BRAIN,
+    FLOAT,
+    HALF,
+    LOW,
+    MAKE,
+    STORED,
+    generator,
+    give,
+    moment_options,
+    normal,
+    parameters,
+    unlike,
+    wide,
+)
 from tests.optim.test_engines import needs_c, ran
 
 CODED = torch.uint8

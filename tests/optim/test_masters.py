@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.watch.memory_recorder import memory
-from mprun.watch.updates import exact_updates
 from mprun.optim import MasterWeights, float32_masters, name_parameters
 from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, StaticLossScale
 from mprun.precision.update import Clip, step_scaled
+from mprun.watch.memory_recorder import memory
+from mprun.watch.updates import exact_updates
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),

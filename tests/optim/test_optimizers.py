@@ -19,12 +19,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mprun.precision import kernels
 from mprun.optim import SGD, AdamW, LowPrecisionOptimizer, RMSprop
 from mprun.optim.formulas import SCALE
-from mprun.precision import Clip, DynamicLossScale, DynamicRule
+from mprun.precision import Clip, DynamicLossScale, DynamicRule, kernels
 from mprun.precision.rounding import merge, round_nearest
-from tests.optim import BRAIN, DTYPES, FLOAT, HALF, LOW, MAKE, STORED, generator, give, moment_options, normal, parameters, same_bits, unlike
+from tests.optim import (
+    BRAIN,
+    DTYPES,
+    FLOAT,
+    HALF,
+    LOW,
+    MAKE,
+    STORED,
+    generator,
+    give,
+    moment_options,
+    normal,
+    parameters,
+    same_bits,
+    unlike,
+)
 
 CPU = torch.device("cpu")
 ROUNDINGS = ("nearest", "stochastic", "kahan")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.precision import kernels
 from mprun.optim import AdamW, LowPrecisionOptimizer, RMSprop, name_parameters
-from mprun.precision import Precision
+from mprun.precision import Precision, kernels
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits
 
 CPU = torch.device("cpu")

@@ -14,7 +14,19 @@ from mprun.optim.masters import masters_of
 from mprun.precision import random_bits as random_bits_module
 from mprun.precision.random_bits import BLOCK, START, key, random_bits, tensor_number
 from mprun.precision.rounding import SERIAL, round_stochastic, settle
-from tests.optim import BRAIN, HALF, LOW, MAKE, RULES, STORED, give, moment_options, normal, same_bits, wide
+from tests.optim import (
+    BRAIN,
+    HALF,
+    LOW,
+    MAKE,
+    RULES,
+    STORED,
+    give,
+    moment_options,
+    normal,
+    same_bits,
+    wide,
+)
 from tests.optim.test_engines import BY_INDUCTOR, compiles_for_torch, moments_of, needs_c
 
 SIZE = 1003

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, image_splits
-from mprun.train.data.text import python_library
 from mprun.recipe import Recipe
 from mprun.recipes.char_gpt import Gpt
 from mprun.recipes.fashion_mnist import FashionMnist
 from mprun.recipes.linear import Linear
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
+from mprun.train.data import DataRequest, image_splits
+from mprun.train.data.text import python_library
 from tests.run.test_resume import trained
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 WORDS = [
     *("recipe=linear", "recipe.name=convolutional", "device=cpu", "recipe.model.samples=8"),

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import AutocastCaster, Caster, DynamicLossScale, DynamicRule, Emulated16, NoCaster, OpListCaster, Policy, Precision, op_lists
+from mprun.precision import (
+    AutocastCaster,
+    Caster,
+    DynamicLossScale,
+    DynamicRule,
+    Emulated16,
+    NoCaster,
+    OpListCaster,
+    Policy,
+    Precision,
+    op_lists,
+)
 from mprun.precision.apply import NOT_SCALED
 from mprun.precision.convert import convert
 from tests.each import each

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import Arithmetic, BlockedConvolutions, Emulated16, EmulatedTf32, Float16Fallback, NativeArithmetic, Precision, round_to_tf32
+from mprun.precision import (
+    Arithmetic,
+    BlockedConvolutions,
+    Emulated16,
+    EmulatedTf32,
+    Float16Fallback,
+    NativeArithmetic,
+    Precision,
+    round_to_tf32,
+)
 from mprun.precision.arithmetic import occurred_substitutions
 from tests.each import each
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.precision import DynamicLossScale, DynamicRule, LossScale, NoLossScale, Precision, StaticLossScale
+from mprun.precision import (
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoLossScale,
+    Precision,
+    StaticLossScale,
+)
 from mprun.precision.buffers import BufferOverflow
 from mprun.precision.convert import convert
 from mprun.recipes.linear import Linear

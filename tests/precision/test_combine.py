@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from mprun.optim import SGD, AdamW, MasterWeights, mark_shard
 from mprun.optim.masters import masters_of
-from mprun.precision import Clip, Combine, DynamicLossScale, DynamicRule, LossScale, NoLossScale, Precision, StaticLossScale
+from mprun.precision import (
+    Clip,
+    Combine,
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoLossScale,
+    Precision,
+    StaticLossScale,
+)
 from tests.each import each
 from tests.optim import normal
 from tests.waiting import PATIENCE_S

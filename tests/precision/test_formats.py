@@ -13,7 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.precision.formats import BF16, BLOCK_FORMATS, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP8_ROWWISE, FP8_TENSORWISE, FP16, MANTISSA_BITS, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, MXFP8_RCEIL, NVFP4, TF32, BlockFormat, Format, quantise, scales
+from mprun.precision.formats import (
+    BF16,
+    BLOCK_FORMATS,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FORMATS,
+    FP8_ROWWISE,
+    FP8_TENSORWISE,
+    FP16,
+    MANTISSA_BITS,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8,
+    MXFP8_E5M2,
+    MXFP8_RCEIL,
+    NVFP4,
+    TF32,
+    BlockFormat,
+    Format,
+    quantise,
+    scales,
+)
 from tests.each import each
 
 CASTS = {

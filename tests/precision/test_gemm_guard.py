@@ -15,14 +15,31 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mprun.watch.nonfinite import WatchedRunExceptions
 from mprun.precision import Precision, execution, guard_of
 from mprun.precision.arithmetic import EmulatedProducts
 from mprun.precision.execution import choose_execution
-from mprun.precision.formats import BLOCK_FORMATS, FP8_ROWWISE, FP8_TENSORWISE, NVFP4, BlockFormat, quantise
-from mprun.precision.gemm_guard import MIN_ROW, NO_GUARD, THRESHOLDS, ActiveGuard, Factor, GemmFinding, GemmGuard, Loss, losses
+from mprun.precision.formats import (
+    BLOCK_FORMATS,
+    FP8_ROWWISE,
+    FP8_TENSORWISE,
+    NVFP4,
+    BlockFormat,
+    quantise,
+)
+from mprun.precision.gemm_guard import (
+    MIN_ROW,
+    NO_GUARD,
+    THRESHOLDS,
+    ActiveGuard,
+    Factor,
+    GemmFinding,
+    GemmGuard,
+    Loss,
+    losses,
+)
 from mprun.precision.gemms import GEMMS, HIGH, StepBits, linear, product
 from mprun.precision.policy import policy
+from mprun.watch.nonfinite import WatchedRunExceptions
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

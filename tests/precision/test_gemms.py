@@ -10,7 +10,21 @@ from torch import Tensor, nn
 
 from mprun.precision import Precision
 from mprun.precision.formats import NVFP4, quantise
-from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS, RECIPES, Gemm, LinearGemms, StepBits, convert_gemms, convert_natively, formatted_layers, gemms_of, linear, model_gemms, why_not_native
+from mprun.precision.gemms import (
+    GEMMS,
+    PRODUCT_FORMATS,
+    RECIPES,
+    Gemm,
+    LinearGemms,
+    StepBits,
+    convert_gemms,
+    convert_natively,
+    formatted_layers,
+    gemms_of,
+    linear,
+    model_gemms,
+    why_not_native,
+)
 from mprun.records.policy_columns import FORMAT_MODES
 from tests.each import each
 

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.precision import NativeArithmetic, NoCaster, NoLossScale, OpListCaster, Precision, op_lists
+from mprun.precision import (
+    NativeArithmetic,
+    NoCaster,
+    NoLossScale,
+    OpListCaster,
+    Precision,
+    op_lists,
+)
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS
 from mprun.precision.layers import InDtype, computing_in, layer_rows, resolve

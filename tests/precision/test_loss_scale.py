@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mprun.optim import SGD, AdamW
-from mprun.precision import Clip, DynamicLossScale, DynamicRule, LossScale, NoLossScale, StaticLossScale
+from mprun.precision import (
+    Clip,
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from mprun.precision.loss_scale import STATIC_PATIENCE, next_state
 from tests.each import each
 

@@ -23,7 +23,22 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import Precision, same_rounding
 from tests.each import each
-from tests.precision.loops import AMP, CASES, SCALE, Case, Loop, Net, Ours, batches, distance, equal, gradients, loops, made, train_step
+from tests.precision.loops import (
+    AMP,
+    CASES,
+    SCALE,
+    Case,
+    Loop,
+    Net,
+    Ours,
+    batches,
+    distance,
+    equal,
+    gradients,
+    loops,
+    made,
+    train_step,
+)
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

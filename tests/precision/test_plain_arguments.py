@@ -10,14 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.train.assemble.dtype_choices import choose_op_lists
-from mprun.train.assemble.parts import build_loss_scale
 from mprun.config import compose
-from mprun.precision import AutocastCaster, DynamicLossScale, Float16Fallback, NativeArithmetic, NoCaster, Precision, StaticLossScale
+from mprun.precision import (
+    AutocastCaster,
+    DynamicLossScale,
+    Float16Fallback,
+    NativeArithmetic,
+    NoCaster,
+    Precision,
+    StaticLossScale,
+)
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import policy
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.policy_columns import FORMAT_MODES
+from mprun.train.assemble.dtype_choices import choose_op_lists
+from mprun.train.assemble.parts import build_loss_scale
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

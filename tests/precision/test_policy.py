@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.train.assemble.dtype_choices import build_policy
 from mprun.config import compose
 from mprun.config.schema import PrecisionConfig
 from mprun.precision import Policy
@@ -17,6 +16,7 @@ from mprun.precision.policy import BY_DTYPES, LETTERS
 from mprun.precision.policy import policy as shipped
 from mprun.records.policy_columns import PolicyColumns
 from mprun.records.run_record import PrecisionRow
+from mprun.train.assemble.dtype_choices import build_policy
 
 
 def policy(name: str) -> Policy:

@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.precision import devices
 from mprun.precision import accelerated as accelerated_once
-from mprun.precision import rates
-from mprun.precision.rates import TimedOp, Timer, alternate, convolution, convolution_backward, in_threads, matmul, timer, warm
+from mprun.precision import devices, rates
+from mprun.precision.rates import (
+    TimedOp,
+    Timer,
+    alternate,
+    convolution,
+    convolution_backward,
+    in_threads,
+    matmul,
+    timer,
+    warm,
+)
 from tests.each import each
 
 CPU = torch.device("cpu")

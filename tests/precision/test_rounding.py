@@ -15,7 +15,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.precision.rounding import DTYPES, OVERFLOWS, RANDOM_BITS, merge, round_nearest, round_stochastic, split
+from mprun.precision.rounding import (
+    DTYPES,
+    OVERFLOWS,
+    RANDOM_BITS,
+    merge,
+    round_nearest,
+    round_stochastic,
+    split,
+)
 from tests.each import each
 
 MANTISSA = {torch.float16: 10, torch.bfloat16: 7}

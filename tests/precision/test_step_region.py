@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.precision._torch import OpOverload, TorchDispatchMode
 from mprun.precision import AutocastCaster, Caster, NoCaster
+from mprun.precision._torch import OpOverload, TorchDispatchMode
 from mprun.precision.caster import caster_of
 from tests.each import each
 from tests.precision.test_policy import policy

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import _torch
+from mprun.precision import _torch, _torch_switches
 from mprun.watch import _torch_fakes
-from mprun.precision import _torch_switches
 
 MPRUN = Path(_torch.__file__).parent
 CHECKS: dict[str, Callable[[], None]] = {}

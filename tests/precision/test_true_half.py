@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan, build_loss_scale, build_parts, make_plan
 from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.precision import Precision
+from mprun.train.assemble import Plan, build_loss_scale, build_parts, make_plan
 from mprun.train.loop import TrainingComponents
 from tests.each import each
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.precision import kernels
-from mprun.precision import Emulated16, emulate
+from mprun.precision import Emulated16, emulate, kernels
 from mprun.precision.buffers import WideCopies, is_dense, is_whole
 from mprun.precision.random_bits import key
 from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from mprun.cli.main import main
-from mprun.train.data import DataRequest
 from mprun.recipes.char_gpt import Attention, CharGpt, Gpt
 from mprun.records.run_record import read_summary
+from mprun.train.data import DataRequest
 
 SIZES = {"layers": 2, "heads": 2, "width": 16, "context": 8, "vocabulary": 65, "text": None}
 PUBLISHED = CharGpt(4, 4, 128, 64, 65, None)

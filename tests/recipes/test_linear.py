@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mprun.train.data import DataRequest
 from mprun.recipes.linear import Linear
+from mprun.train.data import DataRequest
 
 RECIPE = Linear(in_features=1024, out_features=512, samples=64)
 

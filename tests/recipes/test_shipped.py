@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.train.assemble import recipe_of
 from mprun.config import compose
 from mprun.config.reference import options
-from mprun.train.data import DataRequest, sources
 from mprun.errors import UsageError
 from mprun.precision.nested import all_tensors
 from mprun.recipe import Recipe
+from mprun.train.assemble import recipe_of
+from mprun.train.data import DataRequest, sources
 
 RECIPES = sorted(options("recipe"))
 

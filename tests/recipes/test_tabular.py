@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mprun.cli.main import main
-from mprun.train.data import DataRequest
 from mprun.errors import UsageError
 from mprun.recipes.tabular import Tabular
 from mprun.records.run_record import read_summary
+from mprun.train.data import DataRequest
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: mprun[tabular]")
 

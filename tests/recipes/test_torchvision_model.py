@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from mprun.cli.main import main
-from mprun.train.data import DataRequest
-from mprun.train.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.recipes.resnet import ResNet
 from mprun.recipes.torchvision_model import TorchvisionModel
 from mprun.records.run_record import read_lines, read_summary
+from mprun.train.data import DataRequest
+from mprun.train.data.loader_sets import LoadedSet
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from mprun import release
 from mprun.cli.main import main
-from mprun.train.data import DataRequest
 from mprun.errors import UsageError
 from mprun.recipes.transformer import Transformer
 from mprun.records.run_record import read_summary
+from mprun.train.data import DataRequest
 
 MISSING = "transformers is not installed: mprun[transformer]"
 transformers = pytest.importorskip("transformers", reason=MISSING)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mprun.errors import RunFailedError
 from mprun.records import result as results
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.errors import RunFailedError
 from mprun.records.result import PartialResultError, Result, measuring, show
 
 
@@ -85,7 +85,9 @@ def test_a_folder_that_cannot_be_written_hides_no_failure(folder: Path | None) -
 
 
 def test_no_module_of_results_imports_torch_or_matplotlib() -> None:
-    names = [module.name for module in pkgutil.iter_modules(results.__path__, "mprun.records.result.")]
+    names = [
+        module.name for module in pkgutil.iter_modules(results.__path__, "mprun.records.result.")
+    ]
     assert len(names) >= 8
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Classification
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 WORDS = ("--config-dir=conf", "recipe=faulty", "device=cpu")
 

@@ -16,7 +16,17 @@ from mprun.records.run_record import LossScaleRow
 from tests.adversarial.recipe import WORDS, write_recipe
 from tests.parity.raw_loop import of_recipe, rmsprop
 from tests.reference_features import faulty
-from tests.reference_features.runs import LINEAR, MNIST, losses, mnist_compared, recipes_page, run, same, weights, written
+from tests.reference_features.runs import (
+    LINEAR,
+    MNIST,
+    losses,
+    mnist_compared,
+    recipes_page,
+    run,
+    same,
+    weights,
+    written,
+)
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mprun.config import compose
-from mprun.train.data import DataRequest
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
+from mprun.train.data import DataRequest
 from mprun.train.loop import Trainer
 from tests.reference_features.runs import MNIST, mnist_compared, recipes_page, run, weights, written
 

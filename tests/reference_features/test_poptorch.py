@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD
@@ -20,9 +19,21 @@ from mprun.precision import Emulated16
 from mprun.precision.rounding import round_stochastic
 from mprun.recipes.fashion_mnist import FashionMnist
 from mprun.records.run_record import LossScaleRow
+from mprun.train.assemble import build_parts, make_plan
 from tests.adversarial.recipe import WORDS, write_recipe
 from tests.reference_features import faulty
-from tests.reference_features.runs import FASHION, LINEAR, MNIST, compared, dtypes, losses, recipes_page, run, weights, written
+from tests.reference_features.runs import (
+    FASHION,
+    LINEAR,
+    MNIST,
+    compared,
+    dtypes,
+    losses,
+    recipes_page,
+    run,
+    weights,
+    written,
+)
 from tests.run.test_inputs import Sent
 
 pytestmark = pytest.mark.usefixtures("one_traced_step", "quick_runs")

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan, make_plan
-from mprun.train.assemble.parts import build_parts
 from mprun.config.compose import compose
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
+from mprun.train.assemble import Plan, make_plan
+from mprun.train.assemble.parts import build_parts
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, Trainer
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

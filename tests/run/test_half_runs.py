@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.precision import kernels
 from mprun.cli.main import main
-from mprun.train.machine.machine import has_amx
+from mprun.precision import kernels
 from mprun.precision.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
+from mprun.train.machine.machine import has_amx
 from tests.run.test_resume import assert_same_run, trained
 from tests.schema import conforms
 from tests.summaries import check_partials

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.data import DataRequest, Splits, TensorSet
 
 AWAY = torch.device("meta")
 """A device that is not the host's memory; nothing can be computed there, but everything be sent."""

@@ -10,10 +10,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.train.assemble import build_parts, make_plan
 from tests.run.test_resume import assert_equal, assert_same_run, at_step, crash, trained  # noqa: F401 - a fixture
 from tests.schema import conforms
 

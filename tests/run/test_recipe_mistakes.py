@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from mprun.train.assemble import file_recipe
 from mprun.cli.main import main
 from mprun.errors import first_line, text_of, traceback_text
 from mprun.records.run_record import read_lines, read_summary
+from mprun.train.assemble import file_recipe
 from tests.run.processes import Forking
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")

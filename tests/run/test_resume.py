@@ -13,11 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mprun.cli.main import main
-from mprun.train.data import Batch
-from mprun.train.parallel.layouts import Layout
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
+from mprun.train.data import Batch
 from mprun.train.loop import StepResult, Trainer
+from mprun.train.parallel.layouts import Layout
 from tests.run.processes import Forking
 from tests.schema import conforms
 

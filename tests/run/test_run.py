@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.train import run as session
 from mprun.cli.main import main
 from mprun.config.reference import options
 from mprun.errors import RunFailedError
 from mprun.records.run_record import Metric, Summary, read_lines, read_summary
+from mprun.train import run as session
 from tests.run.processes import Forking
 from tests.schema import conforms
 from tests.summaries import check_partials

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.assemble import Plan
 from mprun.cli.main import main
-from mprun.train.data import Batch
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
+from mprun.train.assemble import Plan
+from mprun.train.data import Batch
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 from mprun.train.loop import StepResult, Trainer
 from mprun.train.sums import MetricReadback

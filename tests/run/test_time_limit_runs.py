@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mprun.cli.main import main
+from mprun.records.run_record import Summary, TimeBudget, read_lines, read_summary
 from mprun.study.compare.load import find_runs
 from mprun.study.compare.verdicts import compare
-from mprun.records.run_record import Summary, TimeBudget, read_lines, read_summary
 from mprun.train.checks import PARTIAL, over_time_warning
 from mprun.train.loop import Limits
 from tests.run.clock import Clock

@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.train.assemble import load_recipe
 from mprun.config import compose
-from mprun.train.data import sources
 from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.study.report import exports
 from mprun.train import checkpoint, torch_file
+from mprun.train.assemble import load_recipe
+from mprun.train.data import sources
 from mprun.train.init_from import load_weights
-from tests.study.report.compared import comparison
 from tests.security.records import write_config
+from tests.study.report.compared import comparison
 
 ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 6)

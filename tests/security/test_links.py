@@ -11,11 +11,11 @@ import pytest
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.config.study_request import study_request
-from mprun.train.data import sources
 from mprun.errors import UsageError
-from mprun.study.study import new_study, resumed_study
 from mprun.records.files import write_atomic
 from mprun.records.run_folder import RunFolder
+from mprun.study.study import new_study, resumed_study
+from mprun.train.data import sources
 from tests.security.records import write_config
 
 FILES = (

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.train.assemble import load_recipe
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.config.quoting import quoted
@@ -22,9 +21,10 @@ from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.records.run_folder import RunFolder
 from mprun.train import checkpoint
+from mprun.train.assemble import load_recipe
 from mprun.train.init_from import load_weights
-from tests.study.compare.folders import write_run
 from tests.security.records import MARK, has_run, write_config
+from tests.study.compare.folders import write_run
 
 # ---- pickles -------------------------------------------------------------------------------------
 

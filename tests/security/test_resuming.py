@@ -19,8 +19,8 @@ from mprun.config.study_request import study_request
 from mprun.errors import UsageError
 from mprun.study.planned_run import plan_or_resume
 from mprun.study.study import new_study, resumed_study
-from tests.study.compare.folders import write_run
 from tests.security.records import has_run, write_config, write_recipe
+from tests.study.compare.folders import write_run
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mprun.study.compare.comparison import Comparison, Estimate, Interval, Outcome, Run, StepPercentiles, Variant, Verdict
+from mprun.study.compare.comparison import (
+    Comparison,
+    Estimate,
+    Interval,
+    Outcome,
+    Run,
+    StepPercentiles,
+    Variant,
+    Verdict,
+)
 from tests.summaries import example
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mprun.config import compose
-from mprun.study.advise import preset_text, write_preset
 from mprun.records.run_config import variant_hash
+from mprun.study.advise import preset_text, write_preset
 
 CASES = [
     ["recipe=mnist", "precision=bf16_mixed"],

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from mprun.records.run_record import LossScaleRow, Summary
+from mprun.study.advise import advise, alarms, screened
 from mprun.study.compare.comparison import EqualQuality, Estimate, Interval, Variant
 from mprun.study.compare.verdicts import compare
-from mprun.study.advise import advise, alarms, screened
 from mprun.study.trials import Outcome, Trial
-from mprun.records.run_record import LossScaleRow, Summary
-from tests.study.compare.folders import run_of
 from tests.study import comparison, ratio, variant
+from tests.study.compare.folders import run_of
 from tests.summaries import example
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mprun
-from mprun.precision import devices
 from mprun.cli.main import main
+from mprun.precision import devices
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.clock import EventClock
 from mprun.train.sums import DeviceReadback

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts, TrialBudget, not_run_text, seeds_text
-from mprun.study.trials import Outcome, Trial, Trials
 from mprun.records.run_record import read_summary
+from mprun.study.budget import (
+    Budget,
+    BudgetSignals,
+    EndedEarlyError,
+    LimitedParts,
+    TrialBudget,
+    not_run_text,
+    seeds_text,
+)
+from mprun.study.trials import Outcome, Trial, Trials
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
 

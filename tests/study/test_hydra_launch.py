@@ -19,11 +19,11 @@ from hydra.core.config_store import ConfigStore
 from mprun.cli.main import main
 from mprun.config.settings import LauncherSettings
 from mprun.config.study_request import study_request
+from mprun.records.run_record import Summary, read_summary
 from mprun.study import hydra_launch
 from mprun.study.hydra_launch import StudyJob, StudyLauncher
 from mprun.study.study import new_study
 from mprun.study.study_progress import StudyProgress
-from mprun.records.run_record import Summary, read_summary
 from tests.study.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
 from tests.waiting import wait_for
 

@@ -12,19 +12,19 @@ import pytest
 from filelock import FileLock
 
 from mprun.cli.main import main
+from mprun.config.study_request import study_request
+from mprun.errors import UsageError
+from mprun.records.console import stdout_console
+from mprun.records.run_record import Summary, read_summary
+from mprun.study.budget import Budget, BudgetSignals
 from mprun.study.compare.load import find_runs
 from mprun.study.compare.times import OVERLAPPED
 from mprun.study.compare.verdicts import compare
-from mprun.config.study_request import study_request
-from mprun.records.console import stdout_console
-from mprun.train.machine import machine
-from mprun.errors import UsageError
-from mprun.study.budget import Budget, BudgetSignals
 from mprun.study.hydra_launch import Screening
 from mprun.study.study import Study, new_study, resumed_study
 from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import Outcome, Trial, TrialClaims, Trials
-from mprun.records.run_record import Summary, read_summary
+from mprun.train.machine import machine
 from tests.study.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
 from tests.waiting import wait_for
 

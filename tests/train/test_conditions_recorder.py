@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.train.machine.conditions import OthersShare
 from mprun.records.run_record import Conditions, read_summary
 from mprun.train import recorder
 from mprun.train.callbacks import StepLine
+from mprun.train.machine.conditions import OthersShare
 from mprun.train.recorder import ConditionsRecorder
 from tests.summaries import example
 

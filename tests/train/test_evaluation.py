@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import Batches, BatchForm, TensorBatches
 from mprun.precision import Precision
+from mprun.train.data import Batches, BatchForm, TensorBatches
 from mprun.train.evaluation import TRIAL_BATCHES, Evaluator
 from tests.train.trainers import CPU, Tiny, samples
 

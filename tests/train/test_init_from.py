@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.train.data import Batch
 from mprun.precision import Policy
 from mprun.records.files import write_atomic
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.data import Batch
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loop import StepResult, Trainer
 from mprun.train.torch_file import with_tied, without_prefix

@@ -12,12 +12,21 @@ from typing import Any
 import pytest
 
 from mprun.cli.main import main
-from mprun.study.compare.load import find_runs
 from mprun.records.run_folder import RECORD_FILES
 from mprun.records.run_record import read_lines, read_summary
+from mprun.study.compare.load import find_runs
 from mprun.train.loop import Trainer
 from tests.train.conftest import Fresh
-from tests.train.logged import LINEAR, MNIST, curves_of, parameters_of, record_of, resume, tags_of, train
+from tests.train.logged import (
+    LINEAR,
+    MNIST,
+    curves_of,
+    parameters_of,
+    record_of,
+    resume,
+    tags_of,
+    train,
+)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.train.parallel.ranks import Ranks
 from mprun.train.checkpoint import restore_random_numbers, saved_random_numbers
+from mprun.train.parallel.ranks import Ranks
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import Batch, MicroBatch
 from mprun.errors import RunFailedError, UsageError
-from mprun.train.metrics import F1, Accuracy
-from mprun.precision.nested import all_tensors
 from mprun.precision import LossScale
+from mprun.precision.nested import all_tensors
 from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
+from mprun.train.data import Batch, MicroBatch
 from mprun.train.loop import Limits, Trainer
+from mprun.train.metrics import F1, Accuracy
 from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of, placed, saved_state
 from tests.train.trainers import CPU, Base, SavingLog, samples, trainer_of
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 
-from mprun.train.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.records.run_record import read_lines
+from mprun.train.assemble import build_parts, make_plan
 from mprun.train.time_limit import Schedule
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from mprun.records.run_record import DataTimes, StepTimes
 from mprun.train import clock
-from mprun.train.clock import BIN_WIDTH, LEAST, MAX_VALUES, Distribution, StepStatistics, ThinnedSeries
+from mprun.train.clock import (
+    BIN_WIDTH,
+    LEAST,
+    MAX_VALUES,
+    Distribution,
+    StepStatistics,
+    ThinnedSeries,
+)
 
 
 def quantiles(values: Iterable[float]) -> list[float | None]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.train.parallel.ranks import Ranks
 from mprun.train import sums as module
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.sums import GROWTH, ProcessStepSums, StepMetrics, StepSums, step_sums
 
 

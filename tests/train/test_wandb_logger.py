@@ -12,7 +12,17 @@ import pytest
 
 from mprun.records.run_folder import RECORD_FILES
 from mprun.records.run_record import read_lines
-from tests.train.logged import LINEAR, MNIST, Curves, curves_of, parameters_of, record_of, resume, tags_of, train
+from tests.train.logged import (
+    LINEAR,
+    MNIST,
+    Curves,
+    curves_of,
+    parameters_of,
+    record_of,
+    resume,
+    tags_of,
+    train,
+)
 from tests.waiting import wait_for
 
 wandb = pytest.importorskip("wandb")

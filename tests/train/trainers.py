@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import Batches, BatchForm, DataRequest, Splits, TensorBatches, TensorOrder, TensorSet
 from mprun.precision import Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Epoch
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
+from mprun.train.data import (
+    Batches,
+    BatchForm,
+    DataRequest,
+    Splits,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import MetricReadback

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import mprun
+from mprun.optim import AdamW, MasterWeights, float32_masters
 from mprun.watch.audit import KINDS, Audit
 from mprun.watch.cast_counts import CastCounts
 from mprun.watch.updates import lr_factors
-from mprun.optim import AdamW, MasterWeights, float32_masters
 
 
 class Small(nn.Module):

@@ -18,15 +18,22 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from mprun.train.assemble import Plan, build_parts, footprint, load_shapes, make_plan, step_memory, with_batch_size
-from mprun.train.assemble.planned_memory import same_step
 from mprun.config import compose
-from mprun.train.data import sources
-from mprun.watch.process_memory import StepMemory
-from mprun.watch.memory_recorder import fake_tensors, memory, record_memory
-from mprun.watch.memory_recorder import REDUCED_IN_PLACE
 from mprun.precision.convert import convert
+from mprun.train.assemble import (
+    Plan,
+    build_parts,
+    footprint,
+    load_shapes,
+    make_plan,
+    step_memory,
+    with_batch_size,
+)
+from mprun.train.assemble.planned_memory import same_step
+from mprun.train.data import sources
 from mprun.train.loop import Trainer
+from mprun.watch.memory_recorder import REDUCED_IN_PLACE, fake_tensors, memory, record_memory
+from mprun.watch.process_memory import StepMemory
 from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

@@ -12,8 +12,20 @@ from torch import Tensor
 
 from mprun.inspect.gradients import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.inspect.histograms import histogram
-from mprun.watch.tolerance import ratio_db, sqnr_db
-from mprun.precision.formats import BY_NAME, E2M1, E3M2, FP8_ROWWISE, FP16, MXFP4, MXFP8, NVFP4, BlockFormat, Format, quantise
+from mprun.inspect.tolerance import ratio_db, sqnr_db
+from mprun.precision.formats import (
+    BY_NAME,
+    E2M1,
+    E3M2,
+    FP8_ROWWISE,
+    FP16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    Format,
+    quantise,
+)
 from mprun.records.mode_names import FURTHER_FORMATS
 from tests.precision.test_formats import cast
 

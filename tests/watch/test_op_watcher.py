@@ -12,9 +12,9 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mprun.precision import EmulatedTf32, WrappedArithmetic
 from mprun.watch.op_watcher import OpRecorder, RecordedOp
 from mprun.watch.step_events import PHASES
-from mprun.precision import EmulatedTf32, WrappedArithmetic
 
 WIDTH = 4
 """Of everything here: modules cannot be distinguished by their shapes."""

@@ -19,12 +19,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mprun.watch.process_memory import StepMemory
-from mprun.watch.memory_recorder import fake_tensors, memory
-from mprun.watch import process_memory
-from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
-from mprun.watch.process_memory import ProcessRule, ReplicatedModel, ShardedModel, one_process
 from mprun.recipes.char_gpt import Gpt
+from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
+from mprun.watch import process_memory
+from mprun.watch.memory_recorder import fake_tensors, memory
+from mprun.watch.process_memory import (
+    ProcessRule,
+    ReplicatedModel,
+    ShardedModel,
+    StepMemory,
+    one_process,
+)
 from tests.torch_version import torch_is
 
 WIDTH = 64

@@ -13,9 +13,16 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.watch import switch_settings as module
-from mprun.watch.switch_settings import ATTENTION, LIBRARY_VARIABLES, MATMULS, TF32_BY_ENVIRONMENT, switch_findings, switch_settings
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
+from mprun.watch import switch_settings as module
+from mprun.watch.switch_settings import (
+    ATTENTION,
+    LIBRARY_VARIABLES,
+    MATMULS,
+    TF32_BY_ENVIRONMENT,
+    switch_findings,
+    switch_settings,
+)
 from tests.waiting import PATIENCE_S
 
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mprun import optim
-from mprun.watch.updates import exact_updates, exact_weights
 from mprun.precision.rounding import merge
+from mprun.watch.updates import exact_updates, exact_weights
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 TORCH: dict[str, Make] = {

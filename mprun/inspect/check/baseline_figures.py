@@ -21,16 +21,22 @@ import torch
 from scipy.special import stdtrit
 from torch import nn
 
-from mprun.train.machine import machine
 from mprun.errors import definition
+from mprun.inspect.check.check_baseline import (
+    SCHEMA_VERSION,
+    Baseline,
+    BaselineFigure,
+    BaselineStep,
+    ModeBaseline,
+)
 from mprun.inspect.check.check_training import curve_losses
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.inspect.trace import traced_step
 from mprun.inspect.divergence.boundaries import calls_followed, floating
 from mprun.inspect.float64 import in_float64
-from mprun.watch.updates import weights_moved
+from mprun.inspect.trace import traced_step
 from mprun.precision.policy import torch_dtype
-from mprun.inspect.check.check_baseline import SCHEMA_VERSION, Baseline, BaselineFigure, BaselineStep, ModeBaseline
+from mprun.train.machine import machine
+from mprun.watch.updates import weights_moved
 
 DRAWS = 4
 MISSED = 1e-5

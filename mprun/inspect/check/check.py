@@ -15,28 +15,35 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mprun.train.assemble import DataCache, make_plan
-from mprun.train.assemble.given_recipe import given_recipe
-from mprun.train.assemble.initial_summary import variant_label
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.records.console import ReportPart, report_nothing
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
-from mprun.study.planned_run import PlannedRun
 from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check_agreement import agrees
+from mprun.inspect.check.check_baseline import Baseline, changes, read_baseline, updated
 from mprun.inspect.check.check_memory import fits
 from mprun.inspect.check.check_on_targets import on_targets
 from mprun.inspect.check.check_ops import dtypes, robust
+from mprun.inspect.check.check_result import (
+    SCHEMA_VERSION,
+    CheckRecord,
+    CheckSettings,
+    Finding,
+    ModeChecks,
+    check_parts,
+)
+from mprun.inspect.check.check_targets import target_lines
 from mprun.inspect.check.check_training import trains
 from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.records.console import ReportPart, report_nothing
 from mprun.records.files import json_text, write_atomic
-from mprun.records.run_record import Summary
 from mprun.records.result import Result
-from mprun.inspect.check.check_baseline import Baseline, changes, read_baseline, updated
-from mprun.inspect.check.check_result import SCHEMA_VERSION, CheckRecord, CheckSettings, Finding, ModeChecks, check_parts
-from mprun.inspect.check.check_targets import target_lines
+from mprun.records.run_record import Summary
+from mprun.study.planned_run import PlannedRun
+from mprun.train.assemble import DataCache, make_plan
+from mprun.train.assemble.given_recipe import given_recipe
+from mprun.train.assemble.initial_summary import variant_label
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")

@@ -33,22 +33,29 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from mprun.study.planned_run import EXACT
 from mprun.inspect.check.check_passes import LOSS, Figures, StepPasses, is_finite, line_of
+from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.check_training import COARSEST, LEVEL
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.precision.nested import to_dtype
+from mprun.inspect.diff_result import OpError, SideError
 from mprun.inspect.divergence import DifferenceRow, Side
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
 from mprun.inspect.divergence.pieces import excess
-from mprun.inspect.divergence.side_by_side import MARGIN, MARGINS, Captured, SharedStep, capture, together
-from mprun.watch.tolerance import sums_db
-from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
+from mprun.inspect.divergence.side_by_side import (
+    MARGIN,
+    MARGINS,
+    Captured,
+    SharedStep,
+    capture,
+    together,
+)
+from mprun.inspect.tolerance import sums_db
 from mprun.precision.emulate import Emulated16
+from mprun.precision.nested import to_dtype
 from mprun.precision.policy import torch_dtype
-from mprun.inspect.check.check_result import Finding
-from mprun.inspect.diff_result import OpError, SideError
+from mprun.study.planned_run import EXACT
 from mprun.train.loss_terms import LossTerms
+from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
 """Passes of each kind: for the direction, compared at first, and compared where they differ."""

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from mprun.records.reader import read_json
 from mprun.inspect.check.check_result import Finding
+from mprun.records.reader import read_json
 
 SCHEMA_VERSION = 1
 DIGITS = 7

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from mprun.records.console.formatting import UNITS, size_text
-from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.check.check_result import Finding
+from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.records.console.formatting import UNITS, size_text
 
 SHOWN = 3
 """Categories that a finding names."""

@@ -17,21 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import in_backward, op_name, storage_key
 from mprun.config.validate import loss_scale_kind
 from mprun.inspect.check.baseline_figures import DRAWS, explained
 from mprun.inspect.check.check_passes import LOSS, StepPasses, is_finite
+from mprun.inspect.check.check_result import Finding
+from mprun.inspect.check.check_targets import (
+    IN_FLOAT32,
+    TARGETS,
+    Configuration,
+    FormatUse,
+    figure,
+    refused_or_different,
+    target_findings,
+)
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.precision.nested import all_tensors
-from mprun.watch.nonfinite.nonfinite_watcher import current_line
-from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
+from mprun.precision._torch import in_backward, op_name, storage_key
 from mprun.precision.arithmetic import Float16Fallback
 from mprun.precision.emulate import Emulated16
 from mprun.precision.layers import layer_precision
+from mprun.precision.nested import all_tensors
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.layer_values import product_formats
-from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.check_targets import IN_FLOAT32, TARGETS, Configuration, FormatUse, figure, refused_or_different, target_findings
+from mprun.watch.nonfinite.nonfinite_watcher import current_line
+from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
 FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
 """Formats of products by the names of the table of targets; the others are fp8."""

@@ -15,20 +15,20 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import own_parameters
-from mprun.train.assemble.parts import build_arithmetic, build_parts, build_precision
+from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import CheckedMode, batches_of
-from mprun.inspect.trace import watched_arithmetic
-from mprun.watch.audit import audit
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
 from mprun.inspect.float64 import in_float64
 from mprun.inspect.step_ops import StepOp, StepOps
+from mprun.inspect.trace import watched_arithmetic
+from mprun.precision._torch import own_parameters
 from mprun.precision.op_lists.lists import spelled
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
-from mprun.inspect.check.check_result import Finding
+from mprun.train.assemble.parts import build_arithmetic, build_parts, build_precision
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import model_of
+from mprun.watch.audit import audit
 
 SAMPLES = 32
 """Of the batches of these steps."""

@@ -24,20 +24,26 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 import mprun
-from mprun.records.console.formatting import UNITS, size_text
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.check.baseline_figures import explained
 from mprun.inspect.check.check import against_baseline, check_result
+from mprun.inspect.check.check_baseline import (
+    SCHEMA_VERSION,
+    Baseline,
+    BaselineFigure,
+    ModeBaseline,
+    read_baseline,
+)
+from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.diff import capture_run, diff_captures, load_run, read_capture
-from mprun.watch.audit_finding import KINDS
 from mprun.inspect.divergence import DifferenceRow
-from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
-from mprun.inspect.check.check_baseline import SCHEMA_VERSION, Baseline, BaselineFigure, ModeBaseline, read_baseline
-from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
+from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train.run import run
 from mprun.train.signals import StopSignals
+from mprun.watch.audit_finding import KINDS
 
 FALLS_BY_CHANCE = 1e-3
 """The chance at which losses without a trend pass as falling."""

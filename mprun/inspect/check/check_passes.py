@@ -14,16 +14,16 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from mprun.train.data import Batch
 from mprun.errors import definition
-from mprun.study.planned_run import PolicyProbe
+from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.divergence.boundaries import exact_arithmetic
 from mprun.inspect.passes import ready
-from mprun.watch.updates import weights_moved
 from mprun.precision import Arithmetic
 from mprun.precision.policy import torch_dtype
-from mprun.inspect.check.check_result import Finding
+from mprun.study.planned_run import PolicyProbe
+from mprun.train.data import Batch
+from mprun.watch.updates import weights_moved
 
 LOSS = ""
 """In place of a parameter's name."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
-from mprun.records.console import note
 from mprun.errors import UsageError, printable
+from mprun.inspect.check.check_result import CHECKS, ERROR, CheckRecord, ModeChecks
+from mprun.records.console import note
 from mprun.records.files import write_files
 from mprun.records.result import Result
-from mprun.inspect.check.check_result import CHECKS, ERROR, CheckRecord, ModeChecks
 
 CONTROLS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, escaped or not."""

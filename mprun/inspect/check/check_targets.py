@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from mprun.records.console.formatting import UNITS, by_reason, size_text
 from mprun.inspect.check.check_result import ERROR, Finding, ModeChecks, data_file
+from mprun.records.console.formatting import UNITS, by_reason, size_text
 
 IN_FLOAT32, EMULATED, ABSENT = "in float32", "emulated", "absent"
 HOW = {

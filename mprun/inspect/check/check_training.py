@@ -31,16 +31,16 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
+from mprun.inspect.check.check_result import Finding
+from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.precision.nested import all_tensors, map_tensors
 from mprun.train.assemble.parts import build_parts
 from mprun.train.data import Batch, MicroBatch
 from mprun.train.data.random_numbers import seed_all, untouched
-from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.precision.nested import all_tensors, map_tensors
-from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
-from mprun.watch.updates import OWN_SEED, move_weights
-from mprun.inspect.check.check_result import Finding
 from mprun.train.init_from import Weights
 from mprun.train.loop import Trainer
+from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
+from mprun.watch.updates import OWN_SEED, move_weights
 
 FEW, MANY = 3, 8
 """Pairs of curves: at first, and where these differ by less than `SUSPECT` of chance."""

@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import nn
 
+from mprun.inspect.check.check_result import CheckSettings, ModeChecks
+from mprun.precision import Arithmetic
+from mprun.study.planned_run import PlannedRun, PolicyProbe
 from mprun.train.assemble import Plan, step_memory
 from mprun.train.assemble.parts import build_batches, build_parts
 from mprun.train.data import Batch
 from mprun.train.data.random_numbers import untouched
-from mprun.study.planned_run import PlannedRun, PolicyProbe
-from mprun.watch.process_memory import StepMemory
-from mprun.precision import Arithmetic
-from mprun.inspect.check.check_result import CheckSettings, ModeChecks
 from mprun.train.loop import Trainer
+from mprun.watch.process_memory import StepMemory
 
 BATCHES = 4
 """Different batches of the steps that are trained."""

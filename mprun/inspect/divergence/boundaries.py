@@ -25,15 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import DispatchMode, in_backward, is_compiled, no_dispatch, op_name, original_module, tree_map
-from mprun.precision.nested import all_tensors, map_tensors, tensors_in
+from mprun.inspect.diff_result import OpError
 from mprun.inspect.float64 import in_float64
-from mprun.watch.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
-from mprun.watch.op_watcher import OpWatcher, RunOp
+from mprun.precision._torch import (
+    DispatchMode,
+    in_backward,
+    is_compiled,
+    no_dispatch,
+    op_name,
+    original_module,
+    tree_map,
+)
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
+from mprun.precision.nested import all_tensors, map_tensors, tensors_in
 from mprun.precision.policy import dtype_name
-from mprun.inspect.diff_result import OpError
+from mprun.watch.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
+from mprun.watch.op_watcher import OpWatcher, RunOp
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Fewest bits first."""

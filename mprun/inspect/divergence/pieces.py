@@ -28,10 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.precision.nested import map_tensors
-from mprun.inspect.divergence.boundaries import Boundary, Exact, Place, Recording, calls_followed, exact_arithmetic, floating, set_values
 from mprun.inspect.diff_result import OpError, SideError
+from mprun.inspect.divergence.boundaries import (
+    Boundary,
+    Exact,
+    Place,
+    Recording,
+    calls_followed,
+    exact_arithmetic,
+    floating,
+    set_values,
+)
+from mprun.precision.nested import map_tensors
+from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 
 
 @dataclass

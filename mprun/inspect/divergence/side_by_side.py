@@ -30,15 +30,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import is_compiled, original_module
 from mprun.errors import first_line
-from mprun.precision.nested import map_tensors
-from mprun.inspect.divergence.boundaries import Place, Recording, floating, op_errors, record, relative_rms, rms
+from mprun.inspect.diff_result import CapturedCall, CaptureRecord, OpError, SideError
+from mprun.inspect.divergence.boundaries import (
+    Place,
+    Recording,
+    floating,
+    op_errors,
+    record,
+    relative_rms,
+    rms,
+)
 from mprun.inspect.divergence.pieces import Difference, DifferenceRow, excess, forced, true_outputs
 from mprun.inspect.passes import ready
+from mprun.precision._torch import is_compiled, original_module
 from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
-from mprun.inspect.diff_result import CapturedCall, CaptureRecord, OpError, SideError
+from mprun.precision.nested import map_tensors
 
 SEED = 0
 

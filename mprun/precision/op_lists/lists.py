@@ -47,8 +47,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import get_overridable_functions
 
-from mprun.precision._torch import FUNCTION_NAMESPACES, OpOverload, OpOverloadPacket, autocast_has
 from mprun.errors import hint, nearest
+from mprun.precision._torch import FUNCTION_NAMESPACES, OpOverload, OpOverloadPacket, autocast_has
 from mprun.precision.nested import map_tensors
 from mprun.records.op_list_files import KINDS, Entry
 

@@ -34,7 +34,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from mprun.precision._torch import OpOverload, OpOverloadPacket, calling_frames, function_modes, in_backward, in_recomputation, recurrent_layers_take_any_dtype
+from mprun.precision._torch import (
+    OpOverload,
+    OpOverloadPacket,
+    calling_frames,
+    function_modes,
+    in_backward,
+    in_recomputation,
+    recurrent_layers_take_any_dtype,
+)
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.lists import INNER, OpLists, custom_functions_cast, name_of, spelled
 from mprun.precision.op_lists.rules import Casts, Function, Handler

@@ -36,14 +36,14 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from mprun.errors import UsageError
+from mprun.records.console.formatting import counted
+from mprun.records.run_folder import ValidationLoss, read_validation_losses
+from mprun.records.run_record import Summary
 from mprun.study.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
 from mprun.study.compare.load import RunGroup
 from mprun.study.compare.statistics import geometric_mean
 from mprun.study.compare.times import SAME, TimedPairs, judge_ratio
-from mprun.records.console.formatting import counted
-from mprun.errors import UsageError
-from mprun.records.run_folder import ValidationLoss, read_validation_losses
-from mprun.records.run_record import Summary
 
 MIN_VALIDATIONS = 4
 """Fewer points are no curve: a step between them would be a guess."""

@@ -21,12 +21,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mprun.study.compare.comparison import Run, Skipped
-from mprun.records.console.formatting import readable
 from mprun.errors import UsageError
+from mprun.records.console.formatting import readable
 from mprun.records.listing import NOT_SEARCHED
-from mprun.records.run_config import UnreadableConfigError, config_fields, read_config, variant_config
+from mprun.records.run_config import (
+    UnreadableConfigError,
+    config_fields,
+    read_config,
+    variant_config,
+)
 from mprun.records.run_record import Scores, Summary, is_failed_by_machine, number, read_summary
+from mprun.study.compare.comparison import Run, Skipped
 
 SUMMARY = "summary.json"
 REPORT = "comparison.json"

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mprun.errors import UsageError
+from mprun.records.console.formatting import by_reason, counted, readable, substitution_label
+from mprun.records.run_record import Summary
 from mprun.study.compare.comparison import KEEPS, Run, Variant
 from mprun.study.compare.equal_quality import is_faster_per_sample
 from mprun.study.compare.load import RunGroup, differing_keys, hardware, is_partial, score, scores
 from mprun.study.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TWO_MACHINES, UNKNOWN
-from mprun.records.console.formatting import by_reason, counted, readable, substitution_label
-from mprun.errors import UsageError
-from mprun.records.run_record import Summary
 
 # ---- what runs share -----------------------------------------------------------------------------
 

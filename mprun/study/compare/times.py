@@ -34,11 +34,11 @@ from datetime import datetime
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+from mprun.records.console.formatting import readable
+from mprun.records.run_record import Summary, page_fault_share
 from mprun.study.compare.comparison import Artefact, Estimate, Interval, Run
 from mprun.study.compare.load import RunGroup, hardware
 from mprun.study.compare.statistics import Sample, fewest_further, geometric_mean, half_width
-from mprun.records.console.formatting import readable
-from mprun.records.run_record import Summary, page_fault_share
 
 Pair = tuple[Summary, Summary]
 """The summaries of a variant and of the baseline, of one seed."""

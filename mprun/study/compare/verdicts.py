@@ -20,16 +20,53 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from mprun.study.compare.comparison import Comparison, Estimate, Interval, Outcome, Run, Skipped, StepPercentiles, Variant, Verdict
-from mprun.study.compare.equal_quality import Curve, equal_quality, read_curve
-from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
-from mprun.study.compare.notes import artefact_warnings, check_mixing, code_text, comparison_notes, data_text, hardware_text, recipe_text, variant_notes
-from mprun.study.compare.statistics import ALPHA, Sample, difference_p, equivalence_p, estimate, geometric_mean, holm, holm_levels, interval, seeds_to_settle, summarise
-from mprun.study.compare.times import Pair, artefacts, overlapping, timed_pairs
-from mprun.records.console.formatting import counted, distinct_form, level_text, readable, substitution_label
 from mprun.errors import UsageError
+from mprun.records.console.formatting import (
+    counted,
+    distinct_form,
+    level_text,
+    readable,
+    substitution_label,
+)
 from mprun.records.mode_names import mode_hint, own_label
 from mprun.records.run_record import Memory, Metric, Summary
+from mprun.study.compare.comparison import (
+    Comparison,
+    Estimate,
+    Interval,
+    Outcome,
+    Run,
+    Skipped,
+    StepPercentiles,
+    Variant,
+    Verdict,
+)
+from mprun.study.compare.equal_quality import Curve, equal_quality, read_curve
+from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
+from mprun.study.compare.notes import (
+    artefact_warnings,
+    check_mixing,
+    code_text,
+    comparison_notes,
+    data_text,
+    hardware_text,
+    recipe_text,
+    variant_notes,
+)
+from mprun.study.compare.statistics import (
+    ALPHA,
+    Sample,
+    difference_p,
+    equivalence_p,
+    estimate,
+    geometric_mean,
+    holm,
+    holm_levels,
+    interval,
+    seeds_to_settle,
+    summarise,
+)
+from mprun.study.compare.times import Pair, artefacts, overlapping, timed_pairs
 
 MAX_METRIC = 60
 """Characters of its name that are shown."""

@@ -12,11 +12,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mprun.study.compare.comparison import KEEPS, Comparison, EqualQuality, Estimate, Interval, Variant
-from mprun.study.compare.equal_quality import buys_nothing, is_faster_per_sample, judge_equal_quality
-from mprun.study.compare.times import SAME, judge_ratio
 from mprun.records.console.formatting import counted, joined
-from mprun.study.report.cells import deciding, difference_span, difference_text, is_emulated, metric_name, plain, ratio_span, times
+from mprun.study.compare.comparison import (
+    KEEPS,
+    Comparison,
+    EqualQuality,
+    Estimate,
+    Interval,
+    Variant,
+)
+from mprun.study.compare.equal_quality import (
+    buys_nothing,
+    is_faster_per_sample,
+    judge_equal_quality,
+)
+from mprun.study.compare.times import SAME, judge_ratio
+from mprun.study.report.cells import (
+    deciding,
+    difference_span,
+    difference_text,
+    is_emulated,
+    metric_name,
+    plain,
+    ratio_span,
+    times,
+)
 
 SAME_MEMORY = 0.02
 """Peaks that differ from the baseline's by less than this share are called the same."""

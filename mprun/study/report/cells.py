@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mprun.errors import printable
+from mprun.records.console.formatting import UNITS, counted, distinct_form, level_text
 from mprun.study.compare.comparison import Comparison, Estimate, Interval, StepPercentiles, Variant
 from mprun.study.compare.statistics import CONFIDENCE
 from mprun.study.compare.times import SAME
-from mprun.records.console.formatting import UNITS, counted, distinct_form, level_text
-from mprun.errors import printable
 
 NONE = "-"
 """A cell without a figure."""

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from mprun.records.console.fitted_table import (
+    ALWAYS,
+    FittedTable,
+    TableCell,
+    TableColumn,
+    figure_column,
+    text_column,
+)
+from mprun.records.console.formatting import by_reason, counted, listed
 from mprun.study.compare.comparison import KEEPS, Advice, Comparison
 from mprun.study.compare.equal_quality import is_faster_per_sample, judge_equal_quality
 from mprun.study.compare.notes import SUBSTITUTED, is_in_table
 from mprun.study.compare.statistics import CONFIDENCE, MAX_SEEDS
-from mprun.records.console.fitted_table import ALWAYS, FittedTable, TableCell, TableColumn, figure_column, text_column
-from mprun.records.console.formatting import by_reason, counted, listed
 from mprun.study.report import answer, cells
 from mprun.study.report.cells import plain
 from mprun.study.report.theme import TERMINAL, TONES

@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
+from mprun.errors import UsageError
 from mprun.records.console import fitted_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import counted
-from mprun.errors import UsageError
 from mprun.records.files import jsonable, write_atomic
+from mprun.records.result import Result
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
 from mprun.study.report import published_rows as published
 from mprun.study.report.cells import plain
@@ -34,7 +35,6 @@ from mprun.study.report.comparison_report import comparison_table, footer
 from mprun.study.report.plots import NAMES, draw
 from mprun.study.report.plots.canvas import Plot
 from mprun.study.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
-from mprun.records.result import Result
 
 SCHEMA_VERSION = 1
 PNG_NAME = "comparison-{}.png"

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from mprun.study.compare.comparison import Comparison, Variant
 from mprun.records.console.formatting import counted
 from mprun.records.published_figures import Figure, figures
 from mprun.records.run_record import Number, Scores, Summary, number
+from mprun.study.compare.comparison import Comparison, Variant
 from mprun.study.report import cells
 
 HEADINGS = ("figure", "published", "on", "source", "measured here")

@@ -9,7 +9,17 @@ from pathlib import Path
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import counted, listed, size_text, substitution_label
 from mprun.records.run_folder import GUARD_LAYERS
-from mprun.records.run_record import GuardedGemm, GuardRow, Number, ParallelRow, PrecisionRow, Scores, StepTimes, Summary, number
+from mprun.records.run_record import (
+    GuardedGemm,
+    GuardRow,
+    Number,
+    ParallelRow,
+    PrecisionRow,
+    Scores,
+    StepTimes,
+    Summary,
+    number,
+)
 
 MIN_SHARE = 0.005
 """A smaller share of the wall time is not shown."""

@@ -10,7 +10,6 @@ import torch
 from mprun.config import Config
 from mprun.config.schema import OpListsConfig
 from mprun.errors import UsageError, as_usage_error
-from mprun.watch.memory_recorder import fake_tensors
 from mprun.precision import Policy
 from mprun.precision.convert import convert
 from mprun.precision.gemms import model_gemms
@@ -22,6 +21,7 @@ from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_values
 from mprun.records.reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
+from mprun.watch.memory_recorder import fake_tensors
 
 
 @as_usage_error()

@@ -36,13 +36,13 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from mprun.config.recipe_file import read_source
+from mprun.errors import MprunError, UsageError, first_line, hint
+from mprun.recipe import Recipe
 from mprun.records.console import note
+from mprun.records.run_folder import FILE
 from mprun.train.data import DataRequest, Splits
 from mprun.train.data.random_numbers import seeded
 from mprun.train.data.recipe_parts import as_splits
-from mprun.errors import MprunError, UsageError, first_line, hint
-from mprun.recipe import Recipe
-from mprun.records.run_folder import FILE
 from mprun.train.user_code import described
 
 

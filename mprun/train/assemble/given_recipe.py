@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from mprun.train.assemble.file_recipe import of_functions
 from mprun.config.quoting import quoted
 from mprun.errors import UsageError
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
+from mprun.train.assemble.file_recipe import of_functions
 
 
 def given_recipe(

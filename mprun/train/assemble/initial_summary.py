@@ -6,14 +6,24 @@ from typing import Any
 
 import torch
 
+from mprun.config.validate import GUARD, without_inert
+from mprun.records.run_config import variant_hash
+from mprun.records.run_record import (
+    BackendRow,
+    DataRow,
+    FpExceptionsRow,
+    GuardRow,
+    LossScaleRow,
+    Metric,
+    ParallelRow,
+    PrecisionRow,
+    Summary,
+)
 from mprun.train.assemble import Plan, build_loss_scale
 from mprun.train.assemble.optimizer import unused_by
 from mprun.train.assemble.parts import build_guard, planned, requested
 from mprun.train.assemble.plan import guard_action
-from mprun.config.validate import GUARD, without_inert
 from mprun.train.machine.heap import allocator
-from mprun.records.run_config import variant_hash
-from mprun.records.run_record import BackendRow, DataRow, FpExceptionsRow, GuardRow, LossScaleRow, Metric, ParallelRow, PrecisionRow, Summary
 from mprun.train.recorder import new_summary
 
 

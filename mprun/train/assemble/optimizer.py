@@ -29,23 +29,23 @@ from torch.optim.lr_scheduler import (
 )
 
 from mprun import optim
-from mprun.precision._torch import eager_optimizer
-from mprun.train.assemble.file_recipe import extends, imported
 from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
-from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.errors import UsageError, first_line, hint, nearest
-from mprun.watch.memory_recorder import fake_tensors
 from mprun.optim import engines
 from mprun.optim.by_policy import low_precision, with_masters
 from mprun.precision import Policy
+from mprun.precision._torch import eager_optimizer
 from mprun.precision.convert import convert
 from mprun.precision.layers import layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
+from mprun.train.assemble.file_recipe import extends, imported
+from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.train.time_limit import Schedule
 from mprun.train.user_code import model_of
+from mprun.watch.memory_recorder import fake_tensors
 
 CLOSURE = "calls the loss several times in a step, and mprun calls it once"
 ANY = None

@@ -20,43 +20,52 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision import devices
-from mprun.train.assemble.optimizer import build_optimizer, build_schedule
-from mprun.train.assemble.plan import Plan, guard_action
 from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
-from mprun.train.data import Batches, BatchForm, LoadedSet, LoaderBatches, LoaderOrder, Order, TensorBatches, TensorOrder, TensorSet
-from mprun.train.data.batches import WHOLE, BatchSplit, MicroBatch, place
-from mprun.train.data.loader_sets import Reading
-from mprun.train.data.random_numbers import seed_all
-from mprun.precision.nested import all_tensors, map_tensors
-from mprun.watch.memory_recorder import fake_tensors
-from mprun.watch.nonfinite import RunExceptions, WatchedRunExceptions
 from mprun.optim.by_policy import rounding_columns
-from mprun.train.parallel.layouts import Layout
-from mprun.train.parallel.ranks import Ranks
-from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision
+from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision, devices
 from mprun.precision.caster import caster_of
 from mprun.precision.convert import dtype_of
 from mprun.precision.execution import arithmetic_for
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
 from mprun.precision.loss_scale import loss_scale_of_kind
+from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.op_lists import CastLog, Watcher
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.precision.switches import tf32_is_on
 from mprun.precision.update import ALONE, Combine
 from mprun.records.run_record import PrecisionRow, Summary
+from mprun.train.assemble.optimizer import build_optimizer, build_schedule
+from mprun.train.assemble.plan import Plan, guard_action
 from mprun.train.callbacks import Messages
 from mprun.train.checkpoint import seed_process
 from mprun.train.clock import clock_for
+from mprun.train.data import (
+    Batches,
+    BatchForm,
+    LoadedSet,
+    LoaderBatches,
+    LoaderOrder,
+    Order,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
+from mprun.train.data.batches import WHOLE, BatchSplit, MicroBatch, place
+from mprun.train.data.loader_sets import Reading
+from mprun.train.data.random_numbers import seed_all
 from mprun.train.exception_log import of_all_processes
 from mprun.train.init_from import DRAWN
 from mprun.train.loggers import LoggedRun, Logger, build_loggers
 from mprun.train.loggers.logged_run import run_tags
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
+from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.sums import readback_for
 from mprun.train.user_code import model_of
+from mprun.watch.memory_recorder import fake_tensors
+from mprun.watch.nonfinite import RunExceptions, WatchedRunExceptions
 
 
 def build_precision(

@@ -15,30 +15,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mprun.precision import devices
-from mprun.train.assemble.dtype_choices import build_policy, choose_layers, choose_op_lists, displaced_ops, with_formats
-from mprun.train.assemble.file_recipe import RecipeSource, record_of
-from mprun.train.assemble.optimizer import FUSED, check_optimizer, choose_implementation, import_path, stores_low_precision, unused_by, unused_weight_decay, warmup_warning
-from mprun.train.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.config import Config
-from mprun.config.validate import GUARD, SATURATES, is_argument, loss_scale_kind, no_formats, without_effect
-from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
-from mprun.train.machine.heap import steady_heap
-from mprun.train.machine.machine import has_amx
-from mprun.train.machine.speed_choices import SpeedChoice, choose
+from mprun.config.validate import (
+    GUARD,
+    SATURATES,
+    is_argument,
+    loss_scale_kind,
+    no_formats,
+    without_effect,
+)
 from mprun.errors import UsageError, as_usage_error
-from mprun.precision.nested import to_dtype
 from mprun.optim import engines
-from mprun.precision import Policy, backend_flags
+from mprun.precision import Policy, backend_flags, devices
 from mprun.precision.execution import choose_execution, choose_fp32_fallback
 from mprun.precision.layers import LayerRow, layer_rows
+from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, Unknown
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.run_record import BatchRow
+from mprun.train.assemble.dtype_choices import (
+    build_policy,
+    choose_layers,
+    choose_op_lists,
+    displaced_ops,
+    with_formats,
+)
+from mprun.train.assemble.file_recipe import RecipeSource, record_of
+from mprun.train.assemble.optimizer import (
+    FUSED,
+    check_optimizer,
+    choose_implementation,
+    import_path,
+    stores_low_precision,
+    unused_by,
+    unused_weight_decay,
+    warmup_warning,
+)
+from mprun.train.assemble.recipe_loading import Load, load_data, recipe_of, source_of
+from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger, unused_fields
 from mprun.train.loop import Limits
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.machine import has_amx
+from mprun.train.machine.speed_choices import SpeedChoice, choose
 from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
 

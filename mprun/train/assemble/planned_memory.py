@@ -11,27 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import is_fake
-from mprun.train.assemble.parts import batch_form, build_parts
-from mprun.train.assemble.plan import Plan, batch_sizes, data_request
-from mprun.train.assemble.recipe_loading import NO_DATA, load_data
 from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
-from mprun.train.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
-from mprun.train.data.loader_sets import batch_size
-from mprun.train.data.random_numbers import untouched
-from mprun.train.machine.machine import memory_bytes
 from mprun.errors import UsageError
+from mprun.precision._torch import is_fake
 from mprun.precision.nested import all_tensors, map_tensors
-from mprun.watch.memory_recorder import DtypeMismatchError, fake_tensors, memory
-from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
-from mprun.watch.process_memory import ProcessRule, ReplicatedModel, ShardedModel, StepMemory, one_process
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
 from mprun.records.step_records import ProcessLayout
+from mprun.train.assemble.parts import batch_form, build_parts
+from mprun.train.assemble.plan import Plan, batch_sizes, data_request
+from mprun.train.assemble.recipe_loading import NO_DATA, load_data
+from mprun.train.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
+from mprun.train.data.loader_sets import batch_size
+from mprun.train.data.random_numbers import untouched
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents
+from mprun.train.machine.machine import memory_bytes
+from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
 from mprun.train.user_code import described
+from mprun.watch.memory_recorder import DtypeMismatchError, fake_tensors, memory
+from mprun.watch.process_memory import (
+    ProcessRule,
+    ReplicatedModel,
+    ShardedModel,
+    StepMemory,
+    one_process,
+)
 
 ONE_PROCESS = ProcessLayout()
 MAX_MEMORY = 0.1

@@ -14,16 +14,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from mprun.train.assemble.file_recipe import RecipeSource, class_in, extends, file_source, imported
 from mprun.config import Config
 from mprun.config.reference import describe_type
-from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
-from mprun.train.data.loader_sets import NOTHING
-from mprun.train.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY
 from mprun.records.run_record import read_summary
+from mprun.train.assemble.file_recipe import RecipeSource, class_in, extends, file_source, imported
+from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
+from mprun.train.data.loader_sets import NOTHING
+from mprun.train.data.recipe_parts import as_splits
 from mprun.train.recipe_metrics import check_metric
 from mprun.train.user_code import explained
 

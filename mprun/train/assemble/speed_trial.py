@@ -26,16 +26,16 @@ import torch
 
 from mprun import __version__
 from mprun.precision import devices
+from mprun.precision.nested import all_tensors
 from mprun.train.assemble.parts import build_parts, compile_model
 from mprun.train.assemble.plan import Plan
 from mprun.train.assemble.planned_memory import has_room_for_another
 from mprun.train.data import TensorSet
 from mprun.train.data.random_numbers import untouched
+from mprun.train.loop import Limits, Trainer
 from mprun.train.machine import speed_choices
 from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.train.machine.speed_choices import SpeedChoice
-from mprun.precision.nested import all_tensors
-from mprun.train.loop import Limits, Trainer
 
 ROUNDS = 8
 WARM_UP = 2

@@ -6,7 +6,16 @@ decoded samples in memory and batches them there; `loader_sets.py` and `loader_b
 samples one by one, by PyTorch's loader, with random numbers of their own (`random_numbers.py`).
 """
 
-from mprun.train.data.batches import Batch, Batches, BatchForm, MicroBatch, Order, TensorBatches, TensorOrder, TensorSet
+from mprun.train.data.batches import (
+    Batch,
+    Batches,
+    BatchForm,
+    MicroBatch,
+    Order,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
 from mprun.train.data.loader_batches import LoaderBatches, LoaderOrder
 from mprun.train.data.loader_sets import LoadedSet, loaded_set
 from mprun.train.data.sources import DataRequest, Splits, image_sample, image_splits

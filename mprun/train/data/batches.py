@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mprun.precision import devices
-from mprun.train.data.loader_sets import LoadedSet
 from mprun.errors import RunFailedError
+from mprun.precision import devices
 from mprun.precision.nested import all_tensors, map_tensors
+from mprun.train.data.loader_sets import LoadedSet
 
 Convert = Callable[[Any], Any]
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mprun.errors import UsageError
 from mprun.train.data.recipe_parts import as_splits
 from mprun.train.data.sources import DataRequest, Splits
-from mprun.errors import UsageError
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
 NO_CLASSES = {"training", "val", "valid", "validation", "test", "testing"}

@@ -17,13 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mprun.errors import RunFailedError
 from mprun.precision import devices
 from mprun.precision._torch import end_workers, started
-from mprun.train.data.batches import WHOLE, Batch, Batches, BatchForm, BatchSplit, MicroBatch, Stream, Whole, filled, first_samples
+from mprun.precision.nested import map_tensors
+from mprun.train.data.batches import (
+    WHOLE,
+    Batch,
+    Batches,
+    BatchForm,
+    BatchSplit,
+    MicroBatch,
+    Stream,
+    Whole,
+    filled,
+    first_samples,
+)
 from mprun.train.data.loader_sets import LoadedSet, Reading, batch_size
 from mprun.train.data.random_numbers import seeded
-from mprun.errors import RunFailedError
-from mprun.precision.nested import map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""

@@ -33,9 +33,9 @@ from torch.utils.data import (
     Subset,
 )
 
-from mprun.train.data.random_numbers import seeded
 from mprun.errors import UsageError
 from mprun.precision.nested import children
+from mprun.train.data.random_numbers import seeded
 
 
 class Reading(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mprun.errors import UsageError, hint
+from mprun.precision.nested import leaves
 from mprun.train.data.batches import TensorSet
 from mprun.train.data.loader_sets import LoadedSet, loaded_set
 from mprun.train.data.sources import DataRequest, Splits
-from mprun.errors import UsageError, hint
-from mprun.precision.nested import leaves
 
 NAMES = ("train", "validation", "test")
 FORM = 'return {"train": (inputs, targets)}, and "validation" and "test" if there are any'

@@ -38,10 +38,10 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from mprun.train.data.batches import TensorSet
-from mprun.train.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
+from mprun.train.data.batches import TensorSet
+from mprun.train.data.loader_sets import LoadedSet
 
 SEED = 20_240_229
 TRAIN_SAMPLES = 60_000

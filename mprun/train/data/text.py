@@ -26,10 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.train.data.batches import TensorSet
-from mprun.train.data.sources import DataRequest, DownloadError, Splits, fetching, find_root, reason, sha256
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
+from mprun.train.data.batches import TensorSet
+from mprun.train.data.sources import (
+    DataRequest,
+    DownloadError,
+    Splits,
+    fetching,
+    find_root,
+    reason,
+    sha256,
+)
 
 TINY_SHAKESPEARE = "TinyShakespeare"
 FILE = "input.txt"

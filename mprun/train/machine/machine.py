@@ -35,13 +35,12 @@ from typing import NamedTuple
 import torch
 
 import mprun
-from mprun.precision import devices, kernels
+from mprun.precision import accelerated, devices, kernels
 from mprun.precision._torch import onednn_takes
-from mprun.train.machine.conditions import CPUINFO, content, usable_cpus
-from mprun.train.machine.heap import page_fault_us
-from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
+from mprun.train.machine.conditions import CPUINFO, content, usable_cpus
 from mprun.train.machine.doctor_result import Cuda, GpuUnused, Machine, OneDnn
+from mprun.train.machine.heap import page_fault_us
 
 VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",

@@ -20,8 +20,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from mprun import NEWEST_TORCH, release
+from mprun.train.machine.doctor_result import (
+    FORMATS,
+    Conclusion,
+    Cuda,
+    Format,
+    Machine,
+    MachineFinding,
+    Measured,
+    Mode,
+    OpName,
+    Rate,
+    SpeedVerdict,
+)
 from mprun.train.machine.machine import ALLOWED, NEEDED, is_busy
-from mprun.train.machine.doctor_result import FORMATS, Conclusion, Cuda, Format, Machine, MachineFinding, Measured, Mode, OpName, Rate, SpeedVerdict
 
 LIMIT = 1.1
 

@@ -6,8 +6,8 @@ kernels. A case is left out if it would exceed the budget at the large size, est
 at the small one: no rate is extrapolated. Each round includes float32, and a speed-up is float32's
 time over another format's, round by round.
 
-Images have the memory format of a run (`mprun.train.machine.speed_choices`): on CPUs float32 convolutions
-are faster channels-last, and a gain over the slower layout would be no real gain.
+Images have the memory format of a run (`speed_choices.py`): on CPUs float32 convolutions are faster
+channels-last, and a gain over the slower layout would be no real gain.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
-from mprun.records.console import ReportPart, report_nothing
-from mprun.train.machine.machine import has_amx
-from mprun.train.machine.speed_choices import choose
 from mprun.precision import has_tf32
 from mprun.precision.policy import torch_dtype
-from mprun.precision.rates import TimedOp, Timer, alternate, convolution, convolution_backward, matmul, timer, warm
+from mprun.precision.rates import (
+    TimedOp,
+    Timer,
+    alternate,
+    convolution,
+    convolution_backward,
+    matmul,
+    timer,
+    warm,
+)
+from mprun.records.console import ReportPart, report_nothing
 from mprun.train.machine.doctor_result import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
+from mprun.train.machine.machine import has_amx
+from mprun.train.machine.speed_choices import choose
 
 FEWEST, MOST = 6, 25
 """Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""

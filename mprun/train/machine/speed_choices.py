@@ -2,7 +2,7 @@
 
 `speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
 implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that a
-trial on this machine found faster (`mprun.train.assemble.speed_trial`); everything else stays plain.
+trial on this machine found faster (`assemble/speed_trial.py`); everything else stays plain.
 Results are equal up to float addition order.
 
 Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW

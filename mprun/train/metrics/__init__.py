@@ -20,6 +20,13 @@ the first item of a tuple. The targets of a batch are the last item of a tuple, 
 `label`, `targets`, `target` or `y` of a mapping.
 """
 
-from mprun.train.metrics.summed import F1, SHIPPED, Accuracy, MeanAbsoluteError, Perplexity, SummedMetric
+from mprun.train.metrics.summed import (
+    F1,
+    SHIPPED,
+    Accuracy,
+    MeanAbsoluteError,
+    Perplexity,
+    SummedMetric,
+)
 
 __all__ = ["F1", "SHIPPED", "Accuracy", "MeanAbsoluteError", "Perplexity", "SummedMetric"]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mprun.precision import devices
 from mprun.errors import RunFailedError
+from mprun.precision import devices
 
 SCORES = ("logits", "out")
 TARGETS = ("labels", "label", "targets", "target", "y")

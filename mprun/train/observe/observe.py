@@ -34,18 +34,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import original_module
 from mprun.errors import first_line
-from mprun.train.observe.observed_record import ObservedRecord, ObservedStep, checked, configuration, first_summary, metric_of, report_text, samples_of, split_of
-from mprun.train.observe.step_probes import NonfiniteStep, StepProbes, all_finite, device_of, gradients, mode_name, nonfinite_names, observed_row
-from mprun.watch.audit import Audit
-from mprun.watch.nonfinite.saved_step import StepCapture
-from mprun.watch.step_events import StepHooks, StepListener, entries, plain_optimizers
 from mprun.precision import Precision
+from mprun.precision._torch import original_module
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import Metric, Summary
 from mprun.train.clock import StepTime, clock_for
+from mprun.train.observe.observed_record import (
+    ObservedRecord,
+    ObservedStep,
+    checked,
+    configuration,
+    first_summary,
+    metric_of,
+    report_text,
+    samples_of,
+    split_of,
+)
+from mprun.train.observe.step_probes import (
+    NonfiniteStep,
+    StepProbes,
+    all_finite,
+    device_of,
+    gradients,
+    mode_name,
+    nonfinite_names,
+    observed_row,
+)
 from mprun.train.stopwatch import Stopwatch
+from mprun.watch.audit import Audit
+from mprun.watch.nonfinite.saved_step import StepCapture
+from mprun.watch.step_events import StepHooks, StepListener, entries, plain_optimizers
 
 logger = logging.getLogger("mprun")
 

@@ -33,20 +33,32 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.errors import UsageError
+from mprun.precision import NativeArithmetic
 from mprun.precision._torch import is_compiled, original_module
 from mprun.records.console.formatting import size_text
-from mprun.train.machine.heap import allocator
-from mprun.errors import UsageError
-from mprun.train.observe.step_probes import NonfiniteStep, device_of
-from mprun.watch.audit import Audit
-from mprun.precision import NativeArithmetic
 from mprun.records.files import write_atomic
 from mprun.records.run_folder import RunFolder
-from mprun.records.run_record import BackendRow, BatchRow, DataRow, Epoch, LossScaleRow, Metric, PrecisionRow, Scores, Summary, TrainScore, page_fault_share
+from mprun.records.run_record import (
+    BackendRow,
+    BatchRow,
+    DataRow,
+    Epoch,
+    LossScaleRow,
+    Metric,
+    PrecisionRow,
+    Scores,
+    Summary,
+    TrainScore,
+    page_fault_share,
+)
 from mprun.train.callbacks import StepLine
 from mprun.train.clock import StepTime
+from mprun.train.machine.heap import allocator
+from mprun.train.observe.step_probes import NonfiniteStep, device_of
 from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
 from mprun.train.stopwatch import Stopwatch
+from mprun.watch.audit import Audit
 
 logger = logging.getLogger("mprun")
 

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mprun.precision import devices
 from mprun.errors import MachineFailedError, first_line, text_of
+from mprun.precision import devices
+from mprun.records.launch import Launch
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import GroupRanks, PeerLostError, lost
-from mprun.records.launch import Launch
 
 PATIENCE = timedelta(minutes=30)
 """How long an exchange may take, PyTorch's default; a process that ends is noticed at once."""

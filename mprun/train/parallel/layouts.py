@@ -1,8 +1,8 @@
 """What a process holds of the model, as the training loop sees it.
 
 One process holds everything and exchanges nothing: `Layout`, the no-op. With `ddp` each process
-holds the whole model, and gradients are summed: `train/parallel/replicas.py`. With `fsdp2` each process
-holds a shard: `train/parallel/shards.py`.
+holds the whole model, and gradients are summed: `replicas.py`. With `fsdp2` each process
+holds a shard: `shards.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision import devices
-from mprun.train.data import Batch
-from mprun.train.data.batches import NOTHING_COUNTS, Whole
 from mprun.errors import RunFailedError
-from mprun.train.parallel.ranks import Ranks
+from mprun.precision import devices
 from mprun.precision.policy import Policy
 from mprun.precision.update import ALONE, Combine
+from mprun.train.data import Batch
+from mprun.train.data.batches import NOTHING_COUNTS, Whole
+from mprun.train.parallel.ranks import Ranks
 
 
 class Outline(NamedTuple):

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mprun.errors import RunFailedError
-from mprun.train.parallel.layouts import Compute, GroupLayout
 from mprun.precision.policy import Policy, torch_dtype
+from mprun.train.parallel.layouts import Compute, GroupLayout
 
 
 class _Depends(torch.autograd.Function):

@@ -36,16 +36,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as empty_parts
 from torch.optim import Optimizer
 
-from mprun.precision._torch import own_parameters, parameters_replaced
 from mprun.errors import RunFailedError
-from mprun.train.parallel.model_blocks import blocks_of, cast_modules
-from mprun.train.parallel import shard_files
-from mprun.train.parallel.layouts import GroupLayout, Outline
-from mprun.train.parallel.ranks import GroupRanks, Ranks
 from mprun.precision import Combine
+from mprun.precision._torch import own_parameters, parameters_replaced
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, mark_shard
+from mprun.train.parallel import shard_files
+from mprun.train.parallel.layouts import GroupLayout, Outline
+from mprun.train.parallel.model_blocks import blocks_of, cast_modules
+from mprun.train.parallel.ranks import GroupRanks, Ranks
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 """What a module's parameters are stored and gathered in."""

@@ -17,7 +17,12 @@ numbers and makes others is the origin of an exception. Later NaN and infinities
 """
 
 from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
-from mprun.watch.nonfinite.loops import FpExceptionError, RunExceptions, WatchedRunExceptions, fp_exceptions
+from mprun.watch.nonfinite.loops import (
+    FpExceptionError,
+    RunExceptions,
+    WatchedRunExceptions,
+    fp_exceptions,
+)
 from mprun.watch.nonfinite.step_monitor import StepOutcome
 
 __all__ = [

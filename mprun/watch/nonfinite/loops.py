@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import in_backward, is_compiled
 from mprun.errors import RunFailedError
+from mprun.precision import Precision, WrappedArithmetic
+from mprun.precision._torch import in_backward, is_compiled
 from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
 from mprun.watch.nonfinite.nonfinite_watcher import COMPILED
 from mprun.watch.nonfinite.step_monitor import HALT_AFTER, Response, Share, StepMonitor, StepOutcome
 from mprun.watch.step_events import StepListener, plain_optimizers
-from mprun.precision import Precision, WrappedArithmetic
 
 logger = logging.getLogger("mprun")
 

@@ -33,12 +33,32 @@ import torch
 from torch import Tensor, nn
 
 import mprun
-from mprun.precision._torch import SCALER_CHECK, StorageWeakRef, backward_node, calling_frames, is_backward_call, next_node, no_dispatch, storage_key
+from mprun.precision import Precision
+from mprun.precision._torch import (
+    SCALER_CHECK,
+    StorageWeakRef,
+    backward_node,
+    calling_frames,
+    is_backward_call,
+    next_node,
+    no_dispatch,
+    storage_key,
+)
 from mprun.precision.nested import tensors_in
 from mprun.watch.nonfinite.fp_exception import FpException, TensorStats
-from mprun.watch.nonfinite.op_call import PLAIN_TYPES, OpCall, ValueRange, is_finite, numbers, op_spec, recomputed, stats, value_range, written_arguments
+from mprun.watch.nonfinite.op_call import (
+    PLAIN_TYPES,
+    OpCall,
+    ValueRange,
+    is_finite,
+    numbers,
+    op_spec,
+    recomputed,
+    stats,
+    value_range,
+    written_arguments,
+)
 from mprun.watch.op_watcher import OpWatcher, RunOp
-from mprun.precision import Precision
 
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
 DESCRIBED = 16

@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from mprun.precision import devices
-from mprun.precision._torch import is_fake, local_tensor, no_dispatch, op_name, schema_of, stored_values, tree_map
+from mprun.precision._torch import (
+    is_fake,
+    local_tensor,
+    no_dispatch,
+    op_name,
+    schema_of,
+    stored_values,
+    tree_map,
+)
 from mprun.precision.nested import tensors_in
+from mprun.precision.policy import dtype_name
 from mprun.watch.nonfinite.fp_exception import TensorStats
 from mprun.watch.op_watcher import tensors_of
-from mprun.precision.policy import dtype_name
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -37,14 +37,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun import __version__
-from mprun.precision import devices
-from mprun.precision._torch import dispatch_modes, function_modes, original_module, outside_of_modes, own_buffers, write_count
 from mprun.errors import UsageError
+from mprun.precision import devices
+from mprun.precision._torch import (
+    dispatch_modes,
+    function_modes,
+    original_module,
+    outside_of_modes,
+    own_buffers,
+    write_count,
+)
 from mprun.precision.nested import all_tensors
-from mprun.watch.step_events import StepListener
 from mprun.precision.policy import dtype_name
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted
+from mprun.watch.step_events import StepListener
 
 FORMAT = "mprun step"
 FORMAT_VERSION = 1

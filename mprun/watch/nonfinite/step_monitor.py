@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision._torch import in_backward
+from mprun.precision.policy import dtype_name
 from mprun.watch.nonfinite.fp_exception import UNSEEN, FpException, NonfiniteReport
-from mprun.watch.nonfinite.nonfinite_watcher import NonfiniteWatcher, Origin, Origins, kind_of, mark_reached, memory
+from mprun.watch.nonfinite.nonfinite_watcher import (
+    NonfiniteWatcher,
+    Origin,
+    Origins,
+    kind_of,
+    mark_reached,
+    memory,
+)
 from mprun.watch.nonfinite.op_call import is_finite, stats, value_range
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener
-from mprun.precision.policy import dtype_name
 
 
 class StateTensor(NamedTuple):

@@ -28,8 +28,8 @@ from torch.autograd.graph import Node
 
 from mprun.precision import devices
 from mprun.precision._torch import in_backward, outside_of_modes
-from mprun.records.console.formatting import listed
 from mprun.precision.nested import all_tensors, map_tensors
+from mprun.records.console.formatting import listed
 from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport
 from mprun.watch.nonfinite.saved_step import SavedCall, SavedStep, restore_random, unsaved_types
 from mprun.watch.nonfinite.step_monitor import StepMonitor

@@ -8,7 +8,14 @@ import pytest
 from mprun.errors import UsageError
 from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check import check_modes, plan_check
-from mprun.inspect.check.check_baseline import Baseline, BaselineFigure, changes, circumstances, read_baseline, updated
+from mprun.inspect.check.check_baseline import (
+    Baseline,
+    BaselineFigure,
+    changes,
+    circumstances,
+    read_baseline,
+    updated,
+)
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
 
 RECIPE = """

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import mprun
 from mprun.errors import UsageError
 from mprun.inspect.check.check import plan_check
-from mprun.records.result import Result
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+from mprun.records.result import Result
 
 
 class WithLoss(nn.Module):

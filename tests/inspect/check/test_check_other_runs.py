@@ -13,8 +13,14 @@ import mprun
 from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.inspect.check.check import plan_check
-from mprun.inspect.check.check_other_runs import ONE_STEP, chance_of_fall, check_environment, check_observed, environment_with
 from mprun.inspect.check.check_baseline import read_baseline
+from mprun.inspect.check.check_other_runs import (
+    ONE_STEP,
+    chance_of_fall,
+    check_environment,
+    check_observed,
+    environment_with,
+)
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings
 
 

@@ -10,9 +10,17 @@ import pytest
 from junitparser import JUnitXml
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.records.result import Result
 from mprun.inspect.check.check_reports import github_commands, junit, refuse_folder, tell_others
-from mprun.inspect.check.check_result import CHECKS, SCHEMA_VERSION, CheckRecord, Finding, ModeChecks, check_parts, kinds
+from mprun.inspect.check.check_result import (
+    CHECKS,
+    SCHEMA_VERSION,
+    CheckRecord,
+    Finding,
+    ModeChecks,
+    check_parts,
+    kinds,
+)
+from mprun.records.result import Result
 
 NASTY = 'a\x00\x1b[31m<b>&"\ud800 ]]> 100%,\r\nnext: ü 😀'
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mprun.inspect.check.check_result import (
+    CHECKS,
+    ERROR,
+    SCHEMA_VERSION,
+    SHOWN,
+    WARNING,
+    CheckRecord,
+    Finding,
+    ModeChecks,
+    check_parts,
+    kinds,
+)
 from mprun.records.result import Result
-from mprun.inspect.check.check_result import CHECKS, ERROR, SCHEMA_VERSION, SHOWN, WARNING, CheckRecord, Finding, ModeChecks, check_parts, kinds
 
 MPRUN = Path(__file__).resolve().parents[3] / "mprun"
 

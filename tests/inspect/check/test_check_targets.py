@@ -4,7 +4,16 @@ import pytest
 
 from mprun.inspect.check.check_result import TARGETS as NAMES
 from mprun.inspect.check.check_result import ModeChecks
-from mprun.inspect.check.check_targets import TABLE, TARGETS, Configuration, FormatUse, figure, refused_or_different, target_findings, target_lines
+from mprun.inspect.check.check_targets import (
+    TABLE,
+    TARGETS,
+    Configuration,
+    FormatUse,
+    figure,
+    refused_or_different,
+    target_findings,
+    target_lines,
+)
 
 FORMATS = ("bfloat16", "float16", "tf32", "fp8", "mxfp8", "nvfp4", "float16 partials", "float64")
 GIB = 2**30

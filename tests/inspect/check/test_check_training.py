@@ -14,11 +14,11 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from hypothesis.strategies import floats, integers, sampled_from
 from torch import Tensor, nn
 
-from mprun.train.data import Batch, MicroBatch
 from mprun.inspect.check.check import plan_check
+from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks
 from mprun.inspect.check.check_training import FEW, VISITS, trains, with_moved_inputs
 from mprun.precision.nested import to_dtype
-from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks
+from mprun.train.data import Batch, MicroBatch
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
 Change = Callable[[Tensor], Tensor]

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from mprun.precision import devices
 from mprun.cli import main as cli
 from mprun.config import schema, validate
-from mprun.precision import rates
+from mprun.precision import devices, rates
 
 KIND = "fake"
 asked: Counter[str] = Counter()

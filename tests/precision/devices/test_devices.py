@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.precision import devices
 from mprun.config.schema import DEVICES
+from mprun.precision import devices
 from mprun.train.clock import Clock, EventClock, WaitingClock, clock_for
 from mprun.train.sums import DeviceReadback, MetricReadback, readback_for
 

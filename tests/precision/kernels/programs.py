@@ -34,7 +34,7 @@ for line in sys.stdin:
 
 
 class Programs:
-    """Runs Python code in processes that have imported `mprun.precision.kernels` and used nothing of it."""
+    """Runs Python code in processes that have imported the kernels and used nothing of them."""
 
     def __init__(self) -> None:
         self._server = Server(FORKING)

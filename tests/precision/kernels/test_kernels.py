@@ -20,11 +20,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun.precision import kernels
-from mprun.precision.kernels import prebuilt
 from mprun.precision import random_bits as random_bits_module
 from mprun.precision import rounding as rounding_module
+from mprun.precision.kernels import prebuilt
 from mprun.precision.random_bits import Key, key, random_bits
-from mprun.precision.rounding import DTYPES, OVERFLOWS, SERIAL, merge, round_nearest, round_stochastic, split, stochastic
+from mprun.precision.rounding import (
+    DTYPES,
+    OVERFLOWS,
+    SERIAL,
+    merge,
+    round_nearest,
+    round_stochastic,
+    split,
+    stochastic,
+)
 from tests.each import each
 from tests.precision.kernels.programs import Programs
 from tests.precision.test_rounding import bits_of, floats, random_patterns
@@ -51,7 +60,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mo
     """As in a new process with an empty cache folder and no library of the installation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
-    monkeypatch.setattr(prebuilt, "library", lambda: "hidden: tests/precision/kernels/test_prebuilt.py")
+    monkeypatch.setattr(
+        prebuilt, "library", lambda: "hidden: tests/precision/kernels/test_prebuilt.py"
+    )
     clear_caches()
     yield monkeypatch
     clear_caches()
@@ -642,7 +653,9 @@ def test_a_cache_folder_that_is_there_but_takes_no_files_is_replaced(
 
 def test_the_sources_are_installed_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    line = next(line for line in text.splitlines() if line.startswith('"mprun.precision.kernels" = '))
+    line = next(
+        line for line in text.splitlines() if line.startswith('"mprun.precision.kernels" = ')
+    )
     patterns = json.loads(line.partition(" = ")[2])
     names = [path.name for path in kernels.SOURCES.iterdir() if path.suffix in (".c", ".h")]
     assert {"formats.h", "round.c", "prebuilt.c"} <= set(names)

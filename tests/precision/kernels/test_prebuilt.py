@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.precision import kernels
-from mprun.precision.kernels import prebuilt
 from mprun.optim import engines
+from mprun.precision import kernels
 from mprun.precision import rounding as rounding_module
+from mprun.precision.kernels import prebuilt
 from mprun.precision.random_bits import key, random_bits
 from mprun.precision.rounding import DTYPES as LOW
 from mprun.precision.rounding import OVERFLOWS, round_twice, stochastic
 from tests.each import each
-from tests.precision.kernels.test_kernels import assert_same, by_pytorch, edges
 from tests.optim import DTYPES, MAKE, RULES, STORED, moment_options
 from tests.optim.test_shards import CUTS, FAR, SIZE, check_far, stepped, unlike_entries
+from tests.precision.kernels.test_kernels import assert_same, by_pytorch, edges
 from tests.precision.test_rounding import random_patterns
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mprun.train.assemble.dtype_choices import choose_op_lists
 from mprun.config import compose
 from mprun.precision.caster import OpListCaster
 from mprun.precision.op_lists import Entry, OpLists, op_lists
+from mprun.train.assemble.dtype_choices import choose_op_lists
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (FP16, BF16, FP32, FP64)

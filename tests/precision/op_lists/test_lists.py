@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.train.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.precision.op_lists.lists import Unknown
 from mprun.records.op_list_files import MAX_NAME, Entry, read_list
+from mprun.train.assemble.dtype_choices import choose_op_lists
 from tests.each import each
 
 

@@ -19,7 +19,17 @@ from mprun.precision import Policy, Precision, disable_casts
 from mprun.precision.caster import NoCaster, OpListCaster
 from tests.each import each
 from tests.precision import normal
-from tests.precision.op_lists import BF16, FP16, FP32, Spy, caster, no_mode_is_left, own, same, watched
+from tests.precision.op_lists import (
+    BF16,
+    FP16,
+    FP32,
+    Spy,
+    caster,
+    no_mode_is_left,
+    own,
+    same,
+    watched,
+)
 from tests.precision.test_policy import policy
 from tests.waiting import PATIENCE_S
 

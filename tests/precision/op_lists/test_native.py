@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mprun.train.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision.op_lists.lists import NOT_EVERYWHERE, name_of, spelled
+from mprun.train.assemble.dtype_choices import choose_op_lists
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision import normal

@@ -20,7 +20,23 @@ from torchvision.ops import nms
 
 from mprun.precision.op_lists import OpLists, rules
 from tests.each import each
-from tests.precision.op_lists import BF16, DTYPES, FP16, FP32, FP64, LOWER, PAIRS, Spy, caster, own, result, same, shipped, to, watched
+from tests.precision.op_lists import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    LOWER,
+    PAIRS,
+    Spy,
+    caster,
+    own,
+    result,
+    same,
+    shipped,
+    to,
+    watched,
+)
 
 aten = torch.ops.aten
 Function = Callable[..., Any]

@@ -10,7 +10,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mprun.records.console import print_table, print_text
-from mprun.records.console.fitted_table import FittedTable, TableCell, broken, figure_column, text_column
+from mprun.records.console.fitted_table import (
+    FittedTable,
+    TableCell,
+    broken,
+    figure_column,
+    text_column,
+)
 
 SENTENCE = "the gradient of this layer is lost in float16 without a loss scale"
 

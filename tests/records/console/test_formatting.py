@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mprun.records.console.formatting import change_text, joined, listed, share_text, significant, size_text, unit_for
+from mprun.records.console.formatting import (
+    change_text,
+    joined,
+    listed,
+    share_text,
+    significant,
+    size_text,
+    unit_for,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from mprun.study.compare.comparison import Run
 from mprun.records.files import jsonable
 from mprun.records.run_record import Summary
+from mprun.study.compare.comparison import Run
 from tests.summaries import example, set_fields
 
 FIRST = datetime(2024, 3, 1, tzinfo=timezone.utc)

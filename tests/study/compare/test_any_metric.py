@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from mprun.records.files import jsonable
+from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.study.compare.comparison import Comparison, Run
 from mprun.study.compare.load import find_runs, score
 from mprun.study.compare.verdicts import compare, is_fraction
-from mprun.records.files import jsonable
-from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.study.report import cells
 from tests.study.compare.folders import run_of, summary_of, write_run
 

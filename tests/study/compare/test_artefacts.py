@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mprun.records.run_record import Conditions
 from mprun.study.compare.comparison import Comparison, Run, Variant
 from mprun.study.compare.times import LEAST, NOT_INTERLEAVED, drift_share
 from mprun.study.compare.verdicts import compare
-from mprun.records.run_record import Conditions
 from mprun.study.report import answer
 from tests.study.compare.folders import run_of
 

@@ -32,10 +32,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from mprun.records.run_record import Metric
 from mprun.study.compare.comparison import Comparison, Run, Variant
 from mprun.study.compare.times import SAME, WIDE
 from mprun.study.compare.verdicts import compare
-from mprun.records.run_record import Metric
 from mprun.study.report import answer, cells, exports
 from tests.study.compare.folders import summary_of
 

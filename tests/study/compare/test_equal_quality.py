@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mprun.records.run_folder import ValidationLoss
 from mprun.study.compare.comparison import Comparison, Variant
-from mprun.study.compare.equal_quality import buys_nothing, is_faster_per_sample, judge_equal_quality, steps_to_target
+from mprun.study.compare.equal_quality import (
+    buys_nothing,
+    is_faster_per_sample,
+    judge_equal_quality,
+    steps_to_target,
+)
 from mprun.study.compare.statistics import geometric_mean
 from mprun.study.compare.verdicts import compare
-from mprun.records.run_folder import ValidationLoss
 from tests.study.compare.folders import run_of
 
 EPOCHS, STEPS = 10, 100

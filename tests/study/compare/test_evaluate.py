@@ -12,11 +12,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mprun.study.compare.comparison import Comparison, Outcome, Run, Skipped, StepPercentiles, Variant
-from mprun.study.compare.load import latest
-from mprun.study.compare.verdicts import compare
 from mprun.errors import UsageError
 from mprun.records.reader import LARGEST
+from mprun.study.compare.comparison import (
+    Comparison,
+    Outcome,
+    Run,
+    Skipped,
+    StepPercentiles,
+    Variant,
+)
+from mprun.study.compare.load import latest
+from mprun.study.compare.verdicts import compare
 from tests.study.compare.folders import run_of, runs_of, write_run
 
 FP32 = [0.950, 0.960, 0.955, 0.945, 0.952]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mprun.study.compare.verdicts import compare
+from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.console.formatting import OP_FAMILIES, substitution_label
 from mprun.study.advise import advise
-from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+from mprun.study.compare.verdicts import compare
 from mprun.study.report import answer, cells, exports, tables
 from mprun.study.report.exports import page
 from mprun.study.report.plots import draw

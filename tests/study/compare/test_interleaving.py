@@ -18,12 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.cli.compare_command import compared as compare_runs
-from mprun.study.compare.comparison import Comparison, Run, Variant
-from mprun.study.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TWO_MACHINES, UNKNOWN, overlapping
-from mprun.study.compare.verdicts import compare
 from mprun.config.settings import CompareSettings
-from mprun.study.trials import interleaved
+from mprun.study.compare.comparison import Comparison, Run, Variant
+from mprun.study.compare.times import (
+    NOT_INTERLEAVED,
+    OVERLAPPED,
+    TWO_KINDS,
+    TWO_MACHINES,
+    UNKNOWN,
+    overlapping,
+)
+from mprun.study.compare.verdicts import compare
 from mprun.study.report import answer, cells
+from mprun.study.trials import interleaved
 from tests.study.compare.folders import run_of, write_run
 
 FIRST = datetime(2024, 3, 1, 12, tzinfo=timezone.utc)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mprun.study.compare.notes import ASPECTS, check_mixing, code_text, data_text, hardware_text
 from mprun.config.settings import fields
 from mprun.errors import UsageError
+from mprun.study.compare.notes import ASPECTS, check_mixing, code_text, data_text, hardware_text
 from tests.study.compare.folders import run_of
 
 OTHER: list[tuple[str, dict[str, Any], str]] = [

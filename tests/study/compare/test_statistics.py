@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.study.compare.comparison import Interval
-from mprun.study.compare.statistics import ALPHA, MAX_SEEDS, Sample, difference_p, equivalence_p, estimate, geometric_mean, holm, interval, seeds_to_settle, summarise
+from mprun.study.compare.statistics import (
+    ALPHA,
+    MAX_SEEDS,
+    Sample,
+    difference_p,
+    equivalence_p,
+    estimate,
+    geometric_mean,
+    holm,
+    interval,
+    seeds_to_settle,
+    summarise,
+)
 
 # Sums of a few float64 numbers in another order, and their square roots, agree to some 1e-13 of the
 # largest number drawn (1e3); t's quantiles and tails are the same functions of scipy's.

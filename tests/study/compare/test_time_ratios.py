@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from mprun.records.console.formatting import distinct_form
 from mprun.study.compare.comparison import Estimate, Interval
 from mprun.study.compare.statistics import geometric_mean
 from mprun.study.compare.times import SAME, WIDE, RatioVerdict, judge_ratio
-from mprun.records.console.formatting import distinct_form
 
 
 def interval_of(mean: float, sd: float, n: int) -> tuple[float, float]:

@@ -9,9 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mprun.study.compare.comparison import Comparison, Estimate, Interval, Outcome, Run, Skipped, StepPercentiles, Variant, Verdict
 from mprun.records.files import jsonable
 from mprun.records.run_record import StepTimes, Substitution, Summary
+from mprun.study.compare.comparison import (
+    Comparison,
+    Estimate,
+    Interval,
+    Outcome,
+    Run,
+    Skipped,
+    StepPercentiles,
+    Variant,
+    Verdict,
+)
 from tests.summaries import example, set_fields
 
 MODES = (

@@ -20,10 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.study.compare.comparison import Advice, Artefact, Comparison, Estimate, Interval, Skipped, Variant, Verdict
+from mprun.errors import UsageError
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.errors import UsageError
+from mprun.study.compare.comparison import (
+    Advice,
+    Artefact,
+    Comparison,
+    Estimate,
+    Interval,
+    Skipped,
+    Variant,
+    Verdict,
+)
 from mprun.study.report import answer, cells, exports
 from mprun.study.report.comparison_report import comparison_table, footer, short_notes, short_table
 from mprun.study.report.exports import write_report

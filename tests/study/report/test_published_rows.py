@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.study.compare.comparison import Comparison
 from mprun.study.compare.verdicts import compare
-from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.study.report import exports
 from mprun.study.report import published_rows as published
 from mprun.study.report.exports import page

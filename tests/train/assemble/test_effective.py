@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.train.assemble import build_parts, make_plan
-from mprun.train.assemble.parts import effective, planned
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import backend_flags
 from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.assemble.parts import effective, planned
 from tests.precision.convolutional import WORDS
 from tests.run.test_resume import trained
 from tests.schema import conforms

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.train.assemble import build_parts, make_plan
-from mprun.train.assemble.planned_memory import step_memory
 from mprun.cli.main import main
 from mprun.config.compose import compose
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.optim import LowPrecisionOptimizer, MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.assemble.planned_memory import step_memory
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, Trainer
 
 NEEDED = ("peft", "transformers")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.train.assemble import make_plan
-from mprun.train.assemble.dtype_choices import build_policy
 from mprun.config import compose
 from mprun.precision import Policy, execution, rates
 from mprun.precision.execution import EMULATED_FROM, choose_execution
+from mprun.train.assemble import make_plan
+from mprun.train.assemble.dtype_choices import build_policy
 from mprun.train.run import run
 from mprun.train.signals import StopSignals
 

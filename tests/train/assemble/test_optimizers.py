@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from mprun.train.assemble import build_parts, make_plan
-from mprun.train.assemble.initial_summary import initial_summary
-from mprun.train.assemble.parts import effective
-from mprun.train.assemble.planned_memory import step_memory
 from mprun.cli.main import main
 from mprun.config import reference
 from mprun.config.compose import compose
 from mprun.config.schema import OPTIMIZERS, OptimizerRow
-from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.optim import MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.assemble.initial_summary import initial_summary
+from mprun.train.assemble.parts import effective
+from mprun.train.assemble.planned_memory import step_memory
 from mprun.train.checkpoint import path_in
+from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mprun.train.assemble import make_plan
 from mprun.config import compose
 from mprun.errors import UsageError
+from mprun.train.assemble import make_plan
 
 WORDS = ["recipe=char_gpt", "device=cpu", "data.source=generated"]
 

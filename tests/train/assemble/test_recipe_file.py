@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
+from mprun.errors import UsageError
+from mprun.recipe import Recipe
 from mprun.train.assemble import DataCache, file_recipe, load_recipe
 from mprun.train.assemble.file_recipe import file_source
 from mprun.train.data import DataRequest
-from mprun.errors import UsageError
-from mprun.recipe import Recipe
 
 FUNCTIONS = """
 import torch

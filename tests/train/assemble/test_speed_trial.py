@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.train.assemble import Plan, build_parts, make_plan, speed_trial
-from mprun.train.assemble.speed_trial import Stepper, Tried, candidates, chosen, trial_key, with_fastest
 from mprun.config import compose
+from mprun.train.assemble import Plan, build_parts, make_plan, speed_trial
+from mprun.train.assemble.speed_trial import (
+    Stepper,
+    Tried,
+    candidates,
+    chosen,
+    trial_key,
+    with_fastest,
+)
 from mprun.train.machine import speed_choices
 from mprun.train.machine.speed_choices import SpeedChoice
 from tests.waiting import wait_for

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mprun.recipes.mnist import Mnist
 from mprun.train.data import BatchForm, TensorBatches, TensorOrder, TensorSet
 from mprun.train.data.sources import draw
-from mprun.recipes.mnist import Mnist
 
 CPU = torch.device("cpu")
 DRAW_ON_ONE_THREAD = """

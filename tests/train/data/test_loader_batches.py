@@ -22,11 +22,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from mprun.errors import RunFailedError, UsageError
 from mprun.train.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
 from mprun.train.data.loader_batches import EpochSeed
 from mprun.train.data.loader_sets import Reading, batch_size
 from mprun.train.data.random_numbers import restore_states, saved_states, seeded
-from mprun.errors import RunFailedError, UsageError
 from mprun.train.user_code import described
 
 CPU = torch.device("cpu")

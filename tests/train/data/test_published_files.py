@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mprun.train.data import sources as files
 from mprun.errors import UsageError
+from mprun.train.data import sources as files
 
 IMAGES = "train-images-idx3-ubyte"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from mprun.errors import UsageError
 from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.train.data.recipe_parts import as_splits
-from mprun.errors import UsageError
 
 ASKED = DataRequest()
 

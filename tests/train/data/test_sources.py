@@ -17,9 +17,9 @@ import pytest
 import torch
 from filelock import FileLock
 
+from mprun.errors import UsageError
 from mprun.train.data import DataRequest, TensorSet, image_splits, sources
 from mprun.train.data import sources as files
-from mprun.errors import UsageError
 from tests.train.data.conftest import TEST, TRAIN, Server, images, labels
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mprun.errors import UsageError
 from mprun.train.data import DataRequest, text
 from mprun.train.data.text import encode, python_library, text_sample, text_splits, windows
-from mprun.errors import UsageError
 from tests.train.data.conftest import Server
 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 40

@@ -7,8 +7,24 @@ from typing import Any
 
 import msgspec
 
+from mprun.train.machine.doctor_result import (
+    FORMATS,
+    OPS,
+    SCHEMA_VERSION,
+    Conclusion,
+    Copy,
+    Examination,
+    Format,
+    Machine,
+    MachineFinding,
+    Measured,
+    Mode,
+    OpName,
+    Rate,
+    Ratio,
+    Spread,
+)
 from mprun.train.machine.machine import INSTRUCTIONS
-from mprun.train.machine.doctor_result import FORMATS, OPS, SCHEMA_VERSION, Conclusion, Copy, Examination, Format, Machine, MachineFinding, Measured, Mode, OpName, Rate, Ratio, Spread
 
 Speedups = dict[Format, tuple[float, ...]]
 """Format to the speed-ups of matmul, convolution and its backward pass."""

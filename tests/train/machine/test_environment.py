@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import mprun
-from mprun.train.machine import machine
 from mprun.records.run_record import Hardware
+from mprun.train.machine import machine
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

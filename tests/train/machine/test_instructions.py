@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from mprun.train.machine import machine as module
-from mprun.train.machine.machine import ALLOWED, INSTRUCTIONS, NEEDED, architecture, instructions, linux_flags, onednn_limit
+from mprun.train.machine.machine import (
+    ALLOWED,
+    INSTRUCTIONS,
+    NEEDED,
+    architecture,
+    instructions,
+    linux_flags,
+    onednn_limit,
+)
 
 SAPPHIRE_RAPIDS = """\
 processor\t: 0

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mprun.train.machine.machine import ALLOWED, architecture
-from mprun.train.machine.machine_findings import conclusions, findings
 from mprun.records.run_record import read_summary
 from mprun.train.machine.doctor_result import Examination
+from mprun.train.machine.machine import ALLOWED, architecture
+from mprun.train.machine.machine_findings import conclusions, findings
 
 pytestmark = pytest.mark.skipif(
     architecture() != "x86_64", reason="oneDNN's limits are for x86 processors"

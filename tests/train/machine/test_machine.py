@@ -10,8 +10,15 @@ import torch
 
 from mprun.precision._torch import onednn_takes
 from mprun.train.machine import machine as module
-from mprun.train.machine.machine import INSTRUCTIONS, architecture, cpu_quota, examine_machine, onednn, tensor_cores
 from mprun.train.machine.doctor_result import Cuda, Machine
+from mprun.train.machine.machine import (
+    INSTRUCTIONS,
+    architecture,
+    cpu_quota,
+    examine_machine,
+    onednn,
+    tensor_cores,
+)
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

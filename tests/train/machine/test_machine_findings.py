@@ -9,10 +9,26 @@ from typing import Any
 import pytest
 
 from mprun import NEWEST_TORCH
+from mprun.train.machine.doctor_result import OPS, Machine
 from mprun.train.machine.machine import ALLOWED
 from mprun.train.machine.machine_findings import findings
-from mprun.train.machine.doctor_result import OPS, Machine
-from tests.train.machine import AVX2_ONLY, AVX512_ONLY, GRANITE, H100, M1, M2, T4, WITH_AMX, WITH_BF16, Speedups, gpu, limited, machine, measured, modes
+from tests.train.machine import (
+    AVX2_ONLY,
+    AVX512_ONLY,
+    GRANITE,
+    H100,
+    M1,
+    M2,
+    T4,
+    WITH_AMX,
+    WITH_BF16,
+    Speedups,
+    gpu,
+    limited,
+    machine,
+    measured,
+    modes,
+)
 
 SLOW = (0.03, 0.04, 0.3)
 FAST = (4.0, 2.0, 2.0)

@@ -11,10 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, quantile_test
 
-from mprun.train.machine import measure
-from mprun.train.machine.measure import FEWEST, MOST, SIZES, WARMUP, Case, Sizes, formats_of, measure_copy, measure_rates, ratio, spread, which_fit
 from mprun.precision.rates import TimedOp, Timer, matmul, warm
+from mprun.train.machine import measure
 from mprun.train.machine.doctor_result import OPS, Copy, Rate, Ratio, Spread
+from mprun.train.machine.measure import (
+    FEWEST,
+    MOST,
+    SIZES,
+    WARMUP,
+    Case,
+    Sizes,
+    formats_of,
+    measure_copy,
+    measure_rates,
+    ratio,
+    spread,
+    which_fit,
+)
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.train.machine.machine_findings import LIMIT, conclusions, judge, largest
 from mprun.train.machine.doctor_result import OPS, OpName, modes_table
+from mprun.train.machine.machine_findings import LIMIT, conclusions, judge, largest
 from tests.train.machine import H100, WITH_AMX, WITH_BF16, measured, modes, rate, rates, ratio
 
 # ---- one op --------------------------------------------------------------------------------------

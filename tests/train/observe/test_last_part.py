@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import mprun
 from mprun.cli.main import main
 from mprun.inspect.replay import read_step
+from mprun.records.run_record import read_summary
 from mprun.train.observe.observed_record import LastPart, last_steps
 from mprun.watch.nonfinite.step_replay import replay
-from mprun.records.run_record import read_summary
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
+from mprun.records.run_record import read_lines, read_summary
 from mprun.train.observe.observe import Observation
 from mprun.train.observe.observed_record import metric_of, samples_of, split_of
-from mprun.records.run_record import read_lines, read_summary
 from tests.run.clock import Clock
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.train.observe.trainer_record import TrainerRecord
 from mprun.records.run_record import read_lines, read_summary
+from mprun.train.observe.trainer_record import TrainerRecord
 from tests.waiting import PATIENCE_S
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from mprun.cli.main import main
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import read_lines, read_summary
-from tests.train.parallel.processes import Groups
 from tests.run.test_resume import assert_equal, trained
+from tests.train.parallel.processes import Groups
 
 PLAIN = ["speed=plain", "train.checkpoint_every_steps=1000"]
 MNIST = [

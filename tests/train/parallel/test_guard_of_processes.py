@@ -13,10 +13,10 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import GuardRow, read_lines, read_summary
-from tests.train.parallel.processes import Groups
-from tests.train.parallel.test_equal_runs import losses, model, plain
 from tests.run.test_guard_runs import RECIPE
 from tests.run.test_resume import assert_equal
+from tests.train.parallel.processes import Groups
+from tests.train.parallel.test_equal_runs import losses, model, plain
 
 WORDS = [
     *("recipe=planted.py", "precision=fp8_tensorwise", "device=cpu", "speed=plain"),

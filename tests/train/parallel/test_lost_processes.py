@@ -17,9 +17,9 @@ import yaml
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
+from tests.run.test_resume import assert_equal, trained
 from tests.train.parallel.processes import Ended, Groups, Torchrun, said
 from tests.train.parallel.test_equal_runs import assert_same_training, losses
-from tests.run.test_resume import assert_equal, trained
 from tests.waiting import wait_for
 
 STEPS = 12

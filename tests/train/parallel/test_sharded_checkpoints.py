@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mprun.cli.main import main
-from mprun.train.parallel.layouts import Layout
 from mprun.records.run_record import read_summary
 from mprun.train import checkpoint
+from mprun.train.parallel.layouts import Layout
+from tests.run.test_resume import trained
 from tests.train.parallel.processes import Groups
 from tests.train.parallel.test_lost_processes import LINEAR, STEPS, assert_same_run, whole_runs
-from tests.run.test_resume import trained
 
 __all__ = ["whole_runs"]  # a fixture
 

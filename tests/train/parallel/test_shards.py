@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from mprun.optim import AdamW, MasterWeights, name_parameters
 from mprun.optim.masters import masters_of
+from mprun.precision.gemms import GEMMS, convert_gemms
+from mprun.precision.policy import policy
 from mprun.train.parallel.layouts import Layout, Outline
 from mprun.train.parallel.ranks import GroupRanks
 from mprun.train.parallel.shards import ShardLayout, units
-from mprun.precision.gemms import GEMMS, convert_gemms
-from mprun.precision.policy import policy
 from tests.optim import same_bits
 from tests.train.parallel.processes import Groups
 
@@ -244,7 +244,9 @@ def exchanges() -> tuple[float, int]:
     seconds, called = itertools.count(), []
     before = layout.ranks.waited_s
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mprun.train.parallel.ranks.time.perf_counter", lambda: float(next(seconds)))
+        patched.setattr(
+            "mprun.train.parallel.ranks.time.perf_counter", lambda: float(next(seconds))
+        )
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             plain = getattr(dist, name)
 

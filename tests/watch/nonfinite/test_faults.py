@@ -16,9 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from mprun import optim
-from mprun.watch.nonfinite import FpException, fp_exceptions
-from mprun.watch.nonfinite import NonfiniteReport
 from mprun.precision import OpListCaster, op_lists
+from mprun.watch.nonfinite import FpException, NonfiniteReport, fp_exceptions
 
 WIDTH = 8
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))

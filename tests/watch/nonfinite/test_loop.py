@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun import optim
 from mprun.precision._torch import dispatch_modes
-from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
-from mprun.watch.nonfinite import NonfiniteReport, StepOutcome
+from mprun.watch.nonfinite import FpExceptionError, NonfiniteReport, StepOutcome, fp_exceptions
 from mprun.watch.nonfinite.nonfinite_watcher import COMPILED
 from mprun.watch.nonfinite.step_monitor import Response, Snapshot
 from tests.watch.nonfinite import exception

@@ -15,11 +15,16 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mprun.records.files import jsonable
 from mprun.watch.nonfinite import FpException, NonfiniteReport, finding_lines
 from mprun.watch.nonfinite.fp_exception import DETAILED, LINES_PER_STEP, TensorStats
-from mprun.watch.nonfinite.nonfinite_watcher import NonfiniteWatcher, Origin, current_line, is_library
+from mprun.watch.nonfinite.nonfinite_watcher import (
+    NonfiniteWatcher,
+    Origin,
+    current_line,
+    is_library,
+)
 from mprun.watch.nonfinite.op_call import OpCall, op_spec, recomputed, stats, value_range
-from mprun.records.files import jsonable
 from tests.watch.nonfinite import exception
 
 aten = torch.ops.aten

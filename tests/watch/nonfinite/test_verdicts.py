@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from mprun.watch.nonfinite import fp_exceptions
-from mprun.watch.nonfinite import NonfiniteReport
+from mprun.watch.nonfinite import NonfiniteReport, fp_exceptions
 
 LENGTH, WIDTH = 6, 8
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -30,8 +30,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from mprun.study.compare.comparison import Comparison, Variant
 from mprun.records.console.formatting import counted
+from mprun.study.compare.comparison import Comparison, Variant
 from mprun.study.report import cells
 from mprun.study.report.theme import LIGHT, VARIABLES, colour, marker
 

@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from mprun.study.compare.comparison import Comparison, Run
-from mprun.records.console.formatting import counted
 from mprun.errors import UsageError
+from mprun.records.console.formatting import counted
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Summary, read_lines
+from mprun.study.compare.comparison import Comparison, Run
 from mprun.study.report import cells
 from mprun.study.report.plots.canvas import Plot, name_panel, panels, seeds, spread_axis
 from mprun.study.report.theme import LIGHT, colour, marker

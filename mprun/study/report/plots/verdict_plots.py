@@ -11,7 +11,17 @@ from matplotlib.figure import Figure
 
 from mprun.study.compare.comparison import Comparison, StepPercentiles, Variant
 from mprun.study.report import cells
-from mprun.study.report.plots.canvas import MAX_LABEL, Plot, counts, figure, label, mark, name_variants, seeds, spread_axis
+from mprun.study.report.plots.canvas import (
+    MAX_LABEL,
+    Plot,
+    counts,
+    figure,
+    label,
+    mark,
+    name_variants,
+    seeds,
+    spread_axis,
+)
 from mprun.study.report.theme import LIGHT, colour
 
 TIMES_FACTOR = 8.0
