@@ -103,8 +103,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-MAX_TEXT = 2**16
-"""Characters of an error's text that are read: its first and last halves."""
+MAX_TEXT = 2**16  # Characters of an error's text that are read: its first and last halves
 MAX_LINE = 500
 
 
@@ -157,8 +156,7 @@ class Place(NamedTuple):
 
     file: str
     line: int
-    function: str = ""
-    """The function that contains it; empty at a module's level."""
+    function: str = ""  # The function that contains it; empty at a module's level
 
     def __str__(self) -> str:
         path = Path(self.file)

@@ -48,27 +48,20 @@ class Command:
 class Arguments(argparse.Namespace):
     """The arguments of a command; an option that it does not have keeps its default."""
 
-    overrides: list[str]
-    """`name=value`."""
-    config_dir: Path | None = None
-    """A further folder of configs."""
+    overrides: list[str]  # `name=value`
+    config_dir: Path | None = None  # A further folder of configs
     multirun: bool = False
     show_config: bool = False
-    save: Path | None = None
-    """Of diff: where one side is written."""
+    save: Path | None = None  # Of diff: where one side is written
     verbose: bool = False
-    update: bool = False
-    """Of check: whether the baseline is written."""
-    observed: Path | None = None
-    """Of check: the folder of a loop that `mprun.observe` recorded."""
-    python: Path | None = None
-    """Of check: the interpreter of another environment."""
-    requirement: str | None = None
-    """Of check: what another environment has, as `torch==2.13.0`."""
+    update: bool = False  # Of check: whether the baseline is written
+    observed: Path | None = None  # Of check: the folder of a loop that `mprun.observe` recorded
+    python: Path | None = None  # Of check: the interpreter of another environment
+    requirement: str | None = None  # Of check: what another environment has, as `torch==2.13.0`
 
 
+# Of the commands that compare: everything on the terminal, not the short answer
 VERBOSE = ("--verbose", "-v")
-"""Of the commands that compare: everything on the terminal, not the short answer."""
 
 
 def _folder(text: str) -> Path:
@@ -78,6 +71,7 @@ def _folder(text: str) -> Path:
 
 
 FLAG = {"action": "store_true"}
+# Each option: what argparse is told of it, and the commands that take it
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
     ("--update",): (FLAG, ("check",)),
@@ -90,9 +84,8 @@ OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     # what Hydra's users type for the same
     ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
 }
-"""Each option: what argparse is told of it, and the commands that take it."""
-CONFIG_DIR = ("--config-dir", "-cd")
-"""Of every command that takes the overrides of a run."""
+CONFIG_DIR = ("--config-dir", "-cd")  # Of every command that takes the overrides of a run
+# Options of Hydra's programs that mprun has in another form
 HYDRAS = {
     ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
     "folder are added",
@@ -102,7 +95,6 @@ HYDRAS = {
     ("--hydra-help",): "write mprun --help",
     ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
 }
-"""Options of Hydra's programs that mprun has in another form."""
 
 
 class _Instead(argparse.Action):

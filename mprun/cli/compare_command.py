@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 COMMAND = Command("compare", ("compare",), instead=(), folders_of=STUDIES)
 EXAMPLE = "mprun compare outputs/DATE/TIME"
+# The verdicts that each `compare.fail_if` accepts
 ACCEPTED = {
     "worse": ("equivalent", "better", "inconclusive"),
     "not_equivalent": ("equivalent", "better"),
 }
-"""The verdicts that each `compare.fail_if` accepts."""
 
 
 def compare_command(args: Sequence[str]) -> int:

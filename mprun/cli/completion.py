@@ -23,8 +23,7 @@ OPTIONS = (
     *("--config-dir", "--help", "--multirun", "-m", "--verbose"),
     *("--show-config", "--version", "--completion"),
 )
-MODES = ("memory.against", "compare.baseline")
-"""Settings that name a precision mode."""
+MODES = ("memory.against", "compare.baseline")  # Settings that name a precision mode
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class _Names:
 
     keys: Mapping[str, Sequence[str]]
     """Command to what it takes; `*` for a run, which has no command."""
-    values: Mapping[tuple[str, ...], Sequence[str]]
-    """Keys to the values they have in common."""
+    values: Mapping[tuple[str, ...], Sequence[str]]  # Keys to the values they have in common
 
 
 def completion_script(shell: str, commands: Sequence[Command]) -> str:

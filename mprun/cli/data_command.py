@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mprun.train.data.sources import FileState
 
 ACTIONS = ("fetch", "verify")
+# The sets with published files; the keys of `sources.SHA256`, known without torch
 NAMES = ("MNIST", "FashionMNIST")
-"""The sets with published files; the keys of `sources.SHA256`, known without torch."""
 COMMAND = Command("data", instead=(*ACTIONS, *NAMES, "data.root="))
 
+# The word for a good file, by its state before
 OK_WORDS = {"ok": "ok", "missing": "fetched", "damaged": "repaired"}
-"""The word for a good file, by its state before."""
 
 
 def data_command(args: Sequence[str]) -> int:

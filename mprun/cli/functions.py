@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     Runs = str | Path | Result | Iterable[str | Path | Result]
 
-PLAIN = re.compile(r"[\w./-]+")
-"""A text that an override has without quotation marks."""
+PLAIN = re.compile(r"[\w./-]+")  # A text that an override has without quotation marks
 
 
 def run(*overrides: str, **fields: object) -> Result:

@@ -11,6 +11,7 @@ from mprun.config.recipe_file import RecipeFile, recipe_text
 from mprun.config.reference import GROUPS, leaves, options
 from mprun.records.run_config import yaml_text
 
+# The fields that help lists; docs/reference/configuration.md has all
 COMMON = (
     *("seed", "device", "execution", "train.epochs", "train.max_steps", "train.max_time_s"),
     *("train.batch_size", "train.eval_batch_size", "train.lr", "train.clip_norm"),
@@ -19,7 +20,6 @@ COMMON = (
     *("op_lists.strict", "op_lists.verbose", "loss_scale.value", "debug.fp_exceptions"),
     *("data.source", "data.root", "run.dir", "run.resume"),
 )
-"""The fields that help lists; docs/reference/configuration.md has all."""
 
 INTRO = """\
 mprun: train a model in a numerical precision, and measure what it costs and

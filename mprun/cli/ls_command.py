@@ -40,8 +40,7 @@ class LsSettings:
 
 
 COMMAND = Command("ls", (LsSettings,), instead=())
-NAMED = 5
-"""Damaged records that are named; of more, the rest are counted."""
+NAMED = 5  # Damaged records that are named; of more, the rest are counted
 
 
 def ls_command(args: Sequence[str]) -> int:

@@ -41,12 +41,12 @@ from mprun.train.stopwatch import process_start
 if TYPE_CHECKING:
     from mprun.train.parallel.coordinator import GroupCoordinator
 
+# The commands as help lists them; one that is not named here comes behind these
 ORDER = (
     *("train", "sweep", "compare", "advise", "double", "check", "ls", "show", "trace"),
     *("doctor", "memory", "numerics", "search-ops", "diff", "replay", "export", "data"),
     "new-recipe",
 )
-"""The commands as help lists them; one that is not named here comes behind these."""
 
 
 def _discovered() -> Iterator[Command]:
@@ -60,8 +60,8 @@ COMMANDS = sorted(
     _discovered(), key=lambda x: ORDER.index(x.name) if x.name in ORDER else len(ORDER)
 )
 BY_NAME = {command.name: command for command in COMMANDS}
+# Commands of earlier versions, and what does their work now
 FORMER = {"capture": "mprun diff RUN --save FILE"}
-"""Commands of earlier versions, and what does their work now."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,12 +36,12 @@ COMMAND = Command("show", instead=(), folders_of=(*RUNS, "observe", *STUDIES))
 USAGE = "write mprun show RUN, such as mprun show outputs/DATE/TIME"
 
 Parts = Iterable[FittedTable | str]
+# Files of results, to the record in each, its newest schema_version, and what is shown of it
 MEASUREMENTS: dict[str, tuple[type, int, Callable[[Any], Parts]]] = {
     "memory.json": (MemoryRecord, 1, lambda record: memory_parts(record, None)),
     "trace.json": (TraceRecord, 1, lambda record: (totals(record), kinds_table(record.rows))),
     "numerics.json": (NumericsResult, 2, lambda x: numerics_parts(x, NumericsSettings().top)),
 }
-"""Files of results, to the record in each, its newest schema_version, and what is shown of it."""
 
 
 def show_command(args: Sequence[str]) -> int:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from mprun.study.trials import Outcome
 
 
-STUDY = ("compare", "seeds", "first_seed")
-"""Sections that every study takes."""
+STUDY = ("compare", "seeds", "first_seed")  # Sections that every study takes
 
 
 def request_of(

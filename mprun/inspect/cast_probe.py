@@ -37,8 +37,8 @@ from mprun.inspect.search_result import Deviation
 from mprun.inspect.tolerance import gradient_error, loss_shares, sums_db
 from mprun.watch.updates import RoundingErrors, weights_moved
 
+# Loss scales that are tried, the largest first; other dtypes need none
 LOSS_SCALES = {torch.float16: (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)}
-"""Loss scales that are tried, the largest first; other dtypes need none."""
 
 
 class CastProbe:

@@ -62,12 +62,9 @@ INPUT = "(input)"
 class LayerStatistics:
     """One kind of numbers of one layer, over all measured steps."""
 
-    kind: str
-    """One of `KINDS`."""
-    name: str
-    """The parameter's, or the module's path."""
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    """The dtypes of the tensors."""
+    kind: str  # One of `KINDS`
+    name: str  # The parameter's, or the module's path
+    dtypes: set[torch.dtype] = field(default_factory=set)  # The dtypes of the tensors
     histogram: Histogram = field(default_factory=Histogram)
     noise: Noise = field(default_factory=Noise)
     """The noise of rounding to other formats; the signal alone where formats were not asked for."""

@@ -35,8 +35,7 @@ from mprun.train.machine import machine
 from mprun.train.user_code import described
 
 MAX_SAMPLES = 64
-SHOWN = 5
-"""Weights furthest apart that are shown."""
+SHOWN = 5  # Weights furthest apart that are shown
 
 
 @dataclass(frozen=True)

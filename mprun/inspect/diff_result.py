@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 1
-MAX_ERROR = 1e99
-"""Written for an error without a finite size."""
+MAX_ERROR = 1e99  # Written for an error without a finite size
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,10 @@ class SideError:
     """One side's error in a module's own code."""
 
     dtype: str
-    arising: float
-    """Relative rms; infinite where a number is not finite."""
+    arising: float  # Relative rms; infinite where a number is not finite
     inherited: float
-    bias: float
-    """Mean of the arising error, over the rms of the exact numbers."""
-    explained: float
-    """The largest arising error that the dtype explains."""
+    bias: float  # Mean of the arising error, over the rms of the exact numbers
+    explained: float  # The largest arising error that the dtype explains
 
     @property
     def is_explained(self) -> bool:
@@ -37,14 +33,10 @@ class SideError:
 class CapturedCall:
     """A module's own code in one pass."""
 
-    phase: str
-    """forward or backward."""
-    module: str
-    """A name of `named_modules()`; empty for the model itself."""
-    call: int
-    """The number of the module's call, from 0."""
-    kind: str
-    """The module's class."""
+    phase: str  # forward or backward
+    module: str  # A name of `named_modules()`; empty for the model itself
+    call: int  # The number of the module's call, from 0
+    kind: str  # The module's class
     errors: dict[str, SideError]
     """By what is compared: an output, the gradient at an input, a parameter's gradient."""
 
@@ -56,8 +48,7 @@ class OpError(NamedTuple):
     module: str
     op: str
     dtype: str
-    error: float
-    """The rms of the error that arises in it, over the rms of its exact result."""
+    error: float  # The rms of the error that arises in it, over the rms of its exact result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +60,7 @@ class CaptureRecord:
     data: str
     data_source: str
     precision: str
-    step: int
-    """Of the checkpoint."""
+    step: int  # Of the checkpoint
     loss: float
     device: str
     hardware: str

@@ -51,10 +51,8 @@ from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW, unfused
 from mprun.watch.updates import own_random_numbers
 
-FALSE_ALARMS = 1e-6
-"""The chance that a tensor of a sound kernel fails."""
-GROUP = 64
-"""Elements of like magnitude that share a spread: with 17 passes it is then known to 2 %."""
+FALSE_ALARMS = 1e-6  # The chance that a tensor of a sound kernel fails
+GROUP = 64  # Elements of like magnitude that share a spread: with 17 passes it is then known to 2 %
 
 Function = Callable[..., Any]
 
@@ -137,8 +135,7 @@ def _check(inputs: tuple[Any, ...], dtype: torch.dtype, reference: Any, passes: 
 class _Runs:
     """Runs functions on the same inputs, with the same random numbers."""
 
-    inputs: tuple[Any, ...]
-    """In the dtype."""
+    inputs: tuple[Any, ...]  # In the dtype
     dtype: torch.dtype
     backward: bool
     seed: int

@@ -28,12 +28,11 @@ from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_ke
 from mprun.watch.nonfinite.op_call import op_spec
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
-MAX_NUMBERS = 2**25
-"""Results that are kept: 256 MiB in float64. Beyond them no op is named."""
+MAX_NUMBERS = 2**25  # Results that are kept: 256 MiB in float64. Beyond them no op is named.
 
 Region = Callable[[nn.Module], AbstractContextManager[object]]
+# Runs a forward and backward pass of a model inside of a region, and returns its loss
 Pass = Callable[[Region], float]
-"""Runs a forward and backward pass of a model inside of a region, and returns its loss."""
 
 
 class _Computed(NamedTuple):
@@ -41,10 +40,8 @@ class _Computed(NamedTuple):
 
     op: str
     module: str
-    numbers: Tensor
-    """In float64."""
-    made_of: tuple[int, ...]
-    """The indices of the results that it read."""
+    numbers: Tensor  # In float64
+    made_of: tuple[int, ...]  # The indices of the results that it read
 
 
 class ForwardResults(OpWatcher):

@@ -40,9 +40,9 @@ from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, Gemm, LinearGemms, linear_layers
 from mprun.records.layer_values import PRODUCTS, with_high_products
 
+# How much worse than moved weights a format may be: SQNR of a gradient. 10 dB, as for 16 bits,
+# would leave nothing of NVFP4's gradients.
 SLACK_DB = 6.0
-"""How much worse than moved weights a format may be: SQNR of a gradient. 10 dB, as for 16 bits,
-would leave nothing of NVFP4's gradients."""
 BFLOAT16_BITS = 16.0
 
 
@@ -50,8 +50,7 @@ class GemmName(NamedTuple):
     """A GEMM of a model."""
 
     layer: str
-    product: str
-    """forward, grad_input or grad_weight."""
+    product: str  # forward, grad_input or grad_weight
 
     def __str__(self) -> str:
         return f"{self.layer}.{self.product}"
@@ -61,10 +60,8 @@ class GemmName(NamedTuple):
 class GemmSize:
     """The size of a GEMM."""
 
-    operations: int
-    """Multiply-adds of a micro-batch."""
-    summed: int
-    """Numbers that are summed for one of the result: a row of both factors."""
+    operations: int  # Multiply-adds of a micro-batch
+    summed: int  # Numbers that are summed for one of the result: a row of both factors
 
 
 def gemm_sizes(model: nn.Module, run: Callable[[], object]) -> dict[GemmName, GemmSize]:

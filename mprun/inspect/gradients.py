@@ -48,8 +48,7 @@ from mprun.precision.formats import (
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
 
-ROOT = "(model)"
-"""The name of the model itself, whose path is empty."""
+ROOT = "(model)"  # The name of the model itself, whose path is empty
 
 PARAMETER = "parameter"
 
@@ -57,10 +56,8 @@ PARAMETER = "parameter"
 class GradientSource(NamedTuple):
     """The tensor that a gradient belongs to."""
 
-    module: str
-    """The path of the module, or the parameter's name."""
-    op: str
-    """The op of the forward pass whose output it is the gradient of, or `PARAMETER`."""
+    module: str  # The path of the module, or the parameter's name
+    op: str  # The op of the forward pass whose output it is the gradient of, or `PARAMETER`
     dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -171,16 +168,14 @@ _PASSES_ON = ("TBackward0", "ToCopyBackward0", "TransposeBackward0")
 
 
 FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
-SCALED = (FP16, E4M3, E5M2)
-"""Formats whose rounding errors depend on per-tensor scaling."""
+SCALED = (FP16, E4M3, E5M2)  # Formats whose rounding errors depend on per-tensor scaling
 
 
 @dataclass
 class Noise:
     """The power of some values, and of what rounding to each format adds to them."""
 
-    signal: float = 0.0
-    """Sum of squares of the finite values."""
+    signal: float = 0.0  # Sum of squares of the finite values
     noise: dict[str, float] = field(default_factory=dict)
     """Format to the sum of squared rounding errors; names with a scale end in `_scaled`, but for
     those of further formats, which all have one."""

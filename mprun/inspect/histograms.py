@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mprun.inspect.numerics_result import ExponentCounts
 
-BLOCK = 2**16
-"""Elements counted together on a CPU: so many stay in a core's cache."""
+BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
@@ -39,8 +38,7 @@ class Histogram:
     zero: int = 0
     infinite: int = 0
     nan: int = 0
-    largest: float = 0.0
-    """The largest finite magnitude; 0 without any."""
+    largest: float = 0.0  # The largest finite magnitude; 0 without any
 
     @property
     def nonzero(self) -> int:

@@ -33,20 +33,17 @@ from mprun.inspect.numerics_result import ScaleVerdict
 from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
 
+# No scale is recommended beyond these: the loss times it has to be a float32
 BOUNDS = (2.0**-100, 2.0**100)
-"""No scale is recommended beyond these: the loss times it has to be a float32."""
-PUBLISHED = 1024.0
-"""The static scale of Graphcore's half-precision tutorial."""
+PUBLISHED = 1024.0  # The static scale of Graphcore's half-precision tutorial
 
 
 @dataclass(frozen=True)
 class LayerGradients:
     """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
 
-    largest: float
-    """The largest magnitude that float16 has to represent."""
-    where: str
-    """Where it arose."""
+    largest: float  # The largest magnitude that float16 has to represent
+    where: str  # Where it arose
     layers: Mapping[str, tuple[Histogram, Noise]]
     """A layer's name to the histogram and power of its gradients."""
 
@@ -189,8 +186,7 @@ def _worst(scale: float, advice: ScaleAdvice, needed_db: float) -> tuple[str, fl
     return min(low, key=lambda x: x[1], default=None)
 
 
-ALIKE_DB = 3.0
-"""Signal-to-noise ratios no further apart, half a bit, count as the same."""
+ALIKE_DB = 3.0  # Signal-to-noise ratios no further apart, half a bit, count as the same
 
 
 def best_tried(tried: Mapping[float, float]) -> float | None:

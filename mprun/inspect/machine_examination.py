@@ -38,12 +38,12 @@ from mprun.train.machine.machine import versions as record_versions
 from mprun.train.machine.machine_findings import conclusions, findings
 from mprun.train.machine.measure import measure_rates
 
+# The measured ops, and their names in substitutions
 ATEN: dict[OpName, str] = {
     "matmul": "aten.mm",
     "convolution": "aten.convolution",
     "convolution_backward": "aten.convolution_backward",
 }
-"""The measured ops, and their names in substitutions."""
 
 
 def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:

@@ -24,12 +24,11 @@ from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.report.plots.canvas import PictureFrame, figure, legend_above, picture_files
 from mprun.study.report.theme import FORMATS, LIGHT, MEMORY
 
+# Phases with a shaded background, to separate them from the others
 SHADED = ("forward", "optimizer")
-"""Phases with a shaded background, to separate them from the others."""
+# The most ops drawn in a panel and in all: of each stretch of ops the one with the largest sum
 POINTS, ALL_POINTS = 2000, 8000
-"""The most ops drawn in a panel and in all: of each stretch of ops the one with the largest sum."""
-HEADROOM = 1.5
-"""The axis over the highest peak, for its label and the phases' names."""
+HEADROOM = 1.5  # The axis over the highest peak, for its label and the phases' names
 
 
 def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
@@ -135,13 +134,11 @@ TITLES = {
     "weight_gradients": "gradients of weights, unscaled",
     "updates": "updates",
 }
+# The exponents of a format's smallest number, its smallest normal one, and its overflow
 LIMITS = {"fp16": (-24, -14, 16), "bf16": (-133, -126, 128)}
-"""The exponents of a format's smallest number, its smallest normal one, and its overflow."""
 NAMES_OF_FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
-LEAST = 1e-6
-"""Smaller shares are not drawn."""
-MAX_ROWS = 12
-"""The most layers drawn of a kind."""
+LEAST = 1e-6  # Smaller shares are not drawn
+MAX_ROWS = 12  # The most layers drawn of a kind
 MAX_NAME = 20
 ROW_IN = 0.15
 

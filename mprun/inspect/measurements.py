@@ -216,11 +216,9 @@ def _worst(ratios: Mapping[str, float]) -> tuple[float, str]:
 class FormatVerdict:
     """Whether a format suffices."""
 
-    errors: GradientErrors
-    """The errors of the parameters that are judged."""
+    errors: GradientErrors  # The errors of the parameters that are judged
     measure: Deviation
-    unavoidable: Deviation
-    """The same with nothing but weights of the format's precision."""
+    unavoidable: Deviation  # The same with nothing but weights of the format's precision
     tolerance: Tolerance
 
     @classmethod
@@ -252,37 +250,29 @@ class FormatVerdict:
         return needed is None or ratio_db(1.0, ratio) >= needed
 
 
-FROM_THE_RUN = ("weights", "updates")
-"""Kinds of which the run has the exact values."""
+FROM_THE_RUN = ("weights", "updates")  # Kinds of which the run has the exact values
 
 
 @dataclass(frozen=True)
 class Measurements:
     """Everything that was measured."""
 
-    exact: Statistics
-    """Statistics of the passes in float32."""
-    of_run: Statistics
-    """Statistics of the run."""
-    largest: float
-    """The largest gradient that float16 has to represent, unscaled."""
+    exact: Statistics  # Statistics of the passes in float32
+    of_run: Statistics  # Statistics of the run
+    largest: float  # The largest gradient that float16 has to represent, unscaled
     where: str
-    fp16: FormatVerdict
-    """The errors of float16 passes, at a loss scale that fits."""
-    bf16: FormatVerdict
-    """The same in bfloat16."""
+    fp16: FormatVerdict  # The errors of float16 passes, at a loss scale that fits
+    bf16: FormatVerdict  # The same in bfloat16
     tried: Mapping[float, GradientErrors]
     """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
     rounding: RoundingErrors
     """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
     unjudged_rows: frozenset[tuple[str, str]]
     """Kind and name of rows of gradients by activations that are rounding errors."""
-    scale_kind: str
-    """none, static or dynamic."""
+    scale_kind: str  # none, static or dynamic
     headroom: float = 2.0
     needed_db: float = NEEDED_DB
-    float32: Float32Loss | None = None
-    """A step in which float32 itself was not good enough."""
+    float32: Float32Loss | None = None  # A step in which float32 itself was not good enough
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:

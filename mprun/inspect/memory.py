@@ -49,15 +49,14 @@ from mprun.watch.process_memory import StepMemory
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
+# The name of the mode to compare with until it has its label; no combination has it
 REFERENCE = "(reference)"
-"""The name of the mode to compare with until it has its label; no combination has it."""
 ONE_PROCESS = ProcessLayout()
 
-AGAINST = "fp32"
-"""The mode that the published figure is relative to."""
+AGAINST = "fp32"  # The mode that the published figure is relative to
 
+# First parts of keys that change the published step
 CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
-"""First parts of keys that change the published step."""
 
 
 def _record(
@@ -214,8 +213,8 @@ def _published(
 
 # ---- the modes that are planned ------------------------------------------------------------------
 
+# First parts of keys that belong to one mode; the mode to compare with does not get them
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
-"""First parts of keys that belong to one mode; the mode to compare with does not get them."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,7 @@ class PlannedMode:
 class PlannedModes:
     """Modes side by side."""
 
-    modes: list[PlannedMode]
-    """The first is the one to compare with."""
+    modes: list[PlannedMode]  # The first is the one to compare with
     left_out: dict[str, str] | None
     """Modes that cannot be, with the reason; None where the user named the modes."""
 

@@ -56,17 +56,12 @@ class MemorySettings:
 class LargestBatch:
     """The largest batch whose step fits in a limit."""
 
-    batch_size: int
-    """0 if one sample does not fit."""
+    batch_size: int  # 0 if one sample does not fit
     peak_bytes: int | None
-    next_peak_bytes: int | None
-    """Of a batch with one sample more."""
-    tried: dict[str, int]
-    """Batch size to peak."""
-    grows: bool
-    """Whether the peak grows with every sample; if not, a larger batch may fit."""
-    ratio: float | None = None
-    """Over the first mode's batch size."""
+    next_peak_bytes: int | None  # Of a batch with one sample more
+    tried: dict[str, int]  # Batch size to peak
+    grows: bool  # Whether the peak grows with every sample; if not, a larger batch may fit
+    ratio: float | None = None  # Over the first mode's batch size
 
 
 @dataclass(frozen=True)
@@ -87,20 +82,15 @@ class ModeMemory:
     batch: BatchRow
     optimizer: OptimizerChoice
     memory_format: str
-    bytes: dict[str, int]
-    """`peak` and `run_record.MEMORY_CATEGORIES` to bytes at the peak."""
+    bytes: dict[str, int]  # `peak` and `run_record.MEMORY_CATEGORIES` to bytes at the peak
     peak_at: MemoryPeak
-    phase_peaks: dict[str, int]
-    """Phase to the most bytes alive in it."""
+    phase_peaks: dict[str, int]  # Phase to the most bytes alive in it
     modules: list[ModuleMemory]
     largest: list[StorageMemory]
     timeline: MemoryTimeline
-    fits: LargestBatch | None
-    """None without a limit."""
-    why_real: str | None = None
-    """Why the step ran on real tensors; None for fake ones."""
-    ratio: float | None = None
-    """Peak over the first mode's peak."""
+    fits: LargestBatch | None  # None without a limit
+    why_real: str | None = None  # Why the step ran on real tensors; None for fake ones
+    ratio: float | None = None  # Peak over the first mode's peak
     same_as: str | None = None
     """The label of a mode before it whose step has the same tensors; it was counted once."""
 
@@ -126,10 +116,8 @@ class MemoryRecord:
     recipe: str
     device: str
     versions: dict[str, str | None]
-    against: str
-    """The label of the first mode, which the others are compared with."""
-    limit: str | None
-    """`memory.fits` as the user wrote it."""
+    against: str  # The label of the first mode, which the others are compared with
+    limit: str | None  # `memory.fits` as the user wrote it
     limit_bytes: int | None
     published: PublishedMemory | None
     modes: list[ModeMemory]
@@ -139,6 +127,7 @@ class MemoryRecord:
     """Modes that `precision=all` leaves out, with the reason."""
 
 
+# A category's name, and its short form for narrow columns
 NAMES = {
     "parameters": ("parameters", "params"),
     "buffers": ("buffers", "buffers"),
@@ -147,21 +136,18 @@ NAMES = {
     "activations": ("activations", "activ."),
     "temporary": ("temporary", "temp."),
 }
-"""A category's name, and its short form for narrow columns."""
 
+# The most modules shown: of more, those of repeated blocks are added up; then the rest are
 MODULES = 20
-"""The most modules shown: of more, those of repeated blocks are added up; then the rest are."""
 
-COLUMNS = 4
-"""The most modes shown as columns; more are rows."""
-NAMED = 3
-"""The most modes named in a sentence."""
+COLUMNS = 4  # The most modes shown as columns; more are rows
+NAMED = 3  # The most modes named in a sentence
 
+# Categories in the order in which a narrow table leaves them out
 IMPORTANCE = (
     *("buffers", "temporary", "gradients"),
     *("parameters", "optimizer_state", "activations"),
 )
-"""Categories in the order in which a narrow table leaves them out."""
 
 ELSEWHERE = "memory.json"
 
@@ -375,10 +361,8 @@ def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int
     return added
 
 
-BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""A part of a path that is a number."""
-NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")
-"""One with more parts below it."""
+BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # A part of a path that is a number
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")  # One with more parts below it
 
 
 def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:

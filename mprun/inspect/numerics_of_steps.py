@@ -64,15 +64,13 @@ from mprun.watch.updates import (
 )
 
 SCHEMA_VERSION = 2
+# How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it
 ATTEMPTS = 6
-"""How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it."""
 LOWER = 16.0
-BELOW, ABOVE = 20, 8
-"""How many powers of two on each side of a fitting loss scale are tried."""
-MIN_HALF = 2
-"""Samples in half a batch: batch normalisation takes no fewer."""
+BELOW, ABOVE = 20, 8  # How many powers of two on each side of a fitting loss scale are tried
+MIN_HALF = 2  # Samples in half a batch: batch normalisation takes no fewer
+# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
 ROWS_BY_POWER = ("activation_gradients",)
-"""Kinds whose rounding errors are recognised by their power: there are no tensors to compare."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,9 @@ class InspectedSteps:
     """The results of some steps of a run."""
 
     result: NumericsResult
-    steps: tuple[int, ...]
-    """The inspected steps, counted from 1."""
-    skipped: tuple[int, ...]
-    """Those of them that the run skipped, because a gradient overflowed."""
-    ended: str | None
-    """Why the run ended before the last of them; None if it did not."""
+    steps: tuple[int, ...]  # The inspected steps, counted from 1
+    skipped: tuple[int, ...]  # Those of them that the run skipped, because a gradient overflowed
+    ended: str | None  # Why the run ended before the last of them; None if it did not
 
 
 def steps_to_inspect(plan: Plan, settings: NumericsSettings) -> list[int]:

@@ -52,11 +52,9 @@ class NumericsSettings:
 class FormatResult:
     """The passes in one 16-bit format."""
 
-    within_tolerance: bool
-    """Whether loss and gradients are within the tolerance."""
+    within_tolerance: bool  # Whether loss and gradients are within the tolerance
     measure: Deviation
-    unavoidable: Deviation
-    """The same with nothing but weights of the format's precision."""
+    unavoidable: Deviation  # The same with nothing but weights of the format's precision
     tolerance: SearchTolerance
 
 
@@ -66,10 +64,8 @@ class Float32Loss:
 
     loss: float
     float64: float
-    op: str
-    """The op that loses it; empty if it is not known."""
-    module: str
-    """Its module; empty for the model itself and outside of it."""
+    op: str  # The op that loses it; empty if it is not known
+    module: str  # Its module; empty for the model itself and outside of it
 
 
 @dataclass(frozen=True)
@@ -78,16 +74,13 @@ class ModelVerdict:
 
     word: str
     reason: str
-    deciding_rows: list[str]
-    """The losses and rows that decided."""
-    gradients_db: dict[str, float]
-    """fp16 and bf16 to the SQNR of all judged gradients, in dB."""
+    deciding_rows: list[str]  # The losses and rows that decided
+    gradients_db: dict[str, float]  # fp16 and bf16 to the SQNR of all judged gradients, in dB
     passes: dict[str, FormatResult]
     parameters_db: dict[str, dict[str, float]]
     """Parameter to format to the SQNR of its gradient, in dB."""
     rows_of_another_verdict: list[str]
-    undetermined: list[str]
-    """Parameters whose float32 gradients are only rounding errors."""
+    undetermined: list[str]  # Parameters whose float32 gradients are only rounding errors
     zero_gradients: list[str]
     reference: Reference
     float32: Float32Loss | None = None
@@ -100,40 +93,31 @@ class ModelVerdict:
 class ScaleVerdict:
     """Whether a loss scale fits float16."""
 
-    label: str
-    """none, published, in use or recommended; empty for another."""
+    label: str  # none, published, in use or recommended; empty for another
     scale: float
-    word: str
-    """too low, too high or fine."""
+    word: str  # too low, too high or fine
     reason: str
-    becoming_zero: float | None
-    """Share of non-zero gradients that become 0 at it."""
-    losing_bits: float | None
-    """Share of non-zero gradients that become subnormal or 0."""
+    becoming_zero: float | None  # Share of non-zero gradients that become 0 at it
+    losing_bits: float | None  # Share of non-zero gradients that become subnormal or 0
 
 
 @dataclass(frozen=True)
 class LossScaleResult:
     """The run's loss scale, and the recommended one."""
 
-    kind: str
-    """none, static or dynamic."""
-    in_use: float | None
-    """At the last inspected step; None without a loss scale."""
+    kind: str  # none, static or dynamic
+    in_use: float | None  # At the last inspected step; None without a loss scale
     lowest_in_use: float | None
     highest_in_use: float | None
-    recommended: float | None
-    """None if every gradient is zero, or one is not finite."""
+    recommended: float | None  # None if every gradient is zero, or one is not finite
     reason: str
     needed: bool | None
-    need: str
-    """Why one is needed or not."""
+    need: str  # Why one is needed or not
     largest_gradient: float
     where: str
     headroom: float
     verdicts: list[ScaleVerdict]
-    tried_db: dict[str, float]
-    """Loss scale, as text, to the SQNR of the gradients, in dB."""
+    tried_db: dict[str, float]  # Loss scale, as text, to the SQNR of the gradients, in dB
     best_tried: float | None
 
 
@@ -149,10 +133,8 @@ class LostUpdatesResult:
 class ExponentCounts:
     """A histogram of exponents."""
 
-    exponents: dict[str, int]
-    """e, as text, to the number of values with 2^e <= |x| < 2^(e+1)."""
-    powers: dict[str, int]
-    """e to the number of those with |x| = 2^e."""
+    exponents: dict[str, int]  # e, as text, to the number of values with 2^e <= |x| < 2^(e+1)
+    powers: dict[str, int]  # e to the number of those with |x| = 2^e
     zero: int
     infinite: int
     nan: int
@@ -183,11 +165,9 @@ class LossScaledRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """Gradients in float16 times a loss scale; the file leaves out `fp16` where it is None."""
 
     recommended: float
-    fp16_db: float
-    """The SQNR at the recommended scale, in dB."""
+    fp16_db: float  # The SQNR at the recommended scale, in dB
     in_use: float | None
-    fp16: RangeShares | None = None
-    """At the scale in use; None without one."""
+    fp16: RangeShares | None = None  # At the scale in use; None without one
 
 
 @dataclass(frozen=True)
@@ -227,8 +207,7 @@ KINDS = {
 }
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"
-NAMED = 5
-"""The most parameters or rows named in a sentence."""
+NAMED = 5  # The most parameters or rows named in a sentence
 
 
 def numerics_parts(
@@ -368,13 +347,13 @@ def _lost_most(row: LostShares) -> float:
     return (row.fp16["nearest"] or 0) + (row.bf16["nearest"] or 0)
 
 
+# The verdict on a model as a sentence
 GOOD_ENOUGH = {
     "either": "float16 and bfloat16 are both good enough",
     "needs range: bf16": "bfloat16 is good enough; float16 is not: it lacks range",
     "needs precision: fp16": "float16 is good enough; bfloat16 is not: it lacks precision",
     "needs fp32": "neither float16 nor bfloat16 is good enough: train in float32",
 }
-"""The verdict on a model as a sentence."""
 
 
 def answer_sentence(result: NumericsResult) -> str:

@@ -41,19 +41,19 @@ from mprun.precision.op_lists import Entry, Watcher
 from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
 from mprun.watch.op_watcher import OpRecorder, RecordedOp
 
+# Ops that are on the lower list unless they need float32
 HEAVY = (
     *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
     *("linalg_multi_dot", "matmul", "mm", "mv", "tensordot", "bilinear", "conv_tbc"),
     *(*CONVOLUTIONS, *RECURRENT, "scaled_dot_product_attention"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention"),
 )
-"""Ops that are on the lower list unless they need float32."""
 
+# Rules of ops that a list can move
 MOVABLE = ("listed lower", "listed fp32", "promote", "first input")
-"""Rules of ops that a list can move."""
 
+# Kernels that compute nothing; a call that runs no others is left alone
 COPIES = frozenset(("clone", "copy_", "_unsafe_view"))
-"""Kernels that compute nothing; a call that runs no others is left alone."""
 
 
 class OpFailedError(Exception):
@@ -83,13 +83,10 @@ class ForwardCall(NamedTuple):
     """A call from Python that computed something in the forward pass."""
 
     op: str
-    module: str
-    """Whose code made it; empty for the model's own."""
+    module: str  # Whose code made it; empty for the model's own
     is_movable: bool
-    dtype: torch.dtype
-    """The dtype of its result."""
-    elements: int
-    """The number of elements of the result."""
+    dtype: torch.dtype  # The dtype of its result
+    elements: int  # The number of elements of the result
 
 
 def forward_calls(
@@ -146,15 +143,11 @@ def float32_share(calls: Sequence[ForwardCall]) -> float:
 class OpCandidates:
     """The ops and modules of a model that lists can move, and the cast plans that do it."""
 
-    dtype: torch.dtype
-    """The lower one: bfloat16 or float16."""
-    device_type: str
-    """Whose kernels run: cpu or cuda."""
+    dtype: torch.dtype  # The lower one: bfloat16 or float16
+    device_type: str  # Whose kernels run: cpu or cuda
     arithmetic: Arithmetic
-    lower: tuple[str, ...] = HEAVY
-    """Ops on the lower list when everything is lower."""
-    always: tuple[str, ...] = ()
-    """Ops that are always in float32."""
+    lower: tuple[str, ...] = HEAVY  # Ops on the lower list when everything is lower
+    always: tuple[str, ...] = ()  # Ops that are always in float32
     ops: Mapping[str, int] = field(default_factory=dict)
     """Movable op to how often it is called, in the order of the first calls."""
     modules: Mapping[str, int] = field(default_factory=dict)

@@ -33,8 +33,7 @@ from mprun.precision import Arithmetic, OpLists
 from mprun.records.console import ReportPart, report_nothing
 
 Names = tuple[str, ...]
-SetMeasure = Callable[[Names], float]
-"""A figure while these names are high."""
+SetMeasure = Callable[[Names], float]  # A figure while these names are high
 
 
 # ---- the choice ----------------------------------------------------------------------------------
@@ -127,16 +126,11 @@ def least_harm(
 class Candidates:
     """What can be kept in the higher precision: the ops or the modules of a model, or its GEMMs."""
 
-    kind: str
-    """op, module, GEMM or layer."""
-    names: Mapping[str, int]
-    """Name to its number of calls, in the order of the first ones."""
-    alone: Callable[[str], CastPlan]
-    """This one lower, everything else in float32."""
-    kept: Callable[[Names], CastPlan]
-    """These high, the others lower."""
-    cost: SetMeasure
-    """What keeping these high costs."""
+    kind: str  # op, module, GEMM or layer
+    names: Mapping[str, int]  # Name to its number of calls, in the order of the first ones
+    alone: Callable[[str], CastPlan]  # This one lower, everything else in float32
+    kept: Callable[[Names], CastPlan]  # These high, the others lower
+    cost: SetMeasure  # What keeping these high costs
 
 
 class Effect(NamedTuple):

@@ -32,8 +32,8 @@ from mprun.precision.op_lists.rules import Casts
 from mprun.precision.policy import dtype_name
 from mprun.watch.op_watcher import RecordedOp, TensorRecord
 
+# Names of the lists' rules in a trace; the other rules keep their names
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
-"""Names of the lists' rules in a trace; the other rules keep their names."""
 
 
 class PythonCall(NamedTuple):

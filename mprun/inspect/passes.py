@@ -37,22 +37,21 @@ from mprun.precision.layers import computing_in
 from mprun.precision.policy import policy
 
 Loss = Callable[[Any, Any], Tensor]
+# What `forward` takes (by default a tensor, a tuple of arguments, or a mapping of named ones), and
+# the second argument of the loss, after the output
 Batch = tuple[Any, Any]
-"""What `forward` takes (by default a tensor, a tuple of arguments, or a mapping of named ones), and
-the second argument of the loss, after the output."""
-Forward = Callable[[nn.Module, Any], Any]
-"""Gives a model's output for the inputs of a batch."""
+Forward = Callable[[nn.Module, Any], Any]  # Gives a model's output for the inputs of a batch
 
 
 class _LossNotFiniteError(Exception):
     """The loss is not finite; there is no backward pass."""
 
 
+# Layers that use the batch's statistics in training, and running statistics otherwise
 BATCH_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Layers that use the batch's statistics in training, and running statistics otherwise."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,8 @@ class CastPlan:
     caster: Caster
     modules: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Modules with a dtype of their own, as with `precision.layers`."""
-    layer_region: LayerRegions | None = None
-    """The regions inside them; None for the caster's own."""
-    arithmetic: Arithmetic = field(default_factory=NativeArithmetic)
-    """Computes the ops."""
+    layer_region: LayerRegions | None = None  # The regions inside them; None for the caster's own
+    arithmetic: Arithmetic = field(default_factory=NativeArithmetic)  # Computes the ops
     gemms: Mapping[str, LinearGemms] = field(default_factory=dict)
     """Linear layers whose products have formats of their own."""
 
@@ -77,8 +74,7 @@ class CastPlan:
             yield
 
 
-FLOAT32 = CastPlan(NoCaster())
-"""Nothing is cast."""
+FLOAT32 = CastPlan(NoCaster())  # Nothing is cast
 
 
 class Pass(NamedTuple):
@@ -87,8 +83,7 @@ class Pass(NamedTuple):
     loss: float
     gradients: list[Tensor] | None
     """The gradient of each trained parameter, or zeros; None if the loss is not finite."""
-    failure: str = ""
-    """The error of an op that has no kernel for its dtypes; empty without one."""
+    failure: str = ""  # The error of an op that has no kernel for its dtypes; empty without one
 
 
 class Passes:

@@ -26,18 +26,15 @@ from mprun.train.user_code import explained, model_of
 from mprun.watch.nonfinite.saved_step import SavedStep, saved_step
 from mprun.watch.nonfinite.step_replay import StepFunction, StepMisfitError, replay
 
-STEP = "step"
-"""The function of a script that runs a step, unless another one is named."""
+STEP = "step"  # The function of a script that runs a step, unless another one is named
 
 
 class ReplayParts(NamedTuple):
     """What a saved step is replayed with."""
 
     model: Callable[[], nn.Module]
-    step: StepFunction | None
-    """Runs the model and the loss; None: the model's calls are repeated."""
-    device: torch.device | None = None
-    """None: where the step ran."""
+    step: StepFunction | None  # Runs the model and the loss; None: the model's calls are repeated
+    device: torch.device | None = None  # None: where the step ran
     notes: tuple[str, ...] = ()
 
 

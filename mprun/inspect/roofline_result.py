@@ -23,8 +23,7 @@ class Roofline:
     recipe: str
     precision: str
     variant: str
-    execution: str
-    """native or emulated."""
+    execution: str  # native or emulated
     batch_size: int
     flops: int | None = None
     """Multiplications and additions of a step; null in records of schema version 1."""
@@ -33,10 +32,8 @@ class Roofline:
     least_ms: float
     """The FLOPs over the rate. In schema version 1 also the time to move the bytes of each op."""
     step_time_ms: StepTimes
-    share: float | None
-    """`least_ms` over the median step; null where no step was timed."""
-    notes: list[str]
-    """What limits the figures, a sentence each."""
+    share: float | None  # `least_ms` over the median step; null where no step was timed
+    notes: list[str]  # What limits the figures, a sentence each
 
 
 def roofline_parts(roof: Roofline) -> Iterator[str]:
@@ -82,28 +79,21 @@ class Shape(NamedTuple):
 class LayerGain:
     """A layer's three products in a format, with the rounding of their factors."""
 
-    format: str
-    """The mode that has it."""
-    us: float
-    """Microseconds of forward and backward pass."""
-    speedup: float
-    """bfloat16's time over it."""
-    pays: bool
-    """Whether the speedup is at least `PAYS_FROM`."""
+    format: str  # The mode that has it
+    us: float  # Microseconds of forward and backward pass
+    speedup: float  # bfloat16's time over it
+    pays: bool  # Whether the speedup is at least `PAYS_FROM`
 
 
 @dataclass(kw_only=True)
 class LayerGains:
     """Layers of one shape."""
 
-    layers: list[str]
-    """Their names."""
-    samples: int
-    """Rows of the input: samples of a micro-batch times the positions of each."""
+    layers: list[str]  # Their names
+    samples: int  # Rows of the input: samples of a micro-batch times the positions of each
     in_features: int
     out_features: int
-    bfloat16_us: float
-    """Microseconds of the three products of one layer."""
+    bfloat16_us: float  # Microseconds of the three products of one layer
     gains: list[LayerGain]
 
 
@@ -114,11 +104,9 @@ class FormatGains:
     gpu: str
     source: Literal["measured", "predicted"] = "measured"
     """predicted: in records of schema version 1, from published rates of another GPU."""
-    basis: str
-    """What it was measured with."""
+    basis: str  # What it was measured with
     shapes: list[LayerGains]
-    speedup: dict[str, float]
-    """Format to that of all layers that a mode converts, summed over them."""
+    speedup: dict[str, float]  # Format to that of all layers that a mode converts, summed over them
 
 
 def format_parts(found: FormatGains) -> Iterator[FittedTable | str]:

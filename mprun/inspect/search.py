@@ -66,15 +66,13 @@ from mprun.train.assemble.planned_memory import as_native
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
 
+# 1 and 2 had times, trainings that proved the answer, and a record of its own for GEMMs
 SCHEMA_VERSION = 3
-"""1 and 2 had times, trainings that proved the answer, and a record of its own for GEMMs."""
-HELD_OUT = "data.validation_fraction"
-"""Set to `SHARE` for a recipe without validation data."""
+HELD_OUT = "data.validation_fraction"  # Set to `SHARE` for a recipe without validation data
 SHARE = 0.1
+# Parts of a configuration that a mixed mode and fp32 do not share
 OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
-"""Parts of a configuration that a mixed mode and fp32 do not share."""
-SCALE_STEP = 16.0
-"""Loss scales that are tried are this factor apart."""
+SCALE_STEP = 16.0  # Loss scales that are tried are this factor apart
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -86,8 +84,7 @@ class PlannedSearch:
 
     low: PlannedRun
     float32: Composed
-    held_out: tuple[str, ...]
-    """The override that makes validation data, if one was added."""
+    held_out: tuple[str, ...]  # The override that makes validation data, if one was added
     settings: SearchOpsSettings
 
     def notes(self) -> Iterator[str]:

@@ -26,8 +26,7 @@ from mprun.records.step_records import Reference
 FILE = "search_ops.json"
 OPS, LAYERS = "ops.yaml", "layers.yaml"
 MAX_ROWS = 20
-MAX_NAMES = 8
-"""Up to this many ops or GEMMs are named in a sentence."""
+MAX_NAMES = 8  # Up to this many ops or GEMMs are named in a sentence
 
 
 @dataclass
@@ -61,25 +60,19 @@ class SearchOpsSettings:
 class Deviation:
     """The distance from float32 of a loss and of gradients."""
 
-    loss_difference: float
-    """Relative difference of the loss; infinite or NaN if a loss is."""
+    loss_difference: float  # Relative difference of the loss; infinite or NaN if a loss is
     gradients_db: float
     """SQNR of all judged gradients as one vector, in dB; NaN if a gradient is not finite."""
-    worst_db: float
-    """The lowest SQNR of a parameter's gradient, in dB; NaN as above."""
-    worst_parameter: str
-    """The parameter with that SQNR; empty if a loss is not finite."""
-    loss_scale: float
-    """The smallest loss scale that was used on any batch."""
-    failure: str = ""
-    """Why nothing could be measured: an op has no kernel for its dtypes."""
+    worst_db: float  # The lowest SQNR of a parameter's gradient, in dB; NaN as above
+    worst_parameter: str  # The parameter with that SQNR; empty if a loss is not finite
+    loss_scale: float  # The smallest loss scale that was used on any batch
+    failure: str = ""  # Why nothing could be measured: an op has no kernel for its dtypes
     loss_beyond: float | None = None
     """The loss difference minus the difference between batches; None if that is unknown."""
     beyond_db: float | None = None
     """The lowest SQNR of a parameter if only the error counts that is larger than the difference
     between batches (`inspect/tolerance.py`); None if that difference is unknown."""
-    beyond_parameter: str = ""
-    """The parameter with that SQNR."""
+    beyond_parameter: str = ""  # The parameter with that SQNR
 
     @property
     def judged_loss(self) -> float:
@@ -96,8 +89,7 @@ class Deviation:
 class SearchTolerance:
     """The distance from float32 that was allowed."""
 
-    loss: float
-    """Relative difference of the loss."""
+    loss: float  # Relative difference of the loss
     gradient_db: float | None
     """Lowest SQNR of a parameter's gradient, in dB; None if only the loss was judged."""
 
@@ -106,8 +98,7 @@ class SearchTolerance:
 class Samples:
     """The data of the measurements."""
 
-    split: str
-    """validation, or train for a recipe without validation data."""
+    split: str  # validation, or train for a recipe without validation data
     batches: int
     batch_size: int
 
@@ -117,10 +108,8 @@ class CastResult:
     """A cast of the model's ops, measured."""
 
     measure: Deviation
-    cost: float | None = None
-    """Its effective bits, in a search for GEMMs."""
-    name: str = ""
-    """Of the configuration's casts: autocast, the mode, or the name of the op lists."""
+    cost: float | None = None  # Its effective bits, in a search for GEMMs
+    name: str = ""  # Of the configuration's casts: autocast, the mode, or the name of the op lists
 
 
 @dataclass(frozen=True)
@@ -128,10 +117,8 @@ class SensitivityRow:
     """The effect of one op, module or GEMM: only this is lower, everything else is float32."""
 
     name: str
-    calls: int
-    """In a forward pass; of a layer the number of its GEMMs."""
-    harm_alone: float
-    """The share of the tolerance that `alone` uses up; above 1 is too much."""
+    calls: int  # In a forward pass; of a layer the number of its GEMMs
+    harm_alone: float  # The share of the tolerance that `alone` uses up; above 1 is too much
     alone: Deviation
 
 
@@ -139,10 +126,8 @@ class SensitivityRow:
 class Selection:
     """The smallest list to keep in the higher precision."""
 
-    high: tuple[str, ...]
-    """The names; the most harmful first."""
-    harm: float
-    """With them high; at most 1 is tolerated."""
+    high: tuple[str, ...]  # The names; the most harmful first
+    harm: float  # With them high; at most 1 is tolerated
     measure: Deviation
     cost: float
     """Of ops and modules: the share of the numbers computed in the forward pass that are float32.
@@ -159,40 +144,26 @@ class OpSearch:
     """Everything that a search measured and decided; its kinds are ops and modules, GEMMs, or
     layers."""
 
-    low: str
-    """The lower precision: float16, bfloat16, or the mode with the format."""
-    high: str
-    """The higher one: float32, or bfloat16 beside a format."""
+    low: str  # The lower precision: float16, bfloat16, or the mode with the format
+    high: str  # The higher one: float32, or bfloat16 beside a format
     measured_on: Samples
     tolerance: SearchTolerance
-    unjudged_parameters: list[str]
-    """Parameters whose float32 gradients are only rounding errors."""
-    zero_gradients: list[str]
-    """Parameters whose float32 gradients are exactly zero."""
+    unjudged_parameters: list[str]  # Parameters whose float32 gradients are only rounding errors
+    zero_gradients: list[str]  # Parameters whose float32 gradients are exactly zero
     reference: Reference
-    unavoidable: Deviation
-    """Everything in float32, with weights of the lower precision."""
+    unavoidable: Deviation  # Everything in float32, with weights of the lower precision
     everything_lower: CastResult
-    given: CastResult
-    """The casts that the search started from; beside a format those of bf16_mixed."""
-    rows: dict[str, list[SensitivityRow]]
-    """By kind."""
-    search: dict[str, Selection]
-    """By kind; without those that were not reached."""
-    answer: str
-    """The kind of the selection to use; none without one."""
-    budget: float | None = None
-    """The most effective bits that were asked for."""
-    always: list[str] = field(default_factory=list)
-    """Ops that the user keeps in float32."""
-    lower: list[str] = field(default_factory=list)
-    """Ops on the lower list when every op is lower."""
+    given: CastResult  # The casts that the search started from; beside a format those of bf16_mixed
+    rows: dict[str, list[SensitivityRow]]  # By kind
+    search: dict[str, Selection]  # By kind; without those that were not reached
+    answer: str  # The kind of the selection to use; none without one
+    budget: float | None = None  # The most effective bits that were asked for
+    always: list[str] = field(default_factory=list)  # Ops that the user keeps in float32
+    lower: list[str] = field(default_factory=list)  # Ops on the lower list when every op is lower
     layers: dict[str, str] = field(default_factory=dict)
     """Modules, or layers, of the answer as `precision.layers` takes them."""
-    ended_by: str | None = None
-    """What ended the search early: a signal, or search_ops.budget_min."""
-    unsettled: list[str] = field(default_factory=list)
-    """What it leaves open, a sentence each."""
+    ended_by: str | None = None  # What ended the search early: a signal, or search_ops.budget_min
+    unsettled: list[str] = field(default_factory=list)  # What it leaves open, a sentence each
 
     @property
     def selection(self) -> Selection | None:

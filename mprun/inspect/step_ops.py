@@ -27,41 +27,32 @@ from mprun.watch.nonfinite.nonfinite_watcher import CodeLine, current_line, is_l
 from mprun.watch.nonfinite.op_call import OpCall, is_plain, op_spec, recomputed, written_arguments
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
-CASTS = ("to", "type", "type_as", "half", "bfloat16")
-"""Functions by which code casts."""
+CASTS = ("to", "type", "type_as", "half", "bfloat16")  # Functions by which code casts
+# Functions between a mode and the code that called a function
 MODES = ("calling_frames", "<genexpr>", "__torch_function__")
-"""Functions between a mode and the code that called a function."""
+# Ops that a constant is a number for; others multiply by it, in float32
 TAKE_CONSTANTS = ("add", "sub", "rsub", "clamp", "clamp_min", "full", "full_like", "fill")
-"""Ops that a constant is a number for; others multiply by it, in float32."""
-MASKS = 1e30
-"""Larger numbers stand for infinity."""
-SAMPLED = 2**16
-"""Numbers of a result whose error is measured."""
+MASKS = 1e30  # Larger numbers stand for infinity
+SAMPLED = 2**16  # Numbers of a result whose error is measured
+# Errors, as shares of the exact numbers, of a result that is noise, and of inputs that are not
 NOISE, SMALL = 0.7, 0.05
-"""Errors, as shares of the exact numbers, of a result that is noise, and of inputs that are not."""
-NOISY_COLUMNS = 0.1
-"""Share of the indices of the last dimension at which a result is noise."""
+NOISY_COLUMNS = 0.1  # Share of the indices of the last dimension at which a result is noise
+# Size of a result, as a share of its inputs', below which float32 hardly determines it
 CANCELS = 2.0**-20
-"""Size of a result, as a share of its inputs', below which float32 hardly determines it."""
 
 
 class StepOp(NamedTuple):
     """An op of a step."""
 
-    name: str
-    """ATen's, without the overload."""
+    name: str  # ATen's, without the overload
     phase: str
     module: str
-    line: CodeLine | None
-    """Of the forward pass and the loss."""
+    line: CodeLine | None  # Of the forward pass and the loss
     inputs: tuple[tuple[torch.dtype, int], ...]
     """Dtype of each floating input, and the index of the op that made it, or -1."""
-    makes: torch.dtype
-    """Of its largest floating result."""
-    numbers: int
-    """Of this result."""
-    by_hand: bool
-    """Whether it is a cast of code outside of PyTorch and mprun that changes a number."""
+    makes: torch.dtype  # Of its largest floating result
+    numbers: int  # Of this result
+    by_hand: bool  # Whether it is a cast of code outside of PyTorch and mprun that changes a number
     size: float
     """The largest magnitude, without masks and infinities; 0 where it is a constant of the call."""
     vanishes: float
@@ -70,8 +61,7 @@ class StepOp(NamedTuple):
     """The largest exact number whose result is infinite, without masks; 0 where there is none."""
     error: float = 0.0
     """Root mean square of the error of all ops so far, as a share of the exact result's."""
-    is_noise: bool = False
-    """Whether the result is noise and the inputs are not."""
+    is_noise: bool = False  # Whether the result is noise and the inputs are not
 
 
 class StepOps(OpWatcher):

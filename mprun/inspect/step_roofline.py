@@ -201,8 +201,7 @@ class StepCount(NamedTuple):
     flops: int
     shapes: dict[Shape, list[str]]
     """Of linear layers that can have a format and that the step calls, to their names."""
-    converted: list[str]
-    """The layers that a mode converts."""
+    converted: list[str]  # The layers that a mode converts
 
 
 def count_step(planned: PlannedRun) -> StepCount:

@@ -35,21 +35,16 @@ from torch import Tensor
 
 from mprun.inspect.search_result import Deviation, SearchTolerance
 
-NEEDED_DB = 20.0
-"""Lowest SQNR of a parameter's gradient: its error is then a tenth of it."""
+NEEDED_DB = 20.0  # Lowest SQNR of a parameter's gradient: its error is then a tenth of it
+# How much worse than weights of its precision alone a dtype may be, whatever else is asked
 SLACK_DB = 10.0
-"""How much worse than weights of its precision alone a dtype may be, whatever else is asked."""
-SHARE = 2.0
-"""Power of tolerated errors over the variance over batches."""
-DEVIATIONS = 2.0
-"""Of a loss: how many standard deviations over batches are tolerated."""
-MIN_KEPT = 0.5
-"""The share of the gradient that must be left for anything to be tolerated."""
+SHARE = 2.0  # Power of tolerated errors over the variance over batches
+DEVIATIONS = 2.0  # Of a loss: how many standard deviations over batches are tolerated
+MIN_KEPT = 0.5  # The share of the gradient that must be left for anything to be tolerated
+# Power of an error over that of the gradient from which nothing is tolerated: small batches and
+# dropout differ by so much that every error would be
 MOST = 0.5
-"""Power of an error over that of the gradient from which nothing is tolerated: small batches and
-dropout differ by so much that every error would be."""
-MAX_LOSS = 0.12
-"""Share of the loss beyond which nothing is tolerated."""
+MAX_LOSS = 0.12  # Share of the loss beyond which nothing is tolerated
 
 
 @dataclass(frozen=True)
@@ -88,8 +83,7 @@ class Tolerance(SearchTolerance):
         return math.inf if any(map(math.isnan, harms)) else max(harms)
 
 
-DEFAULT = Tolerance()
-"""The tolerance unless another is asked for."""
+DEFAULT = Tolerance()  # The tolerance unless another is asked for
 
 
 def gradient_error(error: float, signal: float, product: float, variance: float) -> float:

@@ -30,11 +30,9 @@ from mprun.train.user_code import described
 from mprun.watch.op_watcher import OpRecorder, OpWatcher, RecordedOp
 
 SCHEMA_VERSION = 1
-WARMUP = 3
-"""Steps before the first traced one: optimizer state and kernels are made in them."""
+WARMUP = 3  # Steps before the first traced one: optimizer state and kernels are made in them
 
-REPEATS = 5
-"""Steps traced; times are their medians."""
+REPEATS = 5  # Steps traced; times are their medians
 COMPUTED_BY_MPRUN = (
     "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
     "them; casts inside them are not counted"

@@ -18,10 +18,8 @@ from mprun.records.console.fitted_table import FittedTable, figure_column, text_
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.run_record import BackendRow, Hardware
 
-PHASES = ("forward", "backward", "optimizer", "other")
-"""The parts of a step."""
-MAX_KINDS = 25
-"""The most kinds of ops in the summary; the rest are summed in one row."""
+PHASES = ("forward", "backward", "optimizer", "other")  # The parts of a step
+MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
 ELSEWHERE = "trace.json"
 
 
@@ -38,11 +36,9 @@ class CastRecord(msgspec.Struct, frozen=True, rename={"from_dtype": "from", "to_
 
     from_dtype: str
     to_dtype: str
-    bytes: int
-    """Read and written."""
+    bytes: int  # Read and written
     time_ms: float
-    redundant: str | None
-    """Why it is redundant: `cast back`, `cast twice`; None if it is not."""
+    redundant: str | None  # Why it is redundant: `cast back`, `cast twice`; None if it is not
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,14 @@ class TraceRow:
     """A call of the model with its kernels, or an op outside of a call."""
 
     op: str
-    phase: str
-    """One of `PHASES`."""
+    phase: str  # One of `PHASES`
     module: str
-    rule: str
-    """The cast rule that decided the dtype."""
+    rule: str  # The cast rule that decided the dtype
     dtypes_in: list[str]
     dtypes_out: list[str]
-    kernels: list[str]
-    """The ATen ops that computed; empty for a cast alone."""
+    kernels: list[str]  # The ATen ops that computed; empty for a cast alone
     began_ms: float
-    time_ms: float
-    """Without casts."""
+    time_ms: float  # Without casts
     cast_time_ms: float
     casts: list[CastRecord]
 
@@ -76,10 +68,8 @@ class TraceTotals:
     casts: int
     cast_bytes: int
     cast_time_ms: float
-    cast_share: float
-    """Of the time of a step that is not traced."""
-    redundant: dict[str, int]
-    """Kind of redundancy to the number of casts."""
+    cast_share: float  # Of the time of a step that is not traced
+    redundant: dict[str, int]  # Kind of redundancy to the number of casts
 
 
 @dataclass(frozen=True)
@@ -94,8 +84,7 @@ class TraceRecord:
     variant: str
     execution: str
     backend: BackendRow
-    step_time_ms: float
-    """The median time of a step that is not traced."""
+    step_time_ms: float  # The median time of a step that is not traced
     totals: TraceTotals
     rows: list[TraceRow]
 

@@ -28,8 +28,7 @@ except ImportError:
 from mprun.train.observe.observed_record import split_of
 from mprun.train.observe.trainer_record import TrainerRecord
 
-SEED = "PL_GLOBAL_SEED"
-"""Where `seed_everything` leaves the seed."""
+SEED = "PL_GLOBAL_SEED"  # Where `seed_everything` leaves the seed
 LOGGED_LOSSES = ("loss", "train_loss", "train_loss_step", "loss_step")
 
 

@@ -28,8 +28,8 @@ except ImportError:
 
 from mprun.train.observe.trainer_record import TrainerRecord
 
+# Ends of the names that the Trainer logs beside scores
 NOT_SCORES = ("_runtime", "_per_second", "_time", "_flos")
-"""Ends of the names that the Trainer logs beside scores."""
 
 
 class MprunCallback(TrainerRecord, TrainerCallback):

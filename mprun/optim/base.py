@@ -48,18 +48,15 @@ from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ALONE, Combine, ScaledOptimizer, device_of_gradients
 from mprun.records.policy_columns import COMPENSATED, ROUNDINGS
 
-SITES = 3
-"""Results of a parameter's step that are rounded: the parameter and two moments."""
-NO_KEYS = (Key(0, 0),) * SITES
-"""For steps that draw no random bits."""
+SITES = 3  # Results of a parameter's step that are rounded: the parameter and two moments
+NO_KEYS = (Key(0, 0),) * SITES  # For steps that draw no random bits
 MOMENT_DTYPES = (*DTYPES, formulas.DTYPE)
 
 
 class StorageOptions(TypedDict, total=False):
     """How an optimizer stores parameters and state: the options that all of them share."""
 
-    rounding: str
-    """stochastic (the default), kahan, split or nearest; of parameters in 16 bits."""
+    rounding: str  # stochastic (the default), kahan, split or nearest; of parameters in 16 bits
     momentum_dtype: torch.dtype
     """Of the stored first moment; float32 unless given.
 
@@ -75,8 +72,7 @@ class StorageOptions(TypedDict, total=False):
     AdamW's updates are 30 to 34 times too large for eps=1e-15, up to 46 times for eps=0, and right
     for eps=1e-8.
     """
-    overflow: str
-    """infinity (the default), or saturate at the largest finite number."""
+    overflow: str  # infinity (the default), or saturate at the largest finite number
     seed: int
     """Of the random bits; 0 unless given.
 
@@ -98,15 +94,12 @@ class _Update(NamedTuple):
 
     p: Tensor
     group: dict[str, Any]
-    number: int
-    """Of its random bits."""
-    start: int
-    """The index of its first element, of a shard in the whole."""
+    number: int  # Of its random bits
+    start: int  # The index of its first element, of a shard in the whole
     state: dict[str, Tensor]
     storage: Storage
     engine: str
-    on_host: bool
-    """Whether numbers can be read at once."""
+    on_host: bool  # Whether numbers can be read at once
 
     @property
     def is_run(self) -> bool:
@@ -452,8 +445,7 @@ def kept_in(dtype: torch.dtype, p: Tensor) -> torch.dtype:
     return torch.float32 if is_small else dtype
 
 
-_storage = lru_cache(Storage)
-"""One object for all tensors that are stored in the same way."""
+_storage = lru_cache(Storage)  # One object for all tensors that are stored in the same way
 
 
 def _is_in_one_piece(tensor: Tensor | None) -> bool:

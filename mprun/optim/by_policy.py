@@ -28,12 +28,11 @@ from mprun.optim.masters import MasterWeights, masters_of
 from mprun.precision.policy import Policy, dtype_name, policy, torch_dtype
 from mprun.precision.products import LOW
 
+# PyTorch's class, and the one of its name in `optimizers`, which rounds what it stores
 NAMESAKES: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
     getattr(torch.optim, kind.__name__): kind for kind in LowPrecisionOptimizer.__subclasses__()
 }
-"""PyTorch's class, and the one of its name in `optimizers`, which rounds what it stores."""
-KERNELS = ("foreach", "fused")
-"""Options of PyTorch's classes that choose kernels, not results."""
+KERNELS = ("foreach", "fused")  # Options of PyTorch's classes that choose kernels, not results
 
 
 def for_policy(

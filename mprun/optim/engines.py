@@ -46,8 +46,7 @@ class Operands(NamedTuple):
     first: Tensor | None
     second: Tensor | None
     remainder: Tensor | None
-    first_scales: Tensor | None = None
-    """Of a first moment in 8 bits; see `formulas`."""
+    first_scales: Tensor | None = None  # Of a first moment in 8 bits; see `formulas`
     second_scales: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Operands:
@@ -130,8 +129,8 @@ def _in_c(
     )
 
 
+# The dtypes of moments as the kernels' macros name them
 MOMENT_C_TYPES = {**C_TYPES, formulas.DTYPE: "C8"}
-"""The dtypes of moments as the kernels' macros name them."""
 _KeyWords = ctypes.c_uint32 * 6
 
 

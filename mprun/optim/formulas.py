@@ -54,8 +54,7 @@ from mprun.records.policy_columns import COMPENSATED
 
 Results = tuple[Tensor, Tensor, Tensor]
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
-HYPERS = 9
-"""Entries of `hyper`; a formula that needs fewer leaves the rest at 0."""
+HYPERS = 9  # Entries of `hyper`; a formula that needs fewer leaves the rest at 0
 SCALE = 2.0**6
 """The factor of a moment in float16, if the update is a quotient of moments.
 
@@ -82,8 +81,7 @@ def root(x: Tensor) -> Tensor:
 
 
 FORMULAS: dict[str, Formula] = {}
-QUOTIENTS: set[str] = set()
-"""Formulas whose update is a quotient of moments: see `SCALE`."""
+QUOTIENTS: set[str] = set()  # Formulas whose update is a quotient of moments: see `SCALE`
 
 
 def formula(function: Formula) -> Formula:
@@ -98,8 +96,7 @@ class Storage:
     formula: str
     param: torch.dtype
     grad: torch.dtype
-    first: torch.dtype | None
-    """The first moment's dtype; None where the optimizer has none."""
+    first: torch.dtype | None  # The first moment's dtype; None where the optimizer has none
     second: torch.dtype | None
     """The second moment's; in 16 or 8 bits its square root is stored: it needs half the exponents.
 
@@ -156,10 +153,8 @@ class Storage:
 
 
 DTYPE = torch.uint8
-PER_SCALE = 256
-"""Numbers that share a scale."""
-SMALL = 4096
-"""Tensors of fewer numbers keep float32 moments."""
+PER_SCALE = 256  # Numbers that share a scale
+SMALL = 4096  # Tensors of fewer numbers keep float32 moments
 DECADES = 7
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITE = 0x7F800000

@@ -31,10 +31,8 @@ from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
 from mprun.precision.update import MasteredOptimizer
 from mprun.records.policy_columns import ROUNDINGS
 
-MASTER = "master"
-"""The name of the master in `state`."""
-Masters = dict[nn.Parameter, nn.Parameter]
-"""Float32 masters, each with its 16-bit parameter."""
+MASTER = "master"  # The name of the master in `state`
+Masters = dict[nn.Parameter, nn.Parameter]  # Float32 masters, each with its 16-bit parameter
 
 
 def masters_of(parameters: Iterable[nn.Parameter]) -> Masters:

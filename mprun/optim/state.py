@@ -160,8 +160,8 @@ def loaded_entries(saved: dict[str, Any], device: torch.device, ours: bool) -> d
     return state
 
 
+# What parameters, gradients and moments can be
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What parameters, gradients and moments can be."""
 
 
 def not_finite(gradients: Iterable[Tensor], device: torch.device, combine: Combine) -> Tensor:

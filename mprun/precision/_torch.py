@@ -50,8 +50,8 @@ __all__ = [  # what is PyTorch's own; the functions below are mprun's
     "tree_map",
 ]
 
+# Where PyTorch keeps its functions that are written in C++
 FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
-"""Where PyTorch keeps its functions that are written in C++."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -532,9 +532,9 @@ def op_name(op: OpOverload) -> str:
     return str(op.overloadpacket.__name__)
 
 
+# The op with which a loss scaler divides gradients and checks for overflows; its arguments are the
+# gradients, a flag that becomes 1 where one is not finite, and the inverse of the scale
 SCALER_CHECK: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""The op with which a loss scaler divides gradients and checks for overflows; its arguments are the
-gradients, a flag that becomes 1 where one is not finite, and the inverse of the scale."""
 
 
 def is_backward_call(code: CodeType) -> bool:

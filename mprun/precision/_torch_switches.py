@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+# Names in `torch.backends` -> backend and op of the setters
 _FP32_SWITCHES = {
     "cuda.matmul": ("cuda", "matmul"),
     "cudnn.conv": ("cuda", "conv"),
@@ -23,14 +24,14 @@ _FP32_SWITCHES = {
     "mkldnn.conv": ("mkldnn", "conv"),
     "mkldnn.rnn": ("mkldnn", "rnn"),
 }
-"""Names in `torch.backends` -> backend and op of the setters."""
+# The settings of ops that have none of their own
 _FP32_LEVELS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
-"""The settings of ops that have none of their own."""
 _REDUCTION_SWITCHES = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
+# The functions of `torch._C` that `torch.backends` calls to set a switch
 _SETTERS = {
     name: getattr(torch._C, name)
     for name in (
@@ -43,23 +44,19 @@ _SETTERS = {
         "_set_cublas_allow_fp16_accumulation",
     )
 }
-"""The functions of `torch._C` that `torch.backends` calls to set a switch."""
 
 
 @dataclass(frozen=True)
 class BackendSwitches:
     """The switches of `torch.backends` that decide how matmuls and convolutions compute."""
 
-    levels: tuple[str, ...]
-    """Of `_FP32_LEVELS`."""
+    levels: tuple[str, ...]  # Of `_FP32_LEVELS`
     fp32: dict[str, str]
     """By name in `torch.backends`: ieee, tf32, bf16 or none (the setting of the level above)."""
     reductions: dict[str, Any]
     """Of `torch.backends.cuda.matmul`: may 16-bit matmuls accumulate in less than float32?"""
-    matmul: str
-    """The older interface: `torch.get_float32_matmul_precision()`."""
-    cudnn: bool
-    """The older interface: `torch.backends.cudnn.allow_tf32`."""
+    matmul: str  # The older interface: `torch.get_float32_matmul_precision()`
+    cudnn: bool  # The older interface: `torch.backends.cudnn.allow_tf32`
 
     @classmethod
     def all_at(cls, fp32: str, reduced: bool) -> BackendSwitches:

@@ -26,20 +26,16 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 
 aten = torch.ops.aten
 
-TERMS = 4096
-"""Ones in a sum; a matmul's longer sum of smaller numbers has this value too."""
-LANES = 32
-"""Running sums that a vector instruction may keep side by side, in 16 bits."""
+TERMS = 4096  # Ones in a sum; a matmul's longer sum of smaller numbers has this value too
+LANES = 32  # Running sums that a vector instruction may keep side by side, in 16 bits
+# Products in a matmul's sum, of 1 / `LANES` each: as many as `TERMS` for each lane
 LONG = TERMS * LANES
-"""Products in a matmul's sum, of 1 / `LANES` each: as many as `TERMS` for each lane."""
-SIDE = 64
-"""Its square root: an image of so many positions."""
-ROWS = 4
-"""Of a matmul, so that it is no vector product."""
+SIDE = 64  # Its square root: an image of so many positions
+ROWS = 4  # Of a matmul, so that it is no vector product
 
 Shape = tuple[int, ...]
+# The shapes of an op's tensors, and its other arguments
 Case = tuple[tuple[Shape, ...], tuple[Any, ...]]
-"""The shapes of an op's tensors, and its other arguments."""
 
 _MATMULS: dict[Any, list[Shape]] = {
     aten.mm.default: [(ROWS, LONG), (LONG, ROWS)],
@@ -52,19 +48,19 @@ _MATMULS: dict[Any, list[Shape]] = {
     aten.dot.default: [(LONG,), (LONG,)],
     aten.vdot.default: [(LONG,), (LONG,)],
 }
+# Stride, padding, dilation, transposed, output padding, groups
 _GEOMETRY = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-"""Stride, padding, dilation, transposed, output padding, groups."""
+# Input and weight of convolutions whose outputs are sums over channels, over taps
 _FORWARD: list[tuple[Shape, Shape]] = [
     ((1, TERMS, 1, 1), (1, TERMS, 1, 1)),
     ((1, 1, SIDE, SIDE), (1, 1, SIDE, SIDE)),
 ]
-"""Input and weight of convolutions whose outputs are sums over channels, over taps."""
+# Gradient, input and weight where the gradients are sums over samples, positions, channels
 _BACKWARD: list[tuple[Shape, Shape, Shape]] = [
     ((TERMS, 1, 1, 1), (TERMS, 1, 1, 1), (1, 1, 1, 1)),
     ((1, 1, SIDE, SIDE), (1, 1, SIDE, SIDE), (1, 1, 1, 1)),
     ((1, TERMS, 1, 1), (1, 1, 1, 1), (TERMS, 1, 1, 1)),
 ]
-"""Gradient, input and weight where the gradients are sums over samples, positions, channels."""
 
 
 def _convolutions(op: Any) -> list[Case]:

@@ -244,8 +244,8 @@ def _in_float32(func: Any, dtype: torch.dtype, args: Any, kwargs: Mapping[str, A
     return tuple(x.to(dtype) if is_float32(x) else x for x in result)
 
 
+# What an LSTM on a CPU is under autocast: oneDNN's primitive
 LSTM = aten_packets("mkldnn_rnn_layer mkldnn_rnn_layer_backward")
-"""What an LSTM on a CPU is under autocast: oneDNN's primitive."""
 
 
 def with_lstm_fallback(

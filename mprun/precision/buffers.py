@@ -36,18 +36,15 @@ from torch import Tensor, nn
 from mprun.precision._torch import is_fake, write_count
 from mprun.precision.policy import dtype_name
 
-CHANNELS = 8
-"""Channels that an event's text names."""
+CHANNELS = 8  # Channels that an event's text names
 
 
 class BufferOverflow(NamedTuple):
     """Elements of a buffer that became non-finite in a step that was taken."""
 
     step: int
-    buffer: str
-    """Its name, as `model.named_buffers()` gives it."""
-    channels: list[int]
-    """Indices along its first dimension; empty for a scalar."""
+    buffer: str  # Its name, as `model.named_buffers()` gives it
+    channels: list[int]  # Indices along its first dimension; empty for a scalar
     dtype: str
 
     @property
@@ -63,8 +60,8 @@ class BufferOverflow(NamedTuple):
         )
 
 
+# A buffer's name in reports, its module, and its attribute there
 _Owner = tuple[str, nn.Module, str]
-"""A buffer's name in reports, its module, and its attribute there."""
 
 
 class _BufferGroup:
@@ -159,13 +156,11 @@ class BufferGuard:
         return sorted(overflows, key=lambda x: x.step)
 
 
-ATTRIBUTE = "_mprun_wide_copy"
-"""The attribute of a storage that holds its copy."""
+ATTRIBUTE = "_mprun_wide_copy"  # The attribute of a storage that holds its copy
 
 
 class _WideCopy(NamedTuple):
-    wide: Tensor
-    """As many float32 numbers as the storage has of 16 bits, in the same order."""
+    wide: Tensor  # As many float32 numbers as the storage has of 16 bits, in the same order
     writes: int
     owner: WideCopies
     generation: int

@@ -20,8 +20,8 @@ from mprun.precision.op_lists.table import Table, Watcher, disable_casts, region
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 
 RegionFactory = Callable[[], AbstractContextManager[object]]
+# A caster's regions for a dtype (`Caster.layer_region`)
 LayerRegions = Callable[[torch.dtype], RegionFactory]
-"""A caster's regions for a dtype (`Caster.layer_region`)."""
 
 
 class Caster:

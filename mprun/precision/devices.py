@@ -36,17 +36,16 @@ NAMED = re.compile(r"([a-z_]+)(?::(\d+))?")
 class Backend:
     """What PyTorch has for a kind of device."""
 
-    title: str
-    """As people write it."""
+    title: str  # As people write it
     float64: bool = True
     events: bool = True
     memory: bool = True
     pins: bool = True
     group: str | None = None
-    package: str | None = None
-    """Has to be imported before PyTorch knows the kind."""
+    package: str | None = None  # Has to be imported before PyTorch knows the kind
 
 
+# By the type of a `torch.device`
 BACKENDS = {
     "cpu": Backend("CPU", events=False, memory=False, pins=False, group="gloo"),
     "cuda": Backend("CUDA", group="nccl"),
@@ -56,7 +55,6 @@ BACKENDS = {
         "HPU", float64=False, events=False, group="hccl", package="habana_frameworks.torch.core"
     ),
 }
-"""By the type of a `torch.device`."""
 
 
 def accelerator() -> torch.device | None:

@@ -75,8 +75,7 @@ RECOMPUTED = (
     "the gradients are not those of the forward pass; use "
     "checkpoint(..., use_reentrant=False, context_fn=mprun.precision.same_rounding)"
 )
-SITE = 2**32
-"""Separates the random bits of results from those of optimizer updates."""
+SITE = 2**32  # Separates the random bits of results from those of optimizer updates
 
 CAST = next(iter(aten_packets("_to_copy"))).default
 ADDMM_ACTIVATION = next(iter(aten_packets("_addmm_activation"))).default
@@ -268,14 +267,13 @@ class _Facts(NamedTuple):
     is_view: bool
     untouched: bool
     may_open: bool
-    writes: tuple[tuple[int, str], ...]
-    """Arguments it may write to: position and name."""
+    writes: tuple[tuple[int, str], ...]  # Arguments it may write to: position and name
     fused: Callable[..., Any] | None
     """What computes it as its kernel does; None where the kernel in float32 does."""
 
 
+# By the op's `id`, because its hash takes long; the facts keep the op alive
 _KNOWN: dict[int, _Facts] = {}
-"""By the op's `id`, because its hash takes long; the facts keep the op alive."""
 
 
 def _facts(func: Any) -> _Facts:

@@ -28,9 +28,9 @@ from mprun.precision.switches import EmulatedTf32, has_tf32
 from mprun.records.layer_values import product_formats
 
 EXECUTIONS = ("native", "emulated")
+# How many times as long as float32 native kernels take where emulation is taken instead. A step of
+# emulation takes about 1.4 times float32's; the margin is wide, so that noise rarely decides.
 EMULATED_FROM = 2.0
-"""How many times as long as float32 native kernels take where emulation is taken instead. A step of
-emulation takes about 1.4 times float32's; the margin is wide, so that noise rarely decides."""
 
 
 class ExecutionChoice(NamedTuple):
@@ -41,8 +41,7 @@ class ExecutionChoice(NamedTuple):
     """How many times as long as float32 the native kernels take here, if that decided."""
     why_emulated: str | None = None
     """A sentence; None for native execution, and where the user chose."""
-    is_choice: bool = False
-    """Whether native execution is possible without what decided."""
+    is_choice: bool = False  # Whether native execution is possible without what decided
 
 
 def choose_execution(

@@ -69,14 +69,13 @@ from torch import Tensor
 from mprun.precision import devices
 from mprun.precision.random_bits import shift_right
 
-MANTISSA_BITS, SMALLEST_NORMAL = 23, -126
-"""Of float32."""
+MANTISSA_BITS, SMALLEST_NORMAL = 23, -126  # Of float32
+# Largest numbers of blocks below it get the factor of this one, as a larger one may overflow
 SMALLEST_SCALED = 2.0**-110
-"""Largest numbers of blocks below it get the factor of this one, as a larger one may overflow."""
 Specials = Literal["ieee", "fn", "fnuz", "none"]
+# What becomes of numbers beyond the largest: what the format has there (infinity, else NaN, else
+# the largest number); the largest number, also for infinities; they stay, as if it had no largest
 Overflow = Literal["special", "saturate", "none"]
-"""What becomes of numbers beyond the largest: what the format has there (infinity, else NaN, else
-the largest number); the largest number, also for infinities; they stay, as if it had no largest."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class Format:
 
     name: str
     exponent_bits: int
-    mantissa_bits: int
-    """Without the leading one."""
+    mantissa_bits: int  # Without the leading one
     bias: int
     specials: Specials = "ieee"
     overflow: Overflow = "special"
@@ -149,10 +147,10 @@ def exponent(x: float) -> int:
 FP16 = Format("fp16", 5, 10, 15)
 BF16 = Format("bf16", 8, 7, 127)
 TF32 = Format("tf32", 8, 10, 127)
+# float8_e4m3fn; for weights and activations. Hardware and libraries saturate.
 E4M3 = Format("e4m3", 4, 3, 7, "fn", "saturate")
-"""float8_e4m3fn; for weights and activations. Hardware and libraries saturate."""
+# float8_e5m2: more range, less precision; for gradients
 E5M2 = Format("e5m2", 5, 2, 15, "ieee", "saturate")
-"""float8_e5m2: more range, less precision; for gradients."""
 E4M3FNUZ = Format("e4m3fnuz", 4, 3, 8, "fnuz", "saturate")
 E5M2FNUZ = Format("e5m2fnuz", 5, 2, 16, "fnuz", "saturate")
 E3M2 = Format("e3m2", 3, 2, 3, "none", "saturate")
@@ -374,12 +372,9 @@ class Float16Range:
     """How many of some values leave float16's normal range."""
 
     total: int
-    overflow: int
-    """Those that become infinite; infinite ones among them."""
-    zero: int
-    """Those that become zero and were not."""
-    subnormal: int
-    """Those that become subnormal, where fewer bits are left the smaller they are."""
+    overflow: int  # Those that become infinite; infinite ones among them
+    zero: int  # Those that become zero and were not
+    subnormal: int  # Those that become subnormal, where fewer bits are left the smaller they are
 
     def __str__(self) -> str:
         shares = [self._share(n) for n in (self.overflow, self.zero, self.subnormal)]

@@ -34,13 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from mprun.precision._torch import aten_packets, no_dispatch
 
-Round = Callable[[Tensor, torch.dtype], Tensor]
-"""Rounds a float32 tensor to a 16-bit dtype."""
+Round = Callable[[Tensor, torch.dtype], Tensor]  # Rounds a float32 tensor to a 16-bit dtype
 
+# The second calls the first, where a mode no longer sees it
 WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
-"""The second calls the first, where a mode no longer sees it."""
-ARGUMENTS = 9
-"""Of `torch.lstm`, as `nn.LSTM` calls it."""
+ARGUMENTS = 9  # Of `torch.lstm`, as `nn.LSTM` calls it
 ON_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -286,8 +284,8 @@ def _scores(
 
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
+# Ops to what computes them; the first argument is the rounding
 FUSED: dict[Any, Callable[..., Any]] = {
     next(iter(aten_packets(_NAME))).default: attention,
     next(iter(aten_packets(f"{_NAME}_backward"))).default: attention_backward,
 }
-"""Ops to what computes them; the first argument is the rounding."""

@@ -60,30 +60,25 @@ ACTIONS = ("off", "log", "promote")
 class Factor(NamedTuple):
     """A factor of a product."""
 
-    name: str
-    """input, weight or gradient."""
-    values: Tensor
-    """float32 [M, K]; K is summed."""
+    name: str  # input, weight or gradient
+    values: Tensor  # float32 [M, K]; K is summed
     format: BlockFormat
-    rounded: Tensor | None
-    """To nearest; None where the product rounds it stochastically."""
+    rounded: Tensor | None  # To nearest; None where the product rounds it stochastically
 
 
 class Loss(NamedTuple):
     """What a factor loses by its rounding."""
 
-    underflow: float
-    """Share of the numbers other than 0 that become 0."""
+    underflow: float  # Share of the numbers other than 0 that become 0
     error: float
     """Lost squares over all squares, mean of rows; infinity where a number is none any more."""
 
 
+# By the bits of a format's numbers, without its scales. Four bits lose many numbers of every
+# tensor: in healthy models up to 81 % (gradients behind a ReLU), with an error of up to 0.07; those
+# of 8 bits are NVIDIA's.
 THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.9, 0.2)}
-"""By the bits of a format's numbers, without its scales. Four bits lose many numbers of every
-tensor: in healthy models up to 81 % (gradients behind a ReLU), with an error of up to 0.07; those
-of 8 bits are NVIDIA's."""
-MIN_ROW = 2.0**-24
-"""Of the largest row: smaller ones have no error."""
+MIN_ROW = 2.0**-24  # Of the largest row: smaller ones have no error
 
 
 def thresholds(underflow: float | None = None, error: float | None = None) -> dict[int, Loss]:
@@ -129,17 +124,14 @@ class GemmFinding(NamedTuple):
 
     step: int
     module: str
-    product: str
-    """forward, grad_input or grad_weight."""
-    factors: tuple[str, ...]
-    """Those that passed."""
-    underflow: float
-    """Of the factor with the largest one."""
+    product: str  # forward, grad_input or grad_weight
+    factors: tuple[str, ...]  # Those that passed
+    underflow: float  # Of the factor with the largest one
     error: float
 
 
+# Gives the findings of all processes for those of this one
 Share = Callable[[list[GemmFinding]], list[GemmFinding]]
-"""Gives the findings of all processes for those of this one."""
 
 
 class GemmGuard:

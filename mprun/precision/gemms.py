@@ -56,10 +56,8 @@ class Gemm(NamedTuple):
 
     left: BlockFormat | None
     right: BlockFormat | None
-    stochastic: bool = False
-    """Whether the left factor, a gradient, is rounded stochastically."""
-    dtype: torch.dtype | None = None
-    """Of factors without a format; None: that of the layer."""
+    stochastic: bool = False  # Whether the left factor, a gradient, is rounded stochastically
+    dtype: torch.dtype | None = None  # Of factors without a format; None: that of the layer
     hadamard: bool = False
     """Whether both factors go through the transform of `StepBits.rotated` first."""
 
@@ -75,12 +73,9 @@ HIGH = Gemm(None, None)
 class LinearGemms(NamedTuple):
     """The three products of a linear layer."""
 
-    forward: Gemm = HIGH
-    """Input and weight."""
-    grad_input: Gemm = HIGH
-    """Gradient of the output, and weight."""
-    grad_weight: Gemm = HIGH
-    """Gradient of the output, and input."""
+    forward: Gemm = HIGH  # Input and weight
+    grad_input: Gemm = HIGH  # Gradient of the output, and weight
+    grad_weight: Gemm = HIGH  # Gradient of the output, and input
 
 
 def _alike(to: BlockFormat, stochastic: bool = False) -> LinearGemms:
@@ -92,6 +87,7 @@ _TENSORWISE = Gemm(FP8_TENSORWISE_E5M2, FP8_TENSORWISE)
 _ROWWISE = Gemm(FP8_ROWWISE, FP8_ROWWISE)
 # All factors of torchao's rowwise recipes are powers of two.
 _HP = Gemm(FP8_ROWWISE, replace(FP8_TENSORWISE, scale="power_of_two"))
+# The products of each mode with formats of 8 bits or fewer
 GEMMS = {
     "fp8_tensorwise": LinearGemms(Gemm(FP8_TENSORWISE, FP8_TENSORWISE), _TENSORWISE, _TENSORWISE),
     "fp8_rowwise": LinearGemms(_ROWWISE, _ROWWISE, _ROWWISE),
@@ -99,7 +95,7 @@ GEMMS = {
     "mxfp8": _alike(MXFP8_RCEIL),
     "nvfp4": _alike(NVFP4, stochastic=True),
 }
-"""The products of each mode with formats of 8 bits or fewer."""
+# What a name in `precision.layers` means for each of the three products
 PRODUCT_FORMATS = {
     **GEMMS,
     "fp8": GEMMS["fp8_tensorwise"],
@@ -114,7 +110,6 @@ PRODUCT_FORMATS = {
         )
     },
 }
-"""What a name in `precision.layers` means for each of the three products."""
 
 
 def gemms_of(formats: Mapping[str, str]) -> LinearGemms:
@@ -122,12 +117,10 @@ def gemms_of(formats: Mapping[str, str]) -> LinearGemms:
     return LinearGemms(**{name: getattr(PRODUCT_FORMATS[f], name) for name, f in formats.items()})
 
 
-SITE = 2**33
-"""Separates these random bits from those of results and of optimizer updates."""
+SITE = 2**33  # Separates these random bits from those of results and of optimizer updates
 
 
-HADAMARD = 16
-"""Numbers that are transformed together."""
+HADAMARD = 16  # Numbers that are transformed together
 
 
 class StepBits:
@@ -176,12 +169,12 @@ def _hadamard(size: int) -> Tensor:
     return matrix.mul(size**-0.5)
 
 
+# The left and the right factor of each product
 FACTORS = {
     "forward": ("input", "weight"),
     "grad_input": ("gradient", "weight"),
     "grad_weight": ("gradient", "input"),
 }
-"""The left and the right factor of each product."""
 
 
 def linear(
@@ -211,8 +204,7 @@ def linear(
     return output if bias is None else output + bias.to(output.dtype)
 
 
-Promotes = Callable[[str, Sequence[Factor]], bool]
-"""`GemmGuard.promotes` of a layer."""
+Promotes = Callable[[str, Sequence[Factor]], bool]  # `GemmGuard.promotes` of a layer
 UNGUARDED: Promotes = partial(NO_GUARD.promotes, "")
 
 
@@ -284,8 +276,7 @@ class _Linear(torch.autograd.Function):
         return of_input, of_weight, None, None, None
 
 
-DIVISOR = 16
-"""Features in and out of a converted layer are multiples of it, as 8-bit units need."""
+DIVISOR = 16  # Features in and out of a converted layer are multiples of it, as 8-bit units need
 
 
 class FormattedLinear(ForwardWrapper):
@@ -471,14 +462,14 @@ def fits(layer: nn.Linear) -> bool:
     return layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0
 
 
+# The modes with native products, to torchao's names
 RECIPES = {
     "fp8_tensorwise": "tensorwise",
     "fp8_rowwise": "rowwise",
     "fp8_rowwise_hp": "rowwise_with_gw_hp",
 }
-"""The modes with native products, to torchao's names."""
+# CUDA's compute capability of the first GPUs with such products: Ada, Hopper
 FLOAT8_FROM = {"fp8_tensorwise": (8, 9), "fp8_rowwise": (9, 0), "fp8_rowwise_hp": (9, 0)}
-"""CUDA's compute capability of the first GPUs with such products: Ada, Hopper."""
 
 
 def why_not_native(gemms: str, device: torch.device) -> str | None:

@@ -56,8 +56,7 @@ from mprun.records.layer_values import (
 )
 from mprun.records.mode_names import OWN_ALIASES, mode_row
 
-LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}
-"""The dtypes that a layer can compute in."""
+LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}  # The dtypes that a layer can compute in
 
 
 class LayerPrecision(NamedTuple):
@@ -167,8 +166,7 @@ class LayerRow(NamedTuple):
 
     name: str
     kind: str
-    parameters: str
-    """What they are stored in; "none" without parameters."""
+    parameters: str  # What they are stored in; "none" without parameters
     compute: str
 
 

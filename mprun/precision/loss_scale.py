@@ -38,8 +38,7 @@ from mprun.precision.update import ALONE, Clip, Combine, Unscaled, step_scaled, 
 
 DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16
-STATIC_PATIENCE = 100
-"""Skipped steps in a row after which a static scale is called too high."""
+STATIC_PATIENCE = 100  # Skipped steps in a row after which a static scale is called too high
 
 
 class LossScale:

@@ -49,14 +49,13 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 
 aten = torch.ops.aten
 
-BLOCK = 64
-"""Products summed in float32 before the running sum is rounded."""
+BLOCK = 64  # Products summed in float32 before the running sum is rounded
 
+# The ops `blocked` computes
 SUPPORTED: frozenset[Any] = frozenset({*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD})
-"""The ops `blocked` computes."""
 
+# float32 tensor to one of the same shape with values representable in float16, in any dtype
 Round = Callable[[Tensor], Tensor]
-"""float32 tensor to one of the same shape with values representable in float16, in any dtype."""
 
 # Block sums and their patches that exist at one time, in float32 elements: 32 MiB. One block, or
 # one sample's patches in a weight gradient, may be larger.
@@ -102,10 +101,8 @@ def blocked(
 class _Right(NamedTuple):
     """A right factor whose rows are made on demand, because patches may be large."""
 
-    shape: tuple[int, int, int]
-    """[G, K, N]: G independent matmuls over K."""
-    rows: Callable[[int, int], Tensor]
-    """Rows i to j: float32 [G, j - i, N]."""
+    shape: tuple[int, int, int]  # [G, K, N]: G independent matmuls over K
+    rows: Callable[[int, int], Tensor]  # Rows i to j: float32 [G, j - i, N]
 
 
 def _given(b: Tensor) -> _Right:

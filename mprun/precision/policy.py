@@ -148,15 +148,15 @@ def _yaml(value: str | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else value
 
 
+# Short to long name of a dtype in a policy's text
 LETTERS = {"p": "params", "c": "compute", "o": "output"}
-"""Short to long name of a dtype in a policy's text."""
 DTYPE_NAMES = {
     **dict.fromkeys(("float32", "fp32", "f32", "float", "full"), "float32"),
     **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
+# The modes that a text of dtypes can mean: none of two has the same parameters and computation
 BY_DTYPES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true")
-"""The modes that a text of dtypes can mean: none of two has the same parameters and computation."""
 
 
 @cache

@@ -41,8 +41,7 @@ MATMULS: dict[Any, tuple[int, ...]] = {
 CONVOLUTIONS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1)}
 CONVOLUTION_BACKWARD: dict[Any, tuple[int, ...]] = {aten.convolution_backward.default: (0, 1, 2)}
 PRODUCTS = MATMULS | CONVOLUTIONS | CONVOLUTION_BACKWARD
-LOW = (torch.float16, torch.bfloat16)
-"""The 16-bit dtypes."""
+LOW = (torch.float16, torch.bfloat16)  # The 16-bit dtypes
 
 
 def _names(text: str) -> list[str]:

@@ -33,13 +33,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-NAME = "_mprun_name"
-"""The attribute of a parameter that holds its name."""
+NAME = "_mprun_name"  # The attribute of a parameter that holds its name
+# That of a shard: the flat index of its first element in the whole parameter; 0 without it
 START = "_mprun_start"
-"""That of a shard: the flat index of its first element in the whole parameter; 0 without it."""
 MASK = 2**64 - 1
+# Elements hashed with one key: an index has 31 bits, what is above them enters the key
 BLOCK = 2**31
-"""Elements hashed with one key: an index has 31 bits, what is above them enters the key."""
 
 
 class Key(NamedTuple):
@@ -134,10 +133,8 @@ class Span(NamedTuple):
 
     begin: int
     end: int
-    block: int
-    """The multiple of `BLOCK` for `Key.at`."""
-    first: int
-    """The index of element `begin` after `block`, for `hash_bits`."""
+    block: int  # The multiple of `BLOCK` for `Key.at`
+    first: int  # The index of element `begin` after `block`, for `hash_bits`
 
 
 def spans(start: int, count: int) -> Iterator[Span]:

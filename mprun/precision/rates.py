@@ -31,12 +31,10 @@ from torch import Tensor
 from mprun.precision import devices
 from mprun.precision.switches import switches
 
-SAMPLE_S = 1e-3
-"""Seconds for which calls are repeated to get one time."""
-ROUNDS, TRIAL_ROUNDS = 9, 5
-"""Rounds of `accelerated`, and of `slowdown`, which times three ops."""
+SAMPLE_S = 1e-3  # Seconds for which calls are repeated to get one time
+ROUNDS, TRIAL_ROUNDS = 9, 5  # Rounds of `accelerated`, and of `slowdown`, which times three ops
+# Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU
 SIDE = {"cpu": 256, "cuda": 2048}
-"""Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU."""
 
 
 class TimedOp(NamedTuple):
@@ -44,10 +42,8 @@ class TimedOp(NamedTuple):
 
     name: str
     size: str
-    flops: int
-    """Multiplications and additions of one call; products with padding are counted."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors it takes."""
+    flops: int  # Multiplications and additions of one call; products with padding are counted
+    shapes: tuple[tuple[int, ...], ...]  # Of the tensors it takes
     function: Callable[..., object]
 
 
@@ -93,10 +89,8 @@ class Timer:
     call: Callable[[], object]
     device: torch.device
     tf32: bool
-    repeats: int
-    """Calls in a row for one time."""
-    call_s: float
-    """Seconds of one call, measured once: for planning."""
+    repeats: int  # Calls in a row for one time
+    call_s: float  # Seconds of one call, measured once: for planning
 
     @property
     def round_s(self) -> float:

@@ -20,8 +20,7 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, LOW, MA
 aten = torch.ops.aten
 
 _NESTED = (list, tuple, dict)
-Arguments = tuple[Any, Mapping[str, Any]]
-"""Positional and keyword arguments."""
+Arguments = tuple[Any, Mapping[str, Any]]  # Positional and keyword arguments
 
 # Their results are moved or selected inputs: exact in the inputs' dtype.
 EXACT = aten_packets(

@@ -68,8 +68,8 @@ from mprun.precision.random_bits import Key, random_bits, shift_right, spans
 OVERFLOWS = ("infinity", "saturate")
 DTYPES = (torch.float16, torch.bfloat16)
 FORMATS = {torch.float16: FP16, torch.bfloat16: BF16}
+# How many bits decide a stochastic rounding; they are the upper ones of the 32 given
 RANDOM_BITS = {dtype: MANTISSA_BITS - to.mantissa_bits for dtype, to in FORMATS.items()}
-"""How many bits decide a stochastic rounding; they are the upper ones of the 32 given."""
 
 _SMALLEST_NORMAL = 2.0**-14
 
@@ -180,12 +180,11 @@ def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     return torch.where(rest.abs() > drawn * (neighbour - difference).abs(), neighbour, difference)
 
 
+# The dtypes as the kernels' macros name them
 C_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""The dtypes as the kernels' macros name them."""
+# Elements that PyTorch works on at a time without a compiler: a few such blocks fit a cache
 EAGER_BLOCK = 2**16
-"""Elements that PyTorch works on at a time without a compiler: a few such blocks fit a cache."""
-SERIAL = 2**15
-"""Elements below which starting threads costs more than they save."""
+SERIAL = 2**15  # Elements below which starting threads costs more than they save
 
 
 def threads_for(count: int) -> int:
@@ -283,13 +282,10 @@ def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str, first: int) -> Non
 
 
 REST_BITS = 8
-CUT = {torch.bfloat16: 16, torch.float16: 13}
-"""Bits of the integer below the parameter."""
-INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-"""The parameter's infinity."""
+CUT = {torch.bfloat16: 16, torch.float16: 13}  # Bits of the integer below the parameter
+INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # The parameter's infinity
 _MAGNITUDE, _SIGN_BIT = 0x7FFFFFFF, -0x8000
-_NORMAL = 0x38800000
-"""The float32 word of 2^-14, float16's smallest normal number."""
+_NORMAL = 0x38800000  # The float32 word of 2^-14, float16's smallest normal number
 _BINADE = 2**23
 
 

@@ -60,8 +60,7 @@ class Combine:
         return flag
 
 
-ALONE = Combine()
-"""For gradients that are whole."""
+ALONE = Combine()  # For gradients that are whole
 
 
 class Clip:

@@ -72,10 +72,8 @@ class SavedJournal:
 class SavedShards:
     """Where the tensors are that the processes have cut."""
 
-    folder: Annotated[str, msgspec.Meta(pattern=r"^shards-[0-9]+$")]
-    """Beside the checkpoint's file."""
-    tied: dict[str, str]
-    """Other names of a shard, to the name in the files."""
+    folder: Annotated[str, msgspec.Meta(pattern=r"^shards-[0-9]+$")]  # Beside the checkpoint's file
+    tied: dict[str, str]  # Other names of a shard, to the name in the files
 
 
 @dataclass(frozen=True, kw_only=True)

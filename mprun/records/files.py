@@ -226,8 +226,7 @@ def new_folder(wanted: str | None) -> Path:
     return folder
 
 
-_owners: list[int] = []
-"""The process that began the last command."""
+_owners: list[int] = []  # The process that began the last command
 
 
 def own_records() -> None:

@@ -18,14 +18,10 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class Launch:
     """One process among those that were started together."""
 
-    rank: int = 0
-    """The process's number; the first process, 0, keeps the record."""
-    world_size: int = 1
-    """How many processes there are, on all machines."""
-    local_rank: int = 0
-    """Its number on its machine: the GPU that it uses."""
-    restarts: int = 0
-    """How often torchrun has started all processes again after a failure."""
+    rank: int = 0  # The process's number; the first process, 0, keeps the record
+    world_size: int = 1  # How many processes there are, on all machines
+    local_rank: int = 0  # Its number on its machine: the GPU that it uses
+    restarts: int = 0  # How often torchrun has started all processes again after a failure
 
     @property
     def is_alone(self) -> bool:

@@ -30,8 +30,7 @@ from mprun.records.run_record import (
     number,
 )
 
-OUTPUTS = Path("outputs")
-"""Where runs and studies are by default."""
+OUTPUTS = Path("outputs")  # Where runs and studies are by default
 LAST = "last"
 RUNS = ("train",)
 STUDIES = ("sweep", "advise", "double", "train -m")
@@ -60,24 +59,19 @@ class ListedRecord:
     """A run, or a study with its runs."""
 
     path: str
-    command: str
-    """What wrote it: train, observe, or one of `STUDIES`."""
-    started_at: datetime
-    """In UTC; of a study, when its first run started."""
+    command: str  # What wrote it: train, observe, or one of `STUDIES`
+    started_at: datetime  # In UTC; of a study, when its first run started
     status: Status | Literal["incomplete", "damaged"]
     recipe: str = ""
-    mode: str = ""
-    """The label of its variant; of a study, how many there are."""
+    mode: str = ""  # The label of its variant; of a study, how many there are
     seed: int | None = None
     metric: str = ""
     higher_is_better: bool = True
     value: float | None = None
     """Of the metric on test data, else on validation or training data; None if it is not known."""
     error: str | None = None
-    planned: int = 1
-    """Runs that a study has or will have."""
-    runs: tuple[ListedRecord, ...] = ()
-    """Of a study, newest first."""
+    planned: int = 1  # Runs that a study has or will have
+    runs: tuple[ListedRecord, ...] = ()  # Of a study, newest first
 
 
 def listed(folder: Path) -> list[ListedRecord]:

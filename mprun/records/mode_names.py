@@ -19,11 +19,11 @@ from mprun.errors import did_you_mean, nearest
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.reader import load_yaml
 
+# The modes of conf/precision, in the order of tables
 SHIPPED_MODES = (
     *("fp32", "tf32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true"),
     *("bf16_sr", "half_sr", "half_sr_full", *FORMAT_MODES),
 )
-"""The modes of conf/precision, in the order of tables."""
 
 
 @cache
@@ -50,8 +50,9 @@ KERAS_NAMES = {
     "bfloat16": "bf16_true",
     "float16": "fp16_true",
 }
+# Other names, to the mode they stand for
 ALIASES = {**OWN_ALIASES, **LIGHTNING_NAMES, **KERAS_NAMES}
-"""Other names, to the mode they stand for."""
+# Names that fit several modes, or none, to the modes that are suggested, the likeliest first
 MEANT = {
     "bf16": ("bf16_mixed", "bf16_true", "bf16_sr"),
     **dict.fromkeys(("fp16", "16", "half"), ("fp16_mixed", "fp16_true", "half_sr")),
@@ -61,7 +62,6 @@ MEANT = {
     **dict.fromkeys(("fp8", "float8", "8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),
     **dict.fromkeys(("fp4", "float4", "4", "int4"), ("nvfp4",)),
 }
-"""Names that fit several modes, or none, to the modes that are suggested, the likeliest first."""
 
 
 def own_label(label: str) -> str:
@@ -93,6 +93,7 @@ def _plain(name: str) -> str:
 
 
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# Formats that `mprun numerics` measures where they are asked for
 FURTHER_FORMATS = (
     "e4m3fnuz",
     "e5m2fnuz",
@@ -110,4 +111,3 @@ FURTHER_FORMATS = (
     "mxfp4",
     "nvfp4",
 )
-"""Formats that `mprun numerics` measures where they are asked for."""

@@ -17,16 +17,14 @@ import yaml  # type: ignore[import-untyped]
 
 from mprun.records.reader import NotYamlError, compose_yaml, read_text
 
-KINDS = ("lower", "fp32", "promote")
-"""The lists: lower dtype, float32, widest of the inputs."""
+KINDS = ("lower", "fp32", "promote")  # The lists: lower dtype, float32, widest of the inputs
 
 
 class Entry(NamedTuple):
     """A name as written, and its place."""
 
     text: str
-    where: str
-    """`file:line`, or the name of the lists it ships with."""
+    where: str  # `file:line`, or the name of the lists it ships with
 
 
 MAX_NAME = 200

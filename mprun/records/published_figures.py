@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+# The measured figure that it is compared with; none for `other`
 Kind = Literal[
     "train_accuracy",
     "validation_accuracy",
@@ -23,7 +24,6 @@ Kind = Literal[
     "memory",
     "other",
 ]
-"""The measured figure that it is compared with; none for `other`."""
 
 UNNAMED = "hardware not named"
 PYTORCH = "PyTorch's blog on mixed precision"
@@ -38,24 +38,18 @@ class Figure:
     """One published figure."""
 
     kind: Kind
-    what: str
-    """The quantity: `test accuracy`, `speed over fp32`."""
-    text: str
-    """The figure as published."""
-    precisions: tuple[str, ...]
-    """The modes of mprun that it is about."""
+    what: str  # The quantity: `test accuracy`, `speed over fp32`
+    text: str  # The figure as published
+    precisions: tuple[str, ...]  # The modes of mprun that it is about
     hardware: str
     source: str
-    recipe: str | None = None
-    """The recipe it was measured with; None for a figure about a mode."""
-    value: float | None = None
-    """The figure as a number, if it is one."""
+    recipe: str | None = None  # The recipe it was measured with; None for a figure about a mode
+    value: float | None = None  # The figure as a number, if it is one
     epoch: int | None = None
     batch_size: int | None = None
     epochs: int | None = None
     steps: int | None = None
-    data: str | None = None
-    """The only data set beside which it is shown; None: any."""
+    data: str | None = None  # The only data set beside which it is shown; None: any
 
 
 def figures(
@@ -80,6 +74,7 @@ _KERAS_EPOCHS: tuple[tuple[Kind, str, tuple[float, ...]], ...] = (
     ("train_accuracy", "training accuracy", (0.5529, 0.7743, 0.8260, 0.8607, 0.8545)),
     ("validation_accuracy", "validation accuracy", (0.7214, 0.7849, 0.8795, 0.8682, 0.8813)),
 )
+# Figures of the one run that the guide shows
 _keras_run = partial(
     Figure,
     precisions=("bf16_mixed",),
@@ -89,7 +84,6 @@ _keras_run = partial(
     batch_size=8192,
     epochs=5,
 )
-"""Figures of the one run that the guide shows."""
 _keras_claim = partial(
     Figure, "speed", "speed over fp32", precisions=("bf16_mixed",), recipe="mnist"
 )

@@ -27,11 +27,10 @@ from mprun.errors import UsageError, first_line, printable
 
 T = TypeVar("T")
 
-LARGEST = 1e100
-"""No figure of a run is near it. Above 1e154 a square is infinite in float64."""
+LARGEST = 1e100  # No figure of a run is near it. Above 1e154 a square is infinite in float64.
 MAX_JSON_BYTES = 256 * 2**20
+# Of metrics.jsonl, whose lines have about 200 bytes; the file may be of any length
 MAX_LINE_BYTES = 2**20
-"""Of metrics.jsonl, whose lines have about 200 bytes; the file may be of any length."""
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -198,8 +197,7 @@ def _out_of_range(value: object, name: str = "") -> str | None:
 
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000
-DEEPEST = 50
-"""A configuration has some 200 values and is nested four deep."""
+DEEPEST = 50  # A configuration has some 200 values and is nested four deep
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 

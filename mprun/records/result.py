@@ -33,8 +33,7 @@ from mprun.records.console.fitted_table import FittedTable, markdown_text, witho
 from mprun.records.files import jsonable, write_atomic, write_files
 
 TRACEBACK = "traceback.txt"
-PICTURE_PX = 760
-"""The width of a picture in a notebook."""
+PICTURE_PX = 760  # The width of a picture in a notebook
 
 
 @dataclass(frozen=True, repr=False)

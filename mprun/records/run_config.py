@@ -24,13 +24,13 @@ from mprun.records.reader import NotYamlError, read_json, read_yaml
 MAX_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
+# Fields that earlier versions did not have, with the value that changes nothing
 LATER_PARALLEL: dict[str, Any] = {"name": "none", "world_size": 1}
-"""Fields that earlier versions did not have, with the value that changes nothing."""
+# The shipped options of the group `speed`, which earlier versions have by name alone
 SPEEDS: dict[str, dict[str, Any]] = {
     "auto": {"name": "auto", "compile": "auto"},
     "plain": {"name": "plain", "compile": False},
 }
-"""The shipped options of the group `speed`, which earlier versions have by name alone."""
 
 
 class UnreadableConfigError(Exception):
@@ -130,11 +130,11 @@ def yaml_text(value: Any) -> str:
 SCHEMA_VERSION = 1
 FILE = "logger.json"
 
+# Tags that a tracker gets of every run; `status` at its end
 OWN_TAGS = (
     *("recipe", "precision", "variant", "variant_hash", "seed", "execution", "device", "hardware"),
     *("mprun_version", "git_commit", "status"),
 )
-"""Tags that a tracker gets of every run; `status` at its end."""
 
 
 @dataclass(kw_only=True)
@@ -142,12 +142,9 @@ class LoggerRecord:
     """The content of logger.json."""
 
     schema_version: int = SCHEMA_VERSION
-    logger: str
-    """The option of the group `logger`."""
-    id: str
-    """The run's name in the tracker's own interface."""
-    last_steps: dict[str, int] = field(default_factory=dict)
-    """The last step of each curve."""
+    logger: str  # The option of the group `logger`
+    id: str  # The run's name in the tracker's own interface
+    last_steps: dict[str, int] = field(default_factory=dict)  # The last step of each curve
 
 
 def read_logger_record(folder: Path, logger: str) -> LoggerRecord | None:

@@ -39,27 +39,24 @@ from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, nu
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-RECIPE = "recipe.py"
-"""The copy of a recipe that is a file."""
+RECIPE = "recipe.py"  # The copy of a recipe that is a file
 
-GUARD_LAYERS = "guard_layers.yaml"
-"""What `debug.guard` found, for `precision.layers_file`."""
+GUARD_LAYERS = "guard_layers.yaml"  # What `debug.guard` found, for `precision.layers_file`
 
+# The files of a record; a logger keeps copies of them
 RECORD_FILES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
     GUARD_LAYERS,
 )
-"""The files of a record; a logger keeps copies of them."""
 
+# What a run reads and writes in its folder
 ENTRIES = (
     *RECORD_FILES,
     *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard", LOGGER),
 )
-"""What a run reads and writes in its folder."""
 
-TRACKERS = "trackers"
-"""A folder beside the runs, where loggers keep copies of records."""
+TRACKERS = "trackers"  # A folder beside the runs, where loggers keep copies of records
 
 
 class RunFolder:
@@ -200,17 +197,13 @@ FILE = "sweep.json"
 class StudyPlan:
     """The runs of a study."""
 
-    command: str
-    """The command: sweep, advise or double."""
-    variants: dict[str, tuple[str, ...]]
-    """Name to overrides; the first is the baseline."""
+    command: str  # The command: sweep, advise or double
+    variants: dict[str, tuple[str, ...]]  # Name to overrides; the first is the baseline
     seeds: tuple[int, ...]
-    config_dir: str | None
-    """The user's own folder of configs."""
+    config_dir: str | None  # The user's own folder of configs
     of_trials: tuple[str, ...]
     """Overrides of all trials that define no variant: shorter training, no test set."""
-    not_tried: dict[str, str] = field(default_factory=dict)
-    """Variants left out, to the reason."""
+    not_tried: dict[str, str] = field(default_factory=dict)  # Variants left out, to the reason
 
 
 def study_of_runs(runs: Sequence[Path]) -> Path | None:

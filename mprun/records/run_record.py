@@ -44,8 +44,7 @@ class Hardware:
     name: str
     cores: int
     memory_bytes: int | None
-    accelerated: dict[str, bool]
-    """Whether a dtype is faster than float32 here."""
+    accelerated: dict[str, bool]  # Whether a dtype is faster than float32 here
     page_fault_us: float | None = None
     """Microseconds of a page fault; null on a GPU and where it could not be measured."""
     host: str | None = None
@@ -96,8 +95,7 @@ class DataRow:
 
     name: str
     source: str
-    train_samples: int | None
-    """None for a stream, as below."""
+    train_samples: int | None  # None for a stream, as below
     validation_samples: int | None
     test_samples: int | None
 
@@ -135,11 +133,11 @@ class DataTimes:
     p90: float | None
 
 
+# The parts of a step's memory; they sum to its peak
 MEMORY_CATEGORIES = (
     *("parameters", "buffers", "gradients"),
     *("optimizer_state", "activations", "temporary"),
 )
-"""The parts of a step's memory; they sum to its peak."""
 
 
 @dataclass(kw_only=True)
@@ -170,13 +168,11 @@ class LossScaleRow:
 class ParallelRow:
     """The processes that trained together."""
 
-    kind: str
-    """none, ddp or fsdp2."""
+    kind: str  # none, ddp or fsdp2
     world_size: int
     slowest_ms: float | None = None
     """Median milliseconds of a step, waits for other processes left out, of the slowest process."""
-    fastest_ms: float | None = None
-    """The same of the fastest process."""
+    fastest_ms: float | None = None  # The same of the fastest process
     communication_share: float | None = None
     """Share of a step that the first process spent on communication, waits included; null on a
     GPU, where it overlaps with the rest."""
@@ -202,10 +198,8 @@ class FpExceptionsRow:
 class GuardThresholds:
     """What a factor of a product may lose."""
 
-    underflow: float
-    """Share of its numbers that become 0."""
-    error: float
-    """Relative squared error of the numbers that its format does not hold."""
+    underflow: float  # Share of its numbers that become 0
+    error: float  # Relative squared error of the numbers that its format does not hold
 
 
 @dataclass(kw_only=True)
@@ -213,28 +207,21 @@ class GuardedGemm:
     """A product of a linear layer that passed a threshold."""
 
     module: str
-    product: str
-    """forward, grad_input or grad_weight."""
-    steps: int
-    """In how many steps."""
+    product: str  # forward, grad_input or grad_weight
+    steps: int  # In how many steps
     first_step: int
-    underflow: float
-    """The largest in these steps, and so for the error."""
+    underflow: float  # The largest in these steps, and so for the error
     error: Number
-    factors: list[str]
-    """Those that passed: input, weight, gradient."""
+    factors: list[str]  # Those that passed: input, weight, gradient
 
 
 @dataclass(kw_only=True)
 class GuardRow:
     """The guard of products with formats of 8 bits or fewer."""
 
-    action: str
-    """log; promote: such products were computed in the layer's own dtype."""
-    thresholds: dict[str, GuardThresholds]
-    """By the bits of a format's numbers."""
-    gemms: list[GuardedGemm]
-    """In the order of their first step."""
+    action: str  # log; promote: such products were computed in the layer's own dtype
+    thresholds: dict[str, GuardThresholds]  # By the bits of a format's numbers
+    gemms: list[GuardedGemm]  # In the order of their first step
 
 
 @dataclass(kw_only=True)
@@ -317,10 +304,8 @@ class Conditions:
     Those of a resumed run are its last part's.
     """
 
-    other_load: float | None
-    """Share of the usable CPUs' time that other processes took."""
-    steal: float | None
-    """Share of it that the hypervisor gave to other machines."""
+    other_load: float | None  # Share of the usable CPUs' time that other processes took
+    steal: float | None  # Share of it that the hypervisor gave to other machines
     clock_mhz: float | None
     """The fastest CPU's clock, median of a reading per second; then the first and last reading."""
     clock_start_mhz: float | None
@@ -345,8 +330,7 @@ class Summary:
     seed: int
     precision: str
     variant: str
-    variant_hash: str
-    """Of the configuration without seed, paths and loggers."""
+    variant_hash: str  # Of the configuration without seed, paths and loggers
     requested: PrecisionRow
     effective: PrecisionRow
     execution: str
@@ -356,8 +340,7 @@ class Summary:
     batch: BatchRow
     batch_size: int
     epochs: int | None
-    steps: int
-    """Skipped ones included."""
+    steps: int  # Skipped ones included
     skipped_steps: int
     step_time_ms: StepTimes
     data_time_ms: DataTimes
@@ -379,12 +362,10 @@ class Summary:
     conditions: Conditions | None = None
     warnings: list[str] = field(default_factory=list)
     """The warnings that the user got, for example of fields without effect."""
-    time_budget_s: TimeBudget | None = None
-    """What `wall_time_s` consists of."""
+    time_budget_s: TimeBudget | None = None  # What `wall_time_s` consists of
     converted_gemms: list[str] | None = None
     """Linear layers whose products have the format of `gemms`; null in modes without one."""
-    recipe_sha256: str | None = None
-    """SHA-256 of the recipe's file; null for a recipe by name."""
+    recipe_sha256: str | None = None  # SHA-256 of the recipe's file; null for a recipe by name
     failed_by: Literal["run", "machine"] | None = None
     """What ended a failed run: the run itself, or a full disk or too little memory."""
     metrics: dict[str, MetricRow] = field(default_factory=dict)

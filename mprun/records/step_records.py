@@ -16,18 +16,15 @@ class ProcessLayout:
     """How many processes share a step, and how."""
 
     world_size: int = 1
-    parallel: ParallelKind | None = None
-    """None in a single process."""
-    checkpointing: bool = False
-    """Whether activations of blocks are recomputed in the backward pass."""
+    parallel: ParallelKind | None = None  # None in a single process
+    checkpointing: bool = False  # Whether activations of blocks are recomputed in the backward pass
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
     """Where the most memory is alive."""
 
-    point: int
-    """The op's index in the timeline."""
+    point: int  # The op's index in the timeline
     op: str
     phase: str
     module: str
@@ -38,8 +35,7 @@ class ModuleMemory:
     """The memory of a module at the peak."""
 
     module: str
-    kind: str
-    """The module's class; empty for `(inputs)`, `(loss)` and `(optimizer)`."""
+    kind: str  # The module's class; empty for `(inputs)`, `(loss)` and `(optimizer)`
     total: int
     parameters: int
     buffers: int
@@ -79,20 +75,16 @@ class MemoryTimeline:
 class Float32Gradients:
     """All gradients of float32, beside float64's of the same model."""
 
-    db: float
-    """The SQNR of all together."""
-    worst: str
-    """The parameter with the most of the error."""
+    db: float  # The SQNR of all together
+    worst: str  # The parameter with the most of the error
 
 
 @dataclass(frozen=True)
 class LostShares:
     """The shares of updates that weights in 16 bits would lose, by format and rounding rule."""
 
-    updated: int
-    """Updates that are not zero."""
-    lost_in_run: float | None
-    """The share that the run lost."""
+    updated: int  # Updates that are not zero
+    lost_in_run: float | None  # The share that the run lost
     fp16: dict[str, float | None]
     bf16: dict[str, float | None]
 
@@ -101,7 +93,5 @@ class LostShares:
 class Reference:
     """The reference that shows which float32 gradients are only rounding errors."""
 
-    name: str
-    """float64, or float32 with moved weights."""
-    reason: str = ""
-    """Why it is not float64."""
+    name: str  # float64, or float32 with moved weights
+    reason: str = ""  # Why it is not float64

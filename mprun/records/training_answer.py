@@ -14,10 +14,8 @@ from typing import Any
 class ScaleAnswer:
     """The loss scale."""
 
-    kind: str
-    """none, static or dynamic."""
-    value: float
-    """The static factor, or the initial one."""
+    kind: str  # none, static or dynamic
+    value: float  # The static factor, or the initial one
     growth_factor: float
     backoff_factor: float
     growth_interval: int
@@ -37,30 +35,20 @@ class ListsAnswer:
 class TrainingAnswer:
     """Everything that code for another loop needs."""
 
-    title: str
-    """`bf16_sr for recipe mnist`."""
-    notes: tuple[str, ...]
-    """Where it comes from: comments at the top of the code."""
-    device: str
-    """What it was measured on: cpu or cuda."""
-    execution: str
-    """native or emulated."""
-    mode: str
-    """The mode's name."""
-    columns: Mapping[str, Any]
-    """The whole row of the mode, without its name."""
-    is_shipped: bool
-    """Whether `mprun.policy(mode)` exists."""
-    changes: Mapping[str, Any]
-    """Columns that differ from those of the shipped mode."""
+    title: str  # `bf16_sr for recipe mnist`
+    notes: tuple[str, ...]  # Where it comes from: comments at the top of the code
+    device: str  # What it was measured on: cpu or cuda
+    execution: str  # native or emulated
+    mode: str  # The mode's name
+    columns: Mapping[str, Any]  # The whole row of the mode, without its name
+    is_shipped: bool  # Whether `mprun.policy(mode)` exists
+    changes: Mapping[str, Any]  # Columns that differ from those of the shipped mode
     lists: ListsAnswer | None
-    layers: Mapping[str, str]
-    """Modules in a precision of their own."""
+    layers: Mapping[str, str]  # Modules in a precision of their own
     scale: ScaleAnswer
     optimizer: str | None
     """The import path of PyTorch's or another class; None: the recipe makes its own."""
-    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
-    """Without `lr`."""
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)  # Without `lr`
     lr: float
     clip_norm: float | None
     compile: bool = False

@@ -39,14 +39,12 @@ from mprun.study.study import Study, StudyResult, held_out, new_study
 from mprun.study.trials import Outcome
 from mprun.train.assemble import DataCache, make_plan
 
-SAME_MEMORY = 1.01
-"""Peaks within this factor are the same."""
+SAME_MEMORY = 1.01  # Peaks within this factor are the same
+# A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
+# stable by then
 SKIPPED_SHARE = 0.05
-"""A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
-stable by then."""
 REFUSED = "cannot run here: "
-NEEDS = {"time": "step time", "memory": "peak memory"}
-"""What an objective minimizes."""
+NEEDS = {"time": "step time", "memory": "peak memory"}  # What an objective minimizes
 
 
 def new_advise_study(request: StudyRequest) -> Study:

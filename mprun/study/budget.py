@@ -18,10 +18,8 @@ from mprun.records.console import ReportPart
 from mprun.records.console.formatting import counted
 from mprun.train.signals import StopSignals
 
-REPORT_S = 10.0
-"""Left at the end for the comparison and its plots."""
-REPORT_SHARE = 0.1
-"""At most this share of the budget is left for them."""
+REPORT_S = 10.0  # Left at the end for the comparison and its plots
+REPORT_SHARE = 0.1  # At most this share of the budget is left for them
 
 
 class EndedEarlyError(MprunError):

@@ -42,8 +42,8 @@ from mprun.train.assemble import DataCache, Plan, make_plan
 
 Answer = Literal["double it", "don't", "inconclusive"]
 
+# The learning rate is multiplied by 1, 2, or the square root of 2
 RULES = ("none", "linear", "sqrt")
-"""The learning rate is multiplied by 1, 2, or the square root of 2."""
 
 
 def new_double_study(request: StudyRequest) -> Study:
@@ -93,8 +93,7 @@ class Doubling:
 
     answer: Answer
     reason: str
-    label: str | None
-    """The variant to take if the answer is to double."""
+    label: str | None  # The variant to take if the answer is to double
 
 
 def double(comparison: Comparison) -> Doubling:
@@ -150,24 +149,21 @@ def _best(variants: Sequence[Variant], higher_is_better: bool) -> Variant:
     return max(variants, key=score)
 
 
-TRY_STEPS = 3
-"""Optimizer state exists from the second step on."""
+TRY_STEPS = 3  # Optimizer state exists from the second step on
 PROOF_STEPS = 20
+# Real steps: the search ends when the interval is this many times smaller than the batch
 RESOLUTION = 64
-"""Real steps: the search ends when the interval is this many times smaller than the batch."""
 
+# Whether a batch of the first trains for the second number of steps
 Fits = Callable[[int, int], bool]
-"""Whether a batch of the first trains for the second number of steps."""
 
 
 @dataclass(frozen=True)
 class LargestSize:
     """The end of a search."""
 
-    size: int
-    """The largest that fits; 0 if not even 1 does."""
-    tried: Mapping[int, int | None]
-    """Size to peak in bytes; None if memory ran out."""
+    size: int  # The largest that fits; 0 if not even 1 does
+    tried: Mapping[int, int | None]  # Size to peak in bytes; None if memory ran out
 
     @property
     def grows(self) -> bool:
@@ -230,12 +226,9 @@ def _on_line(tried: Mapping[int, int | None], limit: int, low: int, high: int) -
 class TrainableBatch:
     """The result of a search with real steps."""
 
-    size: int
-    """The largest batch that trained for `TRY_STEPS` steps."""
-    recommended: int
-    """The largest less the margin; it trained for `PROOF_STEPS` steps."""
-    is_limited_by_data: bool
-    """Whether the whole training set fits."""
+    size: int  # The largest batch that trained for `TRY_STEPS` steps
+    recommended: int  # The largest less the margin; it trained for `PROOF_STEPS` steps
+    is_limited_by_data: bool  # Whether the whole training set fits
 
 
 def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> TrainableBatch:

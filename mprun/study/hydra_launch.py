@@ -80,15 +80,11 @@ class StudyJob:
     """What a job of a launcher does, in this process or another one: it can be pickled."""
 
     study: Study
-    launcher: str
-    """Its name."""
+    launcher: str  # Its name
     screening: Screening | None
-    budget: str
-    """The setting of the budget."""
-    budget_min: float | None
-    """Minutes that are left."""
-    threads: int | None
-    """PyTorch's threads; None leaves them as they are."""
+    budget: str  # The setting of the budget
+    budget_min: float | None  # Minutes that are left
+    threads: int | None  # PyTorch's threads; None leaves them as they are
 
     def __call__(self) -> list[str]:
         """Carry out trials until none is open; the errors of those that have no result.
@@ -123,13 +119,11 @@ class StudyJob:
         return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]
 
 
-FOLLOW_S = 1.0
-"""Seconds between two looks at the records."""
+FOLLOW_S = 1.0  # Seconds between two looks at the records
 JOBS_ENDED = "jobs that ended early"
+# `timeout_min` of submitit's jobs on this machine, where nothing else limits them
 MAX_MIN = 7 * 24 * 60
-"""`timeout_min` of submitit's jobs on this machine, where nothing else limits them."""
-ELSEWHERE = ("slurm", "aws")
-"""Parts of the names of launchers whose jobs are on other machines."""
+ELSEWHERE = ("slurm", "aws")  # Parts of the names of launchers whose jobs are on other machines
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from mprun.train.assemble.optimizer import class_of, import_path, options_of
 from mprun.train.assemble.recipe_loading import source_of
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
+# The scale where the configuration names no value
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
-"""The scale where the configuration names no value."""
 
 
 def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
@@ -117,10 +117,8 @@ class SavedModel:
 
     model: nn.Module
     """On the CPU, in evaluation mode, with the weights in the dtypes that the run stored."""
-    config: Config
-    """Of the run: `config.train.lr`."""
-    weights: dict[str, Tensor]
-    """By the names of `model.state_dict()`."""
+    config: Config  # Of the run: `config.train.lr`
+    weights: dict[str, Tensor]  # By the names of `model.state_dict()`
     recipe: Recipe
     """Gives data, loss and metrics; `recipe.forward(model, inputs)` is the run's forward pass."""
 

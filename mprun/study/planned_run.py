@@ -125,8 +125,7 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
     return PlannedRun(command, composed, make_plan(composed.config, composed.given))
 
 
-EXACT = "fp32"
-"""The policy of reference passes."""
+EXACT = "fp32"  # The policy of reference passes
 
 
 def policy_in(plan: Plan, short: str) -> Policy:

@@ -33,13 +33,11 @@ from mprun.train.assemble.file_recipe import lies_in
 from mprun.train.assemble.plan import data_request
 from mprun.train.loggers import LoggedRun, build_loggers
 
-LOGS = ".launcher"
-"""The folder of a launcher's files in a study's: see `hydra_launch.py`."""
-POLL_S = 0.5
-"""Seconds between two looks at the trials of other processes."""
+LOGS = ".launcher"  # The folder of a launcher's files in a study's: see `hydra_launch.py`
+POLL_S = 0.5  # Seconds between two looks at the trials of other processes
 
+# Maps the outcomes so far to the variants that need no more seeds, with the reason
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
-"""Maps the outcomes so far to the variants that need no more seeds, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,8 @@ class StudyResult:
     """What a study carried out, and what its budget left out."""
 
     outcomes: list[Outcome]
-    not_run: dict[str, list[int]]
-    """Variant to seeds."""
-    left_out_by: str = ""
-    """What left them out; empty: the budget."""
+    not_run: dict[str, list[int]]  # Variant to seeds
+    left_out_by: str = ""  # What left them out; empty: the budget
 
 
 class StudyLoop:
@@ -166,8 +162,8 @@ class StudyLoop:
         self._outcomes[trial] = outcome
 
 
+# Temporary files of a study that are older than this belong to no process that still runs
 LEFTOVER_S = 3600.0
-"""Temporary files of a study that are older than this belong to no process that still runs."""
 
 
 @dataclass(frozen=True)

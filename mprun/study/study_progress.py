@@ -17,8 +17,7 @@ from mprun.records.console.fitted_table import FittedTable, text_column
 from mprun.records.console.formatting import substitution_label
 from mprun.records.run_record import Summary, number
 
-FIGURES = re.compile(r"\d[\d.,]*")
-"""What differs between warnings that are alike."""
+FIGURES = re.compile(r"\d[\d.,]*")  # What differs between warnings that are alike
 
 
 @dataclass
@@ -29,8 +28,7 @@ class _VariantProgress:
     scores: list[float] = field(default_factory=list)
     metric: str = ""
     planned: int = 0
-    label: str = ""
-    """The label of its times: EMULATED, or the ops that were computed in float32."""
+    label: str = ""  # The label of its times: EMULATED, or the ops that were computed in float32
     ended: int = 0
     failed: int = 0
 

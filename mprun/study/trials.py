@@ -47,25 +47,19 @@ from mprun.train.run import run
 from mprun.train.signals import StopSignals
 from mprun.train.stopwatch import Stopwatch
 
-WARM_UP_STEPS = 5
-"""Steps without a record: the first steps of a process run with cold caches."""
-ENDED = ("completed", "failed")
-"""The statuses of runs that are not run again."""
-LONGEST = 100
-"""The most characters of a variant's name that are part of a folder's name."""
+WARM_UP_STEPS = 5  # Steps without a record: the first steps of a process run with cold caches
+ENDED = ("completed", "failed")  # The statuses of runs that are not run again
+LONGEST = 100  # The most characters of a variant's name that are part of a folder's name
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run of a study."""
 
-    variant: str
-    """The variant's name in the study."""
+    variant: str  # The variant's name in the study
     seed: int
-    overrides: tuple[str, ...]
-    """Without the seed and the folder."""
-    slug: str = ""
-    """The variant's name as part of a file name; empty: the name itself."""
+    overrides: tuple[str, ...]  # Without the seed and the folder
+    slug: str = ""  # The variant's name as part of a file name; empty: the name itself
 
     @property
     def name(self) -> str:
@@ -78,10 +72,8 @@ class Outcome:
     """The result of a trial."""
 
     trial: Trial
-    summary: Summary | None
-    """The run's record; None if it failed to start."""
-    error: str | None
-    """Why it failed, or None."""
+    summary: Summary | None  # The run's record; None if it failed to start
+    error: str | None  # Why it failed, or None
     by_machine: bool = False
     """Whether the machine ended it: the failure is no result, and the study can try it again."""
 

@@ -30,11 +30,9 @@ class StepLine(NamedTuple):
     skipped: bool
     step_time_ms: float
     data_time_ms: float
-    timed: bool
-    """Whether it is part of the statistics: its batch has the full size."""
+    timed: bool  # Whether it is part of the statistics: its batch has the full size
     page_faults: int | None = None
-    parts: Mapping[str, float] = MappingProxyType({})
-    """The named parts of the loss."""
+    parts: Mapping[str, float] = MappingProxyType({})  # The named parts of the loss
 
 
 class Callback:
@@ -111,8 +109,8 @@ class Messages:
 
 
 FEW_EPOCHS = 20
+# After the first few, epochs are shown at most this often: a run may have hundreds
 SHOW_EPOCH_EVERY_S = 1.0
-"""After the first few, epochs are shown at most this often: a run may have hundreds."""
 
 
 class Progress(Callback):

@@ -38,12 +38,10 @@ from mprun.train.torch_file import load_torch_file
 
 FORMAT_VERSION = 1
 NAME = "last.pt"
-SHARDS = "shards-"
-"""The beginning of the name of a folder of shards; the step follows."""
-TENSORS = ("model", "optimizer")
-"""The parts of the loop's state that processes may have cut."""
+SHARDS = "shards-"  # The beginning of the name of a folder of shards; the step follows
+TENSORS = ("model", "optimizer")  # The parts of the loop's state that processes may have cut
+# The keys that a resumed run needs. `journal` is the recorder's state.
 PARTS = ("choices", "trainer", "journal")
-"""The keys that a resumed run needs. `journal` is the recorder's state."""
 
 
 class CheckpointMisfitError(UsageError):

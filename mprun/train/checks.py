@@ -14,14 +14,11 @@ from mprun.precision.products import recorded_name
 from mprun.records.run_record import Status, Summary, page_fault_share
 from mprun.train.callbacks import Callback
 
-OVER_TIME = 1.05
-"""A run that takes longer than its limit by this factor gets a warning."""
-SKIPPED_SHARE = 0.1
-"""A larger share of skipped steps gets a warning: their data trained nothing."""
+OVER_TIME = 1.05  # A run that takes longer than its limit by this factor gets a warning
+SKIPPED_SHARE = 0.1  # A larger share of skipped steps gets a warning: their data trained nothing
 
 
-PAGE_FAULT_SHARE = 0.05
-"""A larger share of a step that goes into page faults gets a warning."""
+PAGE_FAULT_SHARE = 0.05  # A larger share of a step that goes into page faults gets a warning
 
 _AGAINST_FAULTS = {"glibc": "speed=auto makes it keep its memory"}
 _KEEP = "set it to keep its memory"
@@ -86,8 +83,8 @@ def skipped_warning(summary: Summary) -> str | None:
     )
 
 
+# How a warning of `partial_scores_warning` begins
 PARTIAL = "train.max_time_s left no time to evaluate all samples: "
-"""How a warning of `partial_scores_warning` begins."""
 
 
 def partial_scores_warning(summary: Summary) -> str | None:
@@ -143,8 +140,7 @@ def _against_skipping(summary: Summary) -> str:
     return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
 
 
-MIN_JUDGED = 12
-"""Of fewer steps than this, a run that time cut short shows no trend of its loss."""
+MIN_JUDGED = 12  # Of fewer steps than this, a run that time cut short shows no trend of its loss
 
 
 def check_loss_falls(

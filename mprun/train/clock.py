@@ -45,8 +45,8 @@ class StepTime(NamedTuple):
 
 
 COUNTED_FROM_MS = 2.0
+# Counting page faults takes several microseconds: of shorter steps every eighth is counted
 COUNT_EVERY = 8
-"""Counting page faults takes several microseconds: of shorter steps every eighth is counted."""
 
 
 class Clock:
@@ -137,20 +137,17 @@ def clock_for(device: torch.device) -> Clock:
     return EventClock(device) if devices.backend(device).events else WaitingClock(device)
 
 
-BIN_WIDTH = 1e-3
-"""Relative; a quantile is off by less."""
+BIN_WIDTH = 1e-3  # Relative; a quantile is off by less
 BINS_PER_E = 1 / math.log1p(BIN_WIDTH)
+# Smaller values share a bin. From here to 1e6 there are some 35,000 bins; a run has hundreds.
 LEAST = 1e-9
-"""Smaller values share a bin. From here to 1e6 there are some 35,000 bins; a run has hundreds."""
 
-MAX_VALUES = 4096
-"""Of a thinned series. Even, because it is thinned in pairs."""
+MAX_VALUES = 4096  # Of a thinned series. Even, because it is thinned in pairs.
 
 MANY_STEPS = 100
 WARMUP_MANY = 10
 WARMUP_FEW = 3
-MIN_IN_A_THIRD = 10
-"""Fewer steps give a third's median to more than a few percent."""
+MIN_IN_A_THIRD = 10  # Fewer steps give a third's median to more than a few percent
 
 
 class Distribution:

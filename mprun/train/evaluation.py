@@ -31,8 +31,7 @@ from mprun.train.sums import (
     with_metrics,
 )
 
-TRIAL_BATCHES = 4
-"""The most batches that are evaluated to learn their time."""
+TRIAL_BATCHES = 4  # The most batches that are evaluated to learn their time
 
 
 class Evaluator:

@@ -20,8 +20,8 @@ from mprun.train.parallel.ranks import Ranks
 from mprun.watch.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
 
 SCHEMA_VERSION = 1
+# Findings and expected exceptions after which no more events are written; counting continues
 EVENTS = 1000
-"""Findings and expected exceptions after which no more events are written; counting continues."""
 
 
 class ExceptionLog(Callback):

@@ -57,11 +57,10 @@ LEGAL = (
     "torch.save(model.state_dict(), path)"
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# float16 rounds to zero below 2^-25. Of usual initial weights, one in a million is that small
+# (uniform within 0.03: 2^-25 / 0.03). A larger share is a property of the weights.
 ZERO_SHARE = 1e-3
-"""float16 rounds to zero below 2^-25. Of usual initial weights, one in a million is that small
-(uniform within 0.03: 2^-25 / 0.03). A larger share is a property of the weights."""
-NAMED = 3
-"""The number of names that a message lists before it counts the rest."""
+NAMED = 3  # The number of names that a message lists before it counts the rest
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class Weights:
 
     state: dict[str, Tensor]
     """For `Module.load_state_dict`; on the CPU, floating tensors in float32."""
-    parameters: tuple[str, ...]
-    """Names of the parameters; the others are buffers."""
+    parameters: tuple[str, ...]  # Names of the parameters; the others are buffers
     dtypes: frozenset[str]
     """Dtypes that their run stored and computed in; for a plain file, those of the tensors."""
 
@@ -81,8 +79,7 @@ class Weights:
             model.load_state_dict(self.state)
 
 
-DRAWN = Weights({}, (), frozenset())
-"""No weights: the model draws its own."""
+DRAWN = Weights({}, (), frozenset())  # No weights: the model draws its own
 
 
 def load_weights(path: str, recipe: Recipe, name: str) -> Weights:

@@ -57,8 +57,7 @@ class Limits:
 
     epochs: int | None
     max_steps: int | None
-    max_time_s: float | None
-    """Of the whole run, evaluation included."""
+    max_time_s: float | None  # Of the whole run, evaluation included
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
         """Optimizer steps if time does not run out; None where only time or the data decide."""
@@ -101,14 +100,10 @@ class _Pending(NamedTuple):
 class StepResult(NamedTuple):
     """The results of an optimizer step, on the device."""
 
-    loss: Tensor
-    """The batch's mean loss, unscaled."""
-    outputs: list[Any]
-    """The model's outputs, one for each part of the batch."""
-    skipped: Tensor | None
-    """1 if the step was not taken, else 0; None if no step is ever skipped."""
-    parts: dict[str, Tensor]
-    """The named parts of the loss."""
+    loss: Tensor  # The batch's mean loss, unscaled
+    outputs: list[Any]  # The model's outputs, one for each part of the batch
+    skipped: Tensor | None  # 1 if the step was not taken, else 0; None if no step is ever skipped
+    parts: dict[str, Tensor]  # The named parts of the loss
 
 
 class Trainer:

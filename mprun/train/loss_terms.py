@@ -18,8 +18,7 @@ from mprun.errors import RunFailedError, definition
 from mprun.precision.nested import all_tensors
 from mprun.recipe import Recipe
 
-PREFIX = "loss."
-"""Before the name of a part in records."""
+PREFIX = "loss."  # Before the name of a part in records
 _LEGAL = (
     "legal is a scalar tensor of a floating dtype, or a dict of named ones, whose sum is trained"
 )

@@ -39,8 +39,7 @@ from mprun.train.parallel.ranks import Ranks
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
-RESERVED = ("loss", "samples")
-"""Names of other figures in records."""
+RESERVED = ("loss", "samples")  # Names of other figures in records
 _LEGAL = (
     "legal: an object with update(output, batch) and compute(), a pair (metric, select), where "
     "select(output, batch) returns the arguments of metric.update, or one of the names "

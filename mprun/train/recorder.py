@@ -56,8 +56,7 @@ from mprun.train.machine import machine
 from mprun.train.machine.conditions import LoadMeter, clock_mhz
 from mprun.train.stopwatch import Stopwatch
 
-MAX_EPOCHS = 500
-"""Of the even choice."""
+MAX_EPOCHS = 500  # Of the even choice
 
 
 class EpochHistory:
@@ -314,8 +313,7 @@ class Recorder(Callback):
         self._substituted = msgspec.convert(state["substitutions"], list[Substitution])
 
 
-READ_CLOCK_EVERY_S = 1.0
-"""A reading costs a file for each CPU."""
+READ_CLOCK_EVERY_S = 1.0  # A reading costs a file for each CPU
 
 
 class ConditionsRecorder(Callback):

@@ -57,17 +57,15 @@ from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.user_code import explain_faults
 
+# Two steps of less take less time than a step on fake tensors, whose first imports a compiler
 QUICK_STEP_S = 0.2
-"""Two steps of less take less time than a step on fake tensors, whose first imports a compiler."""
 
 
 class RunResult(NamedTuple):
     """How a run ended."""
 
-    summary: Summary
-    """Its status is `completed`, or `interrupted` by a signal."""
-    folder: Path
-    """The record's folder."""
+    summary: Summary  # Its status is `completed`, or `interrupted` by a signal
+    folder: Path  # The record's folder
 
 
 def run(
@@ -221,14 +219,10 @@ class Job(NamedTuple):
     """What the other processes need to train beside the first one."""
 
     config: Config
-    choices: dict[str, Any]
-    """`Plan.choices`, so that all processes make the same."""
-    saved: dict[str, Any] | None
-    """The checkpoint of the run to resume."""
-    untrusted: Path | None
-    """A folder whose code is not run."""
-    folder: Path
-    """The run's."""
+    choices: dict[str, Any]  # `Plan.choices`, so that all processes make the same
+    saved: dict[str, Any] | None  # The checkpoint of the run to resume
+    untrusted: Path | None  # A folder whose code is not run
+    folder: Path  # The run's
 
 
 def follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:

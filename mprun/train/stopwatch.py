@@ -32,8 +32,7 @@ from typing import Any
 from mprun.records.run_record import TimeBudget
 
 IMPORTED_AT = time.perf_counter()
-MAX_START_S = 3600.0
-"""A process that is older when it begins its run did something else before."""
+MAX_START_S = 3600.0  # A process that is older when it begins its run did something else before
 
 
 class Stopwatch:

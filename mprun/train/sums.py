@@ -29,13 +29,11 @@ from mprun.train.parallel.ranks import Ranks
 class StepMetrics(NamedTuple):
     """The metrics of a step or an evaluated batch."""
 
-    loss: float | None
-    """None for an evaluated batch without a loss."""
+    loss: float | None  # None for an evaluated batch without a loss
     correct: int | None = None
     loss_scale: float = 1.0
     skipped: bool = False
-    parts: Mapping[str, float] = MappingProxyType({})
-    """The named parts of the loss."""
+    parts: Mapping[str, float] = MappingProxyType({})  # The named parts of the loss
 
 
 class Scalars(NamedTuple):
@@ -258,11 +256,10 @@ class Sums:
         self.parts = dict(self.parts)
 
 
-EVERY_S = 0.25
-"""Losses are read and lines are written at least this often, if steps are shorter."""
+EVERY_S = 0.25  # Losses are read and lines are written at least this often, if steps are shorter
 MAX_STEPS = 1000
+# The number of steps grows by this factor at most: the first steps of a process are slow
 GROWTH = 4
-"""The number of steps grows by this factor at most: the first steps of a process are slow."""
 
 
 class StepSums:

@@ -27,14 +27,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from mprun.precision._torch import is_fake
 from mprun.train.stopwatch import Stopwatch
 
-CAUTION = 1.25
-"""Evaluation is expected to take longer than its first batches by this factor."""
-EVALUATION_SHARE = 0.5
-"""Evaluation after training gets at most this share of the time."""
-SPARE_SHARE = 0.02
-"""This share of the limit is left for the last checkpoint and the record."""
+CAUTION = 1.25  # Evaluation is expected to take longer than its first batches by this factor
+EVALUATION_SHARE = 0.5  # Evaluation after training gets at most this share of the time
+SPARE_SHARE = 0.02  # This share of the limit is left for the last checkpoint and the record
+# Timing the first batches of evaluation ends when it took this share of the limit
 TRIAL_SHARE = 0.05
-"""Timing the first batches of evaluation ends when it took this share of the limit."""
 
 
 class TimeLimit:

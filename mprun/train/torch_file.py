@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from mprun.records.reader import ZIP, DamagedArchiveError, check_archive, open_regular, read_bytes
 
+# A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million
 MAX_PICKLE_BYTES = 2**23
-"""A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million."""
+# An older file begins with as many: magic number, version, system, content, keys of storages
 LEGACY_PICKLES = 5
-"""An older file begins with as many: magic number, version, system, content, keys of storages."""
-MAX_REPEATED_BYTES = 2**28
-"""An expanded tensor stores a value once; copying it stores all."""
+MAX_REPEATED_BYTES = 2**28  # An expanded tensor stores a value once; copying it stores all
 
 
 class NotTensorsError(ValueError):
@@ -104,13 +103,13 @@ def _check_sizes(content: Any) -> None:
 
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+# Names of the weights in a folder that Hugging Face's libraries wrote
 IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
-"""Names of the weights in a folder that Hugging Face's libraries wrote."""
 MAX_INDEX_BYTES = 2**26
+# Keys under which training programs keep the weights in a dictionary
 NESTED = ("state_dict", "model_state_dict", "model")
-"""Keys under which training programs keep the weights in a dictionary."""
+# What DistributedDataParallel and torch.compile put before the names of a model
 PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before the names of a model."""
 
 
 def is_safetensors(file: Path) -> bool:

@@ -215,8 +215,7 @@ def _write_traceback(error: BaseException, folder: RunFolder) -> str:
 
 # ---- remedies for the errors that models and data raise most often -------------------------------
 
-MOST = 8
-"""Items of a batch that are named."""
+MOST = 8  # Items of a batch that are named
 _SIGNATURES = {
     "model": "model()",
     "loss": "loss(output, batch)",
@@ -227,8 +226,8 @@ _SIGNATURES = {
     "schedule": "schedule(optimizer)",
 }
 _MISSING = re.compile(r"^No module named '(\w+)")
+# Modules whose package has another name
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
-"""Modules whose package has another name."""
 _CALL = re.compile(r"(\w+)\(\) (takes|missing|got)\b")
 
 

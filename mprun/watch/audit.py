@@ -31,8 +31,8 @@ from mprun.watch.cast_counts import CastCounts, DtypeRow, dtype_rows, totals
 from mprun.watch.switch_settings import PYTORCH, SwitchSetting, switch_findings, switch_settings
 from mprun.watch.updates import ExactUpdate, exact_updates, lost_updates, lr_factors
 
+# Share of updates that may be lost; above it, most of a module stands still at each step
 MAX_LOST = 0.5
-"""Share of updates that may be lost; above it, most of a module stands still at each step."""
 KEEP = (
     "load or make the model in float32 and use torch.autocast, or take mprun.optim.AdamW(..., "
     "rounding='stochastic')"
@@ -45,8 +45,8 @@ __all__ = ["KINDS", "Audit", "AuditFinding", "audit"]
 
 Parameters = set[nn.Parameter]
 Updates = dict[nn.Parameter, ExactUpdate]
+# Of the counts of `lost_updates`
 RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
-"""Of the counts of `lost_updates`."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+# Every kind of finding, and what it means
 KINDS = {
     "lost_update": "a step leaves most of a module's weights, or of its biases, unchanged",
     "loaded_in_16_bits": "16-bit parameters whose optimizer loses small updates",
@@ -17,7 +18,6 @@ KINDS = {
     "tf32": "float32 matmuls or convolutions are computed in TensorFloat-32 or bfloat16",
     "reduced_precision_reduction": "16-bit matmuls or attention accumulate in less than float32",
 }
-"""Every kind of finding, and what it means."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from mprun.precision.policy import dtype_name
 from mprun.records.console.formatting import size_text
 from mprun.watch.audit_finding import AuditFinding, fewest_modules
 
+# Why the casts were made again -> what to do
 FIXES = {
     "frozen": "autocast keeps casts of trainable weights only: convert frozen ones once, with "
     "module.to(torch.bfloat16)",
@@ -58,7 +59,6 @@ FIXES = {
     "region": "enter torch.autocast once, around the whole forward pass: its casts are dropped "
     "where a region ends",
 }
-"""Why the casts were made again -> what to do."""
 
 
 class CastKey(NamedTuple):
@@ -66,8 +66,7 @@ class CastKey(NamedTuple):
 
     parameter: str
     dtype: torch.dtype
-    offset: int
-    """Of the part of the parameter that is cast, in numbers."""
+    offset: int  # Of the part of the parameter that is cast, in numbers
     numbers: int
 
 
@@ -75,16 +74,11 @@ class CastKey(NamedTuple):
 class RepeatedCast:
     """Weights that were cast several times in one call of the model."""
 
-    parameter: str
-    """A name of `named_parameters()`."""
-    dtype: torch.dtype
-    """The dtype they were cast to."""
-    count: int
-    """How often; of a parameter that is cast in parts, the part with most casts."""
-    nbytes: int
-    """Bytes that casts after the first read and write."""
-    reason: str
-    """Why they were cast again: a key of `FIXES`."""
+    parameter: str  # A name of `named_parameters()`
+    dtype: torch.dtype  # The dtype they were cast to
+    count: int  # How often; of a parameter that is cast in parts, the part with most casts
+    nbytes: int  # Bytes that casts after the first read and write
+    reason: str  # Why they were cast again: a key of `FIXES`
 
 
 class CastCounts(DispatchMode):
@@ -218,22 +212,19 @@ def _text(casts: list[RepeatedCast], dtype: torch.dtype) -> str:
 
 
 ELSEWHERE = "(not of this model)"
-Tensors = Mapping[str, list[Tensor]]
-"""By the name of the parameter or buffer that they belong to."""
+Tensors = Mapping[str, list[Tensor]]  # By the name of the parameter or buffer that they belong to
 
 
 @dataclass(frozen=True)
 class DtypeRow:
     """The numbers of one dtype in a part of a model."""
 
-    role: str
-    """parameters, gradients, buffers or optimizer state."""
+    role: str  # parameters, gradients, buffers or optimizer state
     dtype: str
     module: str
     """A name of `named_modules()`, with * for numbers where it stands for several; empty for the
     model."""
-    modules: int
-    """How many it stands for."""
+    modules: int  # How many it stands for
     numbers: int
 
     def __str__(self) -> str:

@@ -57,13 +57,13 @@ from mprun.watch.process_memory import (
 )
 from mprun.watch.step_events import OpContext, StepListener
 
+# Owners that are no modules; `(loss)` is everything outside of model and optimizer
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
-"""Owners that are no modules; `(loss)` is everything outside of model and optimizer."""
 
+# ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it
 SAME_DTYPE = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr", "convolution")
 )
-"""ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it."""
 
 REDUCED_IN_PLACE = frozenset(
     ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -73,8 +73,8 @@ REDUCED_IN_PLACE = frozenset(
 The result of a fake tensor has the memory of a scalar.
 """
 
+# Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks
 NO_OPS = ("prim", "profiler")
-"""Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
 
 
 class DtypeMismatchError(RuntimeError):

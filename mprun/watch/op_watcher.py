@@ -105,29 +105,22 @@ class TensorRecord(NamedTuple):
     nbytes: int
     memory: tuple[int, int]
     """Storage and number of writes: of two live tensors with the same numbers in it, equal."""
-    layout: tuple[int, ...]
-    """Offset and strides in the storage."""
+    layout: tuple[int, ...]  # Offset and strides in the storage
 
 
 @dataclass(frozen=True)
 class RecordedOp:
     """One op that ran."""
 
-    name: str
-    """ATen's, without the overload: `addmm`."""
-    phase: str
-    """One of `step_events.PHASES`."""
-    module: str
-    """The path of the module, empty outside of the model."""
+    name: str  # ATen's, without the overload: `addmm`
+    phase: str  # One of `step_events.PHASES`
+    module: str  # The path of the module, empty outside of the model
     inputs: tuple[TensorRecord, ...]
     outputs: tuple[TensorRecord, ...]
-    began_s: float
-    """By `time.perf_counter`."""
+    began_s: float  # By `time.perf_counter`
     time_s: float
-    is_view: bool
-    """Whether it only gives its input another shape, offset or strides."""
-    call: Any
-    """The result of the recorder's `call`, after the op."""
+    is_view: bool  # Whether it only gives its input another shape, offset or strides
+    call: Any  # The result of the recorder's `call`, after the op
 
     @property
     def is_cast(self) -> bool:
@@ -146,11 +139,9 @@ class OpFault(NamedTuple):
     """An op that raised an error."""
 
     op: str
-    module: str
-    """Path of the module whose forward pass ran; empty for the root or none."""
+    module: str  # Path of the module whose forward pass ran; empty for the root or none
     phase: str
-    dtypes: tuple[str, ...]
-    """Distinct floating dtypes of its inputs, in order."""
+    dtypes: tuple[str, ...]  # Distinct floating dtypes of its inputs, in order
 
     def __str__(self) -> str:
         of = f" of module {self.module}" if self.module else ""

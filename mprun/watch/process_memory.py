@@ -50,14 +50,10 @@ class LiveStorage:
     """A storage: memory that one tensor or several share."""
 
     nbytes: int
-    category: str
-    """One of `MEMORY_CATEGORIES`."""
-    owner: str
-    """Path of the module it belongs to, or one of `(inputs)`, `(loss)`, `(optimizer)`."""
-    born: int
-    """The first point at which it is alive."""
-    shape: tuple[int, ...]
-    """The shape of the first tensor on it."""
+    category: str  # One of `MEMORY_CATEGORIES`
+    owner: str  # Path of the module it belongs to, or one of `(inputs)`, `(loss)`, `(optimizer)`
+    born: int  # The first point at which it is alive
+    shape: tuple[int, ...]  # The shape of the first tensor on it
     dtype: torch.dtype
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
@@ -72,12 +68,9 @@ class LiveStorage:
 class MemoryPoint(NamedTuple):
     """An op of the step: memory is counted right after it."""
 
-    op: str
-    """ATen's name."""
-    phase: str
-    """forward, backward, optimizer, or other (loss, loss scale, clipping)."""
-    owner: str
-    """As in `LiveStorage`."""
+    op: str  # ATen's name
+    phase: str  # forward, backward, optimizer, or other (loss, loss scale, clipping)
+    owner: str  # As in `LiveStorage`
 
 
 @dataclass(frozen=True)
@@ -188,15 +181,14 @@ def _alive_after(points: int, storages: Iterable[LiveStorage]) -> tuple[int, ...
     return tuple(accumulate(changes[:points]))
 
 
+# A bucket of DistributedDataParallel is complete with so many bytes; the first is a small one
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""A bucket of DistributedDataParallel is complete with so many bytes; the first is a small one."""
-ROOT = ""
-"""The unit of everything outside of blocks."""
+ROOT = ""  # The unit of everything outside of blocks
 
 
+# Turns the storages of a step in a single process into those of one of several; the largest chunks,
+# where they differ
 ProcessRule = Callable[[Sequence[LiveStorage], Sequence[MemoryPoint]], Sequence[LiveStorage]]
-"""Turns the storages of a step in a single process into those of one of several; the largest
-chunks, where they differ."""
 
 
 def one_process(
@@ -210,8 +202,7 @@ def one_process(
 class ReplicatedModel:
     """DDP: each process has the whole model, and gradients are summed during the backward pass."""
 
-    reduce_itemsize: int
-    """Bytes of a number in the reduction."""
+    reduce_itemsize: int  # Bytes of a number in the reduction
 
     def __call__(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
@@ -249,12 +240,10 @@ class ShardedModel:
     """FSDP2: each process has a part of each parameter, and gathers a block where it runs."""
 
     world_size: int
-    blocks: Sequence[str]
-    """Paths of the blocks."""
+    blocks: Sequence[str]  # Paths of the blocks
     gathered_itemsizes: Mapping[str, int]
     """Module to the bytes of a number of its gathered parameters, where they are cast."""
-    reduce_itemsize: int
-    """Bytes of a number in the reduction."""
+    reduce_itemsize: int  # Bytes of a number in the reduction
 
     def __call__(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]

@@ -58,17 +58,15 @@ from mprun.precision._torch import (
 
 PHASES = ("forward", "backward", "optimizer", "other")
 
+# Arguments and keyword arguments of an optimizer's step
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments of an optimizer's step."""
 
 
 class OpContext(NamedTuple):
     """Where an op runs."""
 
-    phase: str
-    """One of `PHASES`: forward is the model's, other is the loss, its scale and clipping."""
-    module: str | None
-    """The path of the module, empty for the model itself; None outside of it."""
+    phase: str  # One of `PHASES`: forward is the model's, other is the loss, its scale and clipping
+    module: str | None  # The path of the module, empty for the model itself; None outside of it
 
 
 class StepListener:

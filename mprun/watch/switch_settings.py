@@ -34,27 +34,28 @@ from mprun.watch.audit_finding import AuditFinding
 
 PYTORCH = "PyTorch's default"
 PROGRAM = "the program"
+# Device to the names in `torch.backends` whose `fp32_precision` concerns it
 FP32_SWITCHES = {
     "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
     "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 }
-"""Device to the names in `torch.backends` whose `fp32_precision` concerns it."""
+# In `torch.backends.cuda.matmul`
 REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-"""In `torch.backends.cuda.matmul`."""
 TF32_BY_ENVIRONMENT = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+# oneDNN reads the first that is set
 ONEDNN_MODES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
-"""oneDNN reads the first that is set."""
+# Device to the variables that libraries below PyTorch read
 LIBRARY_VARIABLES = {
     "cuda": ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION"),
     "cpu": ONEDNN_MODES,
 }
-"""Device to the variables that libraries below PyTorch read."""
 ATTENTION = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
 MATMULS = "torch.get_float32_matmul_precision()"
+# PyTorch's own; `none` for the other switches
 DEFAULTS = {
     "torch.backends.cudnn.conv.fp32_precision": "tf32",
     "torch.backends.cudnn.rnn.fp32_precision": "tf32",
@@ -64,19 +65,16 @@ DEFAULTS = {
     ATTENTION: "False",
     MATMULS: "highest",
 }
-"""PyTorch's own; `none` for the other switches."""
 
 
 @dataclass(frozen=True)
 class SwitchSetting:
     """One switch."""
 
-    name: str
-    """As a program writes it, or the name of an environment variable."""
+    name: str  # As a program writes it, or the name of an environment variable
     value: str
     default: str
-    set_by: str
-    """PyTorch's default, the environment variable of a name, or the program."""
+    set_by: str  # PyTorch's default, the environment variable of a name, or the program
 
     @property
     def lowers(self) -> bool:

@@ -29,18 +29,15 @@ from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.step_records import Float32Gradients, LostShares, Reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}
-"""The bits of the largest number."""
+LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}  # The bits of the largest number
 RULES = ("nearest", "stochastic", "kahan")
 
 
 class ExactUpdate(NamedTuple):
     """One parameter's step."""
 
-    before: Tensor
-    """The weights before the step, with the remainder where there is one; float64."""
-    change: Tensor
-    """The change that the step adds; float64."""
+    before: Tensor  # The weights before the step, with the remainder where there is one; float64
+    change: Tensor  # The change that the step adds; float64
 
 
 def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
@@ -125,8 +122,7 @@ class LostUpdates:
     """Weights whose update is finite and not 0, and which are finite in both formats."""
     unchanged: dict[str, float] = field(default_factory=dict)
     """`fp16.nearest` and so on to how many stay; expected numbers for stochastic rounding."""
-    lost_in_run: int = 0
-    """How many weights the real step left unchanged, in the dtype they have."""
+    lost_in_run: int = 0  # How many weights the real step left unchanged, in the dtype they have
 
     def __add__(self, other: LostUpdates) -> LostUpdates:
         mine, others = self.unchanged, other.unchanged
@@ -232,23 +228,20 @@ def lr_factors(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
     return _gap(w16, updates > 0)[moves] / (2 * updates[moves].abs())
 
 
+# Signal over error below which float32 does not determine a gradient: far from both kinds
 LIMIT_DB = 20.0
-"""Signal over error below which float32 does not determine a gradient: far from both kinds."""
-MOVES = 3
-"""How often weights are moved where a model cannot be computed in float64."""
-MOVE = 2.0**-20
-"""The largest change of a weight, as a share of it."""
+MOVES = 3  # How often weights are moved where a model cannot be computed in float64
+MOVE = 2.0**-20  # The largest change of a weight, as a share of it
+# Relative difference of the losses above which the float64 pass computed something else: a model
+# whose code branches on dtypes, or draws random numbers in a way that is not followed
 SAME_LOSS = 1e-3
-"""Relative difference of the losses above which the float64 pass computed something else: a model
-whose code branches on dtypes, or draws random numbers in a way that is not followed."""
+# The seed of random changes: with that of the initial weights, both would be correlated
 OWN_SEED = 2**31 - 1
-"""The seed of random changes: with that of the initial weights, both would be correlated."""
 
 MOVED = "float32 with weights moved by 2^-20"
 FLOAT64 = Reference("float64")
 
-Gradients = Mapping[str, Tensor]
-"""Parameter name to gradient."""
+Gradients = Mapping[str, Tensor]  # Parameter name to gradient
 
 
 class RoundingErrors:

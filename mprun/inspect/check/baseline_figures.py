@@ -39,10 +39,8 @@ from mprun.train.machine import machine
 from mprun.watch.updates import weights_moved
 
 DRAWS = 4
-MISSED = 1e-5
-"""The chance that an unchanged figure is outside of its bound."""
-STEPS = 4
-"""Steps of a mode whose losses are written."""
+MISSED = 1e-5  # The chance that an unchanged figure is outside of its bound
+STEPS = 4  # Steps of a mode whose losses are written
 
 
 def reference_of(mode: CheckedMode) -> Baseline:

@@ -46,15 +46,15 @@ from mprun.train.assemble.given_recipe import given_recipe
 from mprun.train.assemble.initial_summary import variant_label
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
+# First parts of keys that float32 does not get
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
-"""First parts of keys that float32 does not get."""
+# Check to what carries it out, in this order, after `trains` and the baseline
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
     "fits": fits,
     "dtypes": dtypes,
     "robust": robust,
     "agrees": agrees,
 }
-"""Check to what carries it out, in this order, after `trains` and the baseline."""
 
 
 def plan_check(

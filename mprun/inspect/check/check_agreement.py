@@ -57,21 +57,18 @@ from mprun.study.planned_run import EXACT
 from mprun.train.loss_terms import LossTerms
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
+# Passes of each kind: for the direction, compared at first, and compared where they differ
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
-"""Passes of each kind: for the direction, compared at first, and compared where they differ."""
-SUSPECT = 1e-3
-"""The chance of a difference below which more passes are taken."""
+SUSPECT = 1e-3  # The chance of a difference below which more passes are taken
+# The relative error that float32 itself may have
 FLOAT32 = MARGINS[torch.float32] * torch.finfo(torch.float32).eps / 2
-"""The relative error that float32 itself may have."""
+# What products of TF32, which has the digits of float16, explain of a float32 result
 TF32 = MARGIN * torch.finfo(torch.float16).eps / 2
-"""What products of TF32, which has the digits of float16, explain of a float32 result."""
+# What a jump adds to the mean, in standard deviations of a pass
 KINKS = math.sqrt(math.sqrt(2) - 1)
-"""What a jump adds to the mean, in standard deviations of a pass."""
-ROUNDED = 4
-"""Rounded passes of each module."""
+ROUNDED = 4  # Rounded passes of each module
 SCALE = 2.0**16
-STEPS = (1e-5, 3e-6, 1e-6)
-"""Of the derivative, as shares of the weights."""
+STEPS = (1e-5, 3e-6, 1e-6)  # Of the derivative, as shares of the weights
 
 
 def agrees(mode: CheckedMode) -> Iterator[Finding]:

@@ -23,11 +23,10 @@ from mprun.inspect.check.check_result import Finding
 from mprun.records.reader import read_json
 
 SCHEMA_VERSION = 1
-DIGITS = 7
-"""Significant digits that are written: those of float32."""
+DIGITS = 7  # Significant digits that are written: those of float32
 OUTPUT, LOSS = "norm of the output of {} in float64", "loss of {}"
+# Peak over the baseline's from which memory has grown: other kernels ask for other scratch
 GREW = 1.02
-"""Peak over the baseline's from which memory has grown: other kernels ask for other scratch."""
 
 
 class BaselineFigure(NamedTuple):
@@ -64,12 +63,10 @@ class BaselineStep:
 class ModeBaseline:
     """A mode."""
 
-    losses: list[BaselineFigure]
-    """Of the first steps."""
+    losses: list[BaselineFigure]  # Of the first steps
     ops: dict[str, int] = field(default_factory=dict)
     """`linear bfloat16` to how many of them a forward pass has."""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    """The peak of a step by category."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # The peak of a step by category
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,11 @@ class Baseline:
 
     schema_version: int
     recipe: str
-    machine: str
-    """Hardware, instructions and threads: where they are the same, bits are."""
+    machine: str  # Hardware, instructions and threads: where they are the same, bits are
     versions: dict[str, str | None]
     code: dict[str, str] = field(default_factory=dict)
     """Class of a module to twelve hex digits of its source."""
-    reference: BaselineStep | None = None
-    """None for an observed loop, whose model is not run again."""
+    reference: BaselineStep | None = None  # None for an observed loop, whose model is not run again
     modes: dict[str, ModeBaseline] = field(default_factory=dict)
 
     def figures(self, mode: str, steps: int) -> dict[str, dict[str, BaselineFigure]]:

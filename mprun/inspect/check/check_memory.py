@@ -10,8 +10,7 @@ from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.records.console.formatting import UNITS, size_text
 
-SHOWN = 3
-"""Categories that a finding names."""
+SHOWN = 3  # Categories that a finding names
 
 
 def fits(mode: CheckedMode) -> Iterator[Finding]:

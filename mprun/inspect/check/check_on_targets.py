@@ -41,8 +41,8 @@ from mprun.records.layer_values import product_formats
 from mprun.watch.nonfinite.nonfinite_watcher import current_line
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
+# Formats of products by the names of the table of targets; the others are fp8
 FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
-"""Formats of products by the names of the table of targets; the others are fp8."""
 TINY = torch.finfo(torch.float64).tiny
 
 

@@ -30,21 +30,18 @@ from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import model_of
 from mprun.watch.audit import audit
 
-SAMPLES = 32
-"""Of the batches of these steps."""
-MAX_SKIPPED = 24
-"""Steps that a dynamic loss scale may skip until it fits."""
+SAMPLES = 32  # Of the batches of these steps
+MAX_SKIPPED = 24  # Steps that a dynamic loss scale may skip until it fits
+# ATen's ops of linear layers and convolutions
 LAYERS = ("addmm", "mm", "addmv", "mv", "convolution")
-"""ATen's ops of linear layers and convolutions."""
 PRODUCTS = (*LAYERS, "bmm", "baddbmm")
+# Ops of many numbers, of which a cast before them spoils the result
 SUMS = (
     *("sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "cumsum", "logsumexp", "norm"),
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
     *("rms_norm", "index_add", "scatter_add"),
 )
-"""Ops of many numbers, of which a cast before them spoils the result."""
-FEWEST = 32
-"""Numbers of a tensor of which it can be said that all of them were rounded."""
+FEWEST = 32  # Numbers of a tensor of which it can be said that all of them were rounded
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ class WatchedStep:
     """What both checks look at."""
 
     ops: list[StepOp]
-    loss_scale: float
-    """The dynamic one that fits, else 1."""
-    stored: list[Finding]
-    """About numbers that outlast the step."""
+    loss_scale: float  # The dynamic one that fits, else 1
+    stored: list[Finding]  # About numbers that outlast the step
 
 
 def dtypes(mode: CheckedMode) -> Iterator[Finding]:

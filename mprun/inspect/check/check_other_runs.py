@@ -45,10 +45,9 @@ from mprun.train.run import run
 from mprun.train.signals import StopSignals
 from mprun.watch.audit_finding import KINDS
 
-FALLS_BY_CHANCE = 1e-3
-"""The chance at which losses without a trend pass as falling."""
+FALLS_BY_CHANCE = 1e-3  # The chance at which losses without a trend pass as falling
+# Overrides of the runs that two environments load
 ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
-"""Overrides of the runs that two environments load."""
 
 
 def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Result:

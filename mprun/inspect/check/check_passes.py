@@ -25,14 +25,11 @@ from mprun.study.planned_run import PolicyProbe
 from mprun.train.data import Batch
 from mprun.watch.updates import weights_moved
 
-LOSS = ""
-"""In place of a parameter's name."""
-LOWER = 16.0
-"""By which a loss scale that overflows is divided."""
-Figures = Mapping[str, Tensor]
-"""Gradients by parameter, and the loss under `LOSS`; float64."""
+LOSS = ""  # In place of a parameter's name
+LOWER = 16.0  # By which a loss scale that overflows is divided
+Figures = Mapping[str, Tensor]  # Gradients by parameter, and the loss under `LOSS`; float64
+# Made of the model that computes, with the first weights in it
 Region = Callable[[nn.Module], AbstractContextManager[object]]
-"""Made of the model that computes, with the first weights in it."""
 
 
 class StepPasses:

@@ -19,13 +19,13 @@ from mprun.records.console import note
 from mprun.records.files import write_files
 from mprun.records.result import Result
 
+# Characters that XML 1.0 forbids, escaped or not
 CONTROLS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 forbids, escaped or not."""
+# A line of code as findings name it: `model.py:12 (forward)`, `model.py:12, in forward`
 LINE = re.compile(r"(?P<file>.+?):(?P<number>\d+)(?=\W|$)")
-"""A line of code as findings name it: `model.py:12 (forward)`, `model.py:12, in forward`."""
 NOT_ASKED = "nothing to compare with"
+# Attributes of suites, and the elements that each counts
 COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
-"""Attributes of suites, and the elements that each counts."""
 
 
 # ---- JUnit ---------------------------------------------------------------------------------------

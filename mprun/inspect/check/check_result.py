@@ -24,6 +24,7 @@ from mprun.records.reader import load_yaml
 T = TypeVar("T")
 SCHEMA_VERSION = 1
 ERROR, WARNING = "error", "warning"
+# What is checked in each mode
 CHECKS = {
     "trains": "the loss is finite and falls by more than its noise",
     "agrees": "loss, gradients and curve differ from float32's by no more than roundings explain",
@@ -32,9 +33,7 @@ CHECKS = {
     "fits": "the peak of memory, by category",
     "baseline": "what changed since mprun-baseline.json was written",
 }
-"""What is checked in each mode."""
-SHOWN = 4
-"""Findings on the terminal; all are in check.json."""
+SHOWN = 4  # Findings on the terminal; all are in check.json
 TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 
 
@@ -64,15 +63,11 @@ class CheckSettings:
 class Kind:
     """A kind of finding."""
 
-    check: str
-    """The check that reports it."""
+    check: str  # The check that reports it
     severity: str
-    text: str
-    """What it means."""
-    example: str
-    """Code that is found by it."""
-    cure: str
-    """What to do."""
+    text: str  # What it means
+    example: str  # Code that is found by it
+    cure: str  # What to do
 
 
 def data_file(name: str, kind: type[T]) -> T:
@@ -134,8 +129,7 @@ class ModeChecks:
     findings: list[Finding] = field(default_factory=list)
     done: dict[str, float] = field(default_factory=dict)
     """Check to its seconds, of those that were done."""
-    not_done: dict[str, str] = field(default_factory=dict)
-    """Check to the reason."""
+    not_done: dict[str, str] = field(default_factory=dict)  # Check to the reason
     figures: dict[str, float | str | None] = field(default_factory=dict)
     """Measured: `loss_first`, `loss_last`, `headroom`, `peak_bytes` and the like."""
 

@@ -42,10 +42,8 @@ class Target:
 class TargetTable:
     """The content of check_targets.yaml."""
 
-    sources: dict[str, str]
-    """By their short names."""
-    targets: dict[str, Target]
-    """By the names of `check.targets`."""
+    sources: dict[str, str]  # By their short names
+    targets: dict[str, Target]  # By the names of `check.targets`
 
 
 TABLE = data_file("check_targets.yaml", TargetTable)
@@ -57,10 +55,8 @@ class FormatUse(NamedTuple):
 
     module: str = ""
     line: str = ""
-    text: str = ""
-    """What uses it, if that is not the format itself."""
-    measured: str = ""
-    """What its first step gave, where each op is computed in float32 and rounded."""
+    text: str = ""  # What uses it, if that is not the format itself
+    measured: str = ""  # What its first step gave, where each op is computed in float32 and rounded
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,8 @@ class Configuration:
     """Formats, each where it is used first: dtypes, tf32, fp8, mxfp8, nvfp4, float16 partials."""
     native: bool = False
     """Whether it has `execution=native`, which is never replaced by an emulation."""
-    scaled: bool = True
-    """Whether the loss is scaled."""
-    peak_bytes: int = 0
-    """Of a step."""
+    scaled: bool = True  # Whether the loss is scaled
+    peak_bytes: int = 0  # Of a step
 
 
 def target_findings(names: Sequence[str], wanted: Configuration) -> Iterator[Finding]:

@@ -42,21 +42,15 @@ from mprun.train.loop import Trainer
 from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
 from mprun.watch.updates import OWN_SEED, move_weights
 
+# Pairs of curves: at first, and where these differ by less than `SUSPECT` of chance
 FEW, MANY = 3, 8
-"""Pairs of curves: at first, and where these differ by less than `SUSPECT` of chance."""
 SUSPECT = 0.05
-BY_NOISE = 0.01
-"""The chance at which noise passes as a fall."""
-LEVEL = 1e-4
-"""The chance of an alarm without a cause that a test accepts."""
-SPREADS = 3
-"""Standard deviations of float32's starts that the mode's difference must exceed."""
-SKIPS = 40
-"""How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them."""
-LONGER = 4
-"""How many times as many steps are taken before a loss counts as flat."""
-VISITS = 3
-"""Of each batch at least: fewer have no thirds."""
+BY_NOISE = 0.01  # The chance at which noise passes as a fall
+LEVEL = 1e-4  # The chance of an alarm without a cause that a test accepts
+SPREADS = 3  # Standard deviations of float32's starts that the mode's difference must exceed
+SKIPS = 40  # How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them
+LONGER = 4  # How many times as many steps are taken before a loss counts as flat
+VISITS = 3  # Of each batch at least: fewer have no thirds
 COARSEST = torch.finfo(torch.bfloat16).eps / 2
 
 

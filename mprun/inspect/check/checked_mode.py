@@ -25,8 +25,7 @@ from mprun.train.data.random_numbers import untouched
 from mprun.train.loop import Trainer
 from mprun.watch.process_memory import StepMemory
 
-BATCHES = 4
-"""Different batches of the steps that are trained."""
+BATCHES = 4  # Different batches of the steps that are trained
 
 
 @dataclass
@@ -34,14 +33,12 @@ class CheckedMode:
     """One mode of a check; the functions of `check_*.py` look at it."""
 
     planned: PlannedRun
-    exact: Plan
-    """The same recipe in float32."""
+    exact: Plan  # The same recipe in float32
     settings: CheckSettings
     checks: ModeChecks
     shared: dict[str, Any] = field(default_factory=dict)
     """What was computed once, for all modes with the same float32."""
-    ends: float = math.inf
-    """When the mode's share of the budget is used up, by `time.monotonic`."""
+    ends: float = math.inf  # When the mode's share of the budget is used up, by `time.monotonic`
 
     @property
     def left_s(self) -> float:

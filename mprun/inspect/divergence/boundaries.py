@@ -43,10 +43,8 @@ from mprun.precision.policy import dtype_name
 from mprun.watch.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
 from mprun.watch.op_watcher import OpWatcher, RunOp
 
-LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Fewest bits first."""
-Place = tuple[str, int]
-"""The path of a module, and the number of the call, from 0."""
+LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # Fewest bits first
+Place = tuple[str, int]  # The path of a module, and the number of the call, from 0
 
 
 @dataclass
@@ -54,8 +52,7 @@ class Boundary:
     """One call of a module: its floating tensors, and the gradients at them."""
 
     place: Place
-    kind: str
-    """The module's class."""
+    kind: str  # The module's class
     dtype: torch.dtype
     """The one with the fewest bits that the call was given: by autocast, inputs or parameters."""
     format: BlockFormat | None
@@ -83,8 +80,7 @@ class Recording:
 
     boundaries: dict[Place, Boundary]
     """In the order in which the calls ended; the model's own call is the last one."""
-    gradients: dict[str, Tensor]
-    """Of the parameters, by name."""
+    gradients: dict[str, Tensor]  # Of the parameters, by name
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     loss: float
@@ -247,8 +243,8 @@ def given_dtype(
     return known[0] if known else torch.float32
 
 
+# Ops that make no new number
 COPIES = ("_to_copy", "to", "clone", "copy_", "alias", "detach", "lift_fresh")
-"""Ops that make no new number."""
 
 
 def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -59,8 +59,7 @@ class Piece:
 class Results:
     """What float64 makes of a side's numbers."""
 
-    outputs: dict[Place, list[Tensor]]
-    """What each call's own code computes."""
+    outputs: dict[Place, list[Tensor]]  # What each call's own code computes
     gradients: dict[Place, dict[str, tuple[Tensor, Tensor]]]
     """Call to the gradients that its backward pass computes, by name, each with the side's."""
     parameters: dict[str, Tensor]
@@ -246,8 +245,7 @@ def true_outputs(
     return outputs
 
 
-SHOWN = 12
-"""Rows of a printed table."""
+SHOWN = 12  # Rows of a printed table
 
 
 @dataclass(frozen=True)

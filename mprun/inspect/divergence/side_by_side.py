@@ -153,11 +153,9 @@ def own_loss(output: Any) -> Tensor:
 
 
 MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
-MARGIN = 4.0
-"""Of 16-bit dtypes."""
+MARGIN = 4.0  # Of 16-bit dtypes
 BLOCK_NAMES = {form.name for form in BLOCK_FORMATS}
-FORMAT_MARGIN = 2.0
-"""Of formats of 8 bits or fewer: four times their steps would explain anything."""
+FORMAT_MARGIN = 2.0  # Of formats of 8 bits or fewer: four times their steps would explain anything
 
 
 def diff(
@@ -293,10 +291,9 @@ def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[Diff
             yield DifferenceRow(x.phase, x.module, x.call, x.kind, *worst)
 
 
+# A side's tensor, the exact one, those rounded to the dtype, and the true one
 Quadruple = tuple[Tensor, Tensor, list[Tensor], Tensor | None]
-"""A side's tensor, the exact one, those rounded to the dtype, and the true one."""
-Numbers = dict[str, Quadruple]
-"""By name."""
+Numbers = dict[str, Quadruple]  # By name
 
 
 def _forward(side: _SideResults, place: Place) -> Numbers:

@@ -46,9 +46,10 @@ FLAGS = (
     "-fPIC",
     "-std=c11",
 )
+# Tried in turn: not every compiler and processor knows the flag
 VARIANTS = (("-mprefer-vector-width=512", "-lm"), ("-lm",))
-"""Tried in turn: not every compiler and processor knows the flag."""
 _POINTER, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+# The functions of each source, and their arguments; none returns anything
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "update.c": {
         "update": [*[_POINTER] * 8, _SIZE, _WORD, _POINTER, _POINTER, ctypes.c_int],
@@ -59,12 +60,9 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
         "round_nearest_twice": [*[_POINTER] * 3, _SIZE, ctypes.c_int],
     },
 }
-"""The functions of each source, and their arguments; none returns anything."""
 NO_COMPILER = "there is no C compiler (CC, cc, gcc, clang, or pip install 'mprun[compiler]')"
-PATIENCE_S = 60
-"""Time limit of the compiler, which needs a quarter of a second."""
-SCRATCH = "compiling-"
-"""How the names of the folders begin that compilers work in."""
+PATIENCE_S = 60  # Time limit of the compiler, which needs a quarter of a second
+SCRATCH = "compiling-"  # How the names of the folders begin that compilers work in
 
 
 class NoCompilerError(Exception):

@@ -19,19 +19,17 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
-"""What the library is built from."""
+SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")  # What the library is built from
+# The formats of blocks.h by number, as the macros of the other kernels name them
 FORMATS = (None, "F32", "F16", "BF16", "S16", "C8")
-"""The formats of blocks.h by number, as the macros of the other kernels name them."""
 _ENUMS = re.findall(r"^enum \{ (.*) \};$", (FOLDER / "steps.h").read_text("utf-8"), re.MULTILINE)
+# The optimizers' formulas that there are in C, and the rules of rounding, by number
 FORMULAS, RULES = (names.split(", ") for names in _ENUMS)
-"""The optimizers' formulas that there are in C, and the rules of rounding, by number."""
 
+# What PyTorch finds of a processor, to the level of the library: bits of a vector
 LEVELS = {"AVX2": 256, "AVX512": 512}
-"""What PyTorch finds of a processor, to the level of the library: bits of a vector."""
 
-Defines = Mapping[str, str | None]
-"""Macros of a kernel: see `mprun.precision.kernels.load`."""
+Defines = Mapping[str, str | None]  # Macros of a kernel: see `mprun.precision.kernels.load`
 
 
 @cache
@@ -127,5 +125,5 @@ def _storage(defines: Defines) -> Any:
     )
 
 
+# What stands for the functions of another source
 FUNCTIONS = {"update.c": updates, "round.c": roundings}
-"""What stands for the functions of another source."""

@@ -83,6 +83,7 @@ _IN_PLACE = """
 add_: iadd; sub_: isub subtract_; mul_: imul multiply_; div_: itruediv idiv divide_ true_divide_
 pow_: ipow; remainder_: imod; floor_divide_: ifloordiv
 """
+# ATen ops that a Python function of one name ends in
 _ATEN = """
 conv2d: thnn_conv2d _slow_conv2d_forward slow_conv2d_forward
 conv3d: slow_conv3d slow_conv3d_forward
@@ -108,19 +109,19 @@ ctc_loss: _ctc_loss _cudnn_ctc_loss; cdist: _cdist_forward; pdist: _pdist_forwar
 prelu: _prelu_kernel; bilinear: _trilinear; stack: _stack
 grid_sampler: _grid_sampler_2d_cpu_fallback; T: numpy_T
 """
-"""ATen ops that a Python function of one name ends in."""
 _ANY_CONVOLUTION = """
 _convolution convolution _convolution_mode cudnn_convolution mkldnn_convolution miopen_convolution
 convolution_overrideable
 """
 
+# Another spelling -> the canonical names it means
 ALIASES: dict[str, tuple[str, ...]] = {
     **_spellings(_PYTHON + _IN_PLACE + _ATEN),
     **dict.fromkeys(_ANY_CONVOLUTION.split(), CONVOLUTIONS),
     **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), RECURRENT),
 }
-"""Another spelling -> the canonical names it means."""
 
+# A function that hides an op -> the ops whose entry applies to it; the first that has one
 INNER: dict[str, tuple[str, ...]] = {
     "rsub": ("sub",),
     "linear": ("addmm", "mm"),
@@ -139,7 +140,6 @@ INNER: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("log_softmax",),
     "softmin": ("softmax",),
 }
-"""A function that hides an op -> the ops whose entry applies to it; the first that has one."""
 
 _PREFIX = re.compile(
     r"^(torch\.ops\.aten\.|aten(::|\.)|torch\.nn\.functional\.|torch\._C\._nn\.|F\.)"
@@ -270,8 +270,8 @@ def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Ent
         )
 
 
+# Names that PyTorch's own lists have only up to 2.13, or only after 2.11
 NOT_EVERYWHERE = ("cholesky", "linalg_matrix_sqrth", "qr", "rms_norm")
-"""Names that PyTorch's own lists have only up to 2.13, or only after 2.11."""
 
 
 def of_this_version(lists: str, names: Iterable[str]) -> list[str]:
@@ -311,8 +311,8 @@ def shipped_lists(name: str, device_type: str) -> OpLists:
     return op_lists(lower, fp32, promote, section.get("unlisted", "first_input") == "first_input")
 
 
+# Makes the region a backward pass runs in
 RegionFactory = Callable[[], AbstractContextManager[object]]
-"""Makes the region a backward pass runs in."""
 
 REMEDY = (
     "{name}.backward met tensors of several dtypes: op lists cast in its forward pass and not in "

@@ -33,8 +33,8 @@ from torch import Tensor
 from mprun.precision._torch import write_count
 from mprun.precision.nested import map_tensors, tensors_in
 
+# Dtypes that are ever cast; float64, integers, bool and complex stay what they are
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-"""Dtypes that are ever cast; float64, integers, bool and complex stay what they are."""
 
 WIDTH = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 
@@ -76,23 +76,23 @@ class Casts:
         self._copies.clear()
 
 
-Cast = Callable[[Tensor, torch.dtype], Tensor]
-"""`Casts.to`, or one that reports the cast as well."""
+Cast = Callable[[Tensor, torch.dtype], Tensor]  # `Casts.to`, or one that reports the cast as well
 
 Function = Callable[..., Any]
+# Calls a function with its arguments, cast by a rule
 Handler = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Calls a function with its arguments, cast by a rule."""
 
 NORMS = frozenset(("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm"))
+# Their further arguments hold running statistics, which they write into
 WRITES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
-"""Their further arguments hold running statistics, which they write into."""
 
+# CUDA's kernels of these take weights in the activation's dtype alone
 SAME_DTYPE_ON_CUDA = frozenset(("layer_norm", "group_norm"))
-"""CUDA's kernels of these take weights in the activation's dtype alone."""
 
+# Casts that a model's code asks for
 EXPLICIT = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
-"""Casts that a model's code asks for."""
 
+# No computations: these are about dtypes or shapes, or copy between dtypes on purpose
 UNCAST = frozenset(
     (
         *("copy_", "set_", "_to_copy", "_foreach_copy_", "clone"),
@@ -102,7 +102,6 @@ UNCAST = frozenset(
         *("backward", "detach", "detach_", "requires_grad_", "retain_grad", "register_hook"),
     )
 )
-"""No computations: these are about dtypes or shapes, or copy between dtypes on purpose."""
 
 
 def plain(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

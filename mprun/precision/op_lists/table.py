@@ -329,8 +329,7 @@ def _no(*_: object) -> bool:
     return False
 
 
-OPERATORS = "<operators>"
-"""The entry for `+`, `/`, `@` and the like, on tensors or not."""
+OPERATORS = "<operators>"  # The entry for `+`, `/`, `@` and the like, on tensors or not
 
 
 @functools.cache
@@ -363,13 +362,13 @@ def _computes(instruction: dis.Instruction) -> bool:
     return operator and not indexing
 
 
+# They check arguments and call no op
 _HELPERS = frozenset(
     (
         *("handle_torch_function", "has_torch_function"),
         *("_get_softmax_dim", "_verify_batch_size", "_verify_spatial_size"),
     )
 )
-"""They check arguments and call no op."""
 
 
 class _State:
@@ -382,8 +381,8 @@ class _State:
 
 
 _found = torch.accelerator.current_accelerator()
+# The kind of accelerator that this PyTorch is for; CUDA where it is for none
 ACCELERATOR = "cuda" if _found is None else _found.type
-"""The kind of accelerator that this PyTorch is for; CUDA where it is for none."""
 
 
 class _CastMode(TorchFunctionMode):

@@ -27,12 +27,10 @@ from rich.text import Text
 
 from mprun.errors import printable
 
-ALWAYS = 100
-"""The importance of a column that is never left out."""
-BETWEEN = 2
-"""Blanks between two columns."""
+ALWAYS = 100  # The importance of a column that is never left out
+BETWEEN = 2  # Blanks between two columns
+# The width that text keeps while columns can still be left out, and the one it keeps then
 NARROW, NARROWEST = 12, 8
-"""The width that text keeps while columns can still be left out, and the one it keeps then."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,10 @@ class TableColumn:
     """A column of a `FittedTable`."""
 
     heading: str
-    importance: int = ALWAYS
-    """The column with the least is left out first."""
-    is_text: bool = True
-    """Text is broken where the table is too wide; figures stay as they are."""
+    importance: int = ALWAYS  # The column with the least is left out first
+    is_text: bool = True  # Text is broken where the table is too wide; figures stay as they are
     is_right: bool = False
-    cell: Callable[[Any], str] = str
-    """Makes the cell of one of the table's `rows`."""
+    cell: Callable[[Any], str] = str  # Makes the cell of one of the table's `rows`
 
 
 def text_column(
@@ -253,12 +248,12 @@ def broken(text: str, width: int | None) -> list[str]:
 
 # ---- rows as Markdown, CSV and HTML --------------------------------------------------------------
 
+# A cell that begins with one is a formula in a spreadsheet, which can start programs
 FORMULA = ("=", "+", "-", "@")
-"""A cell that begins with one is a formula in a spreadsheet, which can start programs."""
 NUMBER = re.compile(r"[-+](\d+\.?\d*(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
 
+# Rows of cells, the headings first; lines of a cell after the first are secondary
 Rows = Sequence[Sequence[str]]
-"""Rows of cells, the headings first; lines of a cell after the first are secondary."""
 
 
 def markdown_text(text: str) -> str:

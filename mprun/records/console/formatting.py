@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from mprun.errors import printable
 from mprun.records.run_record import Substitution, Summary
 
+# Short names for groups of ATen ops
 OP_FAMILIES = {
     "matmuls": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),
     "convolutions": ("convolution", "_convolution", "conv1d", "conv2d", "conv3d"),
     "conv gradients": ("convolution_backward",),
 }
-"""Short names for groups of ATen ops."""
 MAX_NAME = 20
 
 

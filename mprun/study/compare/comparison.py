@@ -14,8 +14,7 @@ from mprun.records.run_record import Summary
 
 Outcome = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
 
-KEEPS = ("equivalent", "better")
-"""Outcomes in which a variant keeps the metric."""
+KEEPS = ("equivalent", "better")  # Outcomes in which a variant keeps the metric
 
 
 class Interval(NamedTuple):
@@ -46,8 +45,7 @@ class Verdict:
     """The judgement on a variant."""
 
     word: Outcome
-    reason: str
-    """A sentence, without the word: what decided."""
+    reason: str  # A sentence, without the word: what decided
     more_seeds: int | None = None
     """About how many further seeds would settle an inconclusive verdict; None if none would."""
     interval: Interval | None = None
@@ -83,12 +81,9 @@ class Skipped:
 class Artefact(NamedTuple):
     """What explains a difference in step time, and is not the arithmetic."""
 
-    cause: str
-    """page_faults, allocator, load, clock or drift."""
-    text: str
-    """`page faults take 41 % of fp32's step and 3 % of bf16_mixed's; ...`."""
-    remedy: str
-    """What to do about it."""
+    cause: str  # page_faults, allocator, load, clock or drift
+    text: str  # `page faults take 41 % of fp32's step and 3 % of bf16_mixed's; ...`
+    remedy: str  # What to do about it
     step_time_ratio: float | None
     """The ratio of the step times without it; None if it cannot be worked out."""
 
@@ -100,11 +95,9 @@ QualityWord = Literal["faster", "nothing", "open"]
 class EqualQuality:
     """What a variant and the baseline need to reach one validation loss, in pairs of equal seed."""
 
-    samples: float | None
-    """Training samples that the variant needed; the median over pairs."""
+    samples: float | None  # Training samples that the variant needed; the median over pairs
     baseline_samples: float | None
-    samples_ratio: Estimate | None
-    """Samples over the baseline's: geometric mean over pairs."""
+    samples_ratio: Estimate | None  # Samples over the baseline's: geometric mean over pairs
     seconds: float | None
     """These samples over the run's samples per second: training alone, without evaluation."""
     baseline_seconds: float | None
@@ -113,10 +106,8 @@ class EqualQuality:
     missed: int
     """Pairs in which the variant's best loss lies beyond the tolerance above the baseline's best;
     their ratio is that of the level which the variant did reach."""
-    tolerance: float
-    """The share of the loss that does not matter."""
-    no_figure: str = ""
-    """Why pairs have no ratio, and what they need; empty if all have one."""
+    tolerance: float  # The share of the loss that does not matter
+    no_figure: str = ""  # Why pairs have no ratio, and what they need; empty if all have one
 
 
 @dataclass(frozen=True)
@@ -128,26 +119,20 @@ class Variant:
     have the same label."""
     variant_hash: str
     precision: str
-    execution: str
-    """native or emulated; times and memory of emulated runs have no ratio."""
-    runs: tuple[Run, ...]
-    """Completed runs, by seed."""
+    execution: str  # native or emulated; times and memory of emulated runs have no ratio
+    runs: tuple[Run, ...]  # Completed runs, by seed
     failed: tuple[Run, ...]
     step_time_ms: StepPercentiles | None
-    step_time_ratio: Estimate | None
-    """Step time over the baseline's: geometric mean over pairs."""
-    samples_per_second: float | None
-    """Median over runs."""
+    step_time_ratio: Estimate | None  # Step time over the baseline's: geometric mean over pairs
+    samples_per_second: float | None  # Median over runs
     throughput_ratio: Estimate | None
     """Samples per second over the baseline's: geometric mean over pairs."""
     no_time_verdict: str
     """Why both ratios have no interval; empty if they have one, or if there is only one pair."""
     memory_bytes: dict[str, int | None]
     """The record's categories, `peak` among them; the largest over runs."""
-    memory_ratio: float | None
-    """Peak over the baseline's."""
-    metric: Estimate | None
-    """The metric's mean over runs."""
+    memory_ratio: float | None  # Peak over the baseline's
+    metric: Estimate | None  # The metric's mean over runs
     difference: Estimate | None
     """The metric's mean paired difference, the variant minus the baseline; a share of the
     baseline's mean if `Comparison.is_relative`."""
@@ -181,15 +166,12 @@ class Advice:
     The terminal, the page and the files for programs all show `lines`, so they cannot disagree.
     """
 
-    label: str
-    """The variant to take."""
+    label: str  # The variant to take
     reason: str
     rejected: dict[str, str]
     """Every other mode that was tried, screened out early or compared to the end, to the reason."""
-    not_tried: dict[str, str]
-    """Modes without any run, to the reason."""
-    notes: tuple[str, ...]
-    """Modes that may deserve a further test."""
+    not_tried: dict[str, str]  # Modes without any run, to the reason
+    notes: tuple[str, ...]  # Modes that may deserve a further test
 
     @property
     def sentence(self) -> str:
@@ -212,31 +194,22 @@ class Comparison:
     """A whole table, and what its rows have in common."""
 
     recipe: str
-    metric: str
-    """accuracy, loss, or the name of another one."""
-    split: str
-    """Which samples the metric is of: test, validation or train."""
+    metric: str  # accuracy, loss, or the name of another one
+    split: str  # Which samples the metric is of: test, validation or train
     higher_is_better: bool
-    margin: float
-    """Differences inside plus and minus this do not matter; a share if `is_relative`."""
+    margin: float  # Differences inside plus and minus this do not matter; a share if `is_relative`
     is_relative: bool
     """Whether differences are shares of the baseline's mean (losses), or points (accuracies and
     other fractions of which more is better)."""
-    baseline: str
-    """Its label."""
-    variants: tuple[Variant, ...]
-    """The baseline first."""
+    baseline: str  # Its label
+    variants: tuple[Variant, ...]  # The baseline first
     skipped: tuple[Skipped, ...]
-    data: str
-    """Name and source: `mnist (local)`."""
+    data: str  # Name and source: `mnist (local)`
     hardware: str
-    code: str
-    """Versions and commit, as text."""
-    warnings: tuple[str, ...] = field(default=())
-    """Artefacts that explain a difference in time."""
+    code: str  # Versions and commit, as text
+    warnings: tuple[str, ...] = field(default=())  # Artefacts that explain a difference in time
     notes: tuple[str, ...] = field(default=())
     """Caveats: mixed hardware, one seed only, Holm over how many variants."""
     not_run: dict[str, list[int]] = field(default_factory=dict)
     """Variants of a study to the seeds that its budget left out."""
-    advice: Advice | None = None
-    """The result of `mprun advise`; None for any other comparison."""
+    advice: Advice | None = None  # The result of `mprun advise`; None for any other comparison

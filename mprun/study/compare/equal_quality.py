@@ -45,8 +45,7 @@ from mprun.study.compare.load import RunGroup
 from mprun.study.compare.statistics import geometric_mean
 from mprun.study.compare.times import SAME, TimedPairs, judge_ratio
 
-MIN_VALIDATIONS = 4
-"""Fewer points are no curve: a step between them would be a guess."""
+MIN_VALIDATIONS = 4  # Fewer points are no curve: a step between them would be a guess
 
 Curve = Sequence[ValidationLoss]
 
@@ -54,10 +53,8 @@ Curve = Sequence[ValidationLoss]
 class StepsToTarget(NamedTuple):
     """What the two runs of a pair need."""
 
-    ours: float
-    """Steps of the variant to the target."""
-    theirs: float
-    """Steps of the baseline to the target."""
+    ours: float  # Steps of the variant to the target
+    theirs: float  # Steps of the baseline to the target
     is_missed: bool
     """Whether the variant never came within the tolerance of the baseline's best loss."""
 

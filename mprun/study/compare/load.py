@@ -34,8 +34,8 @@ from mprun.records.run_record import Scores, Summary, is_failed_by_machine, numb
 from mprun.study.compare.comparison import Run, Skipped
 
 SUMMARY = "summary.json"
+# A file of an earlier comparison; a folder with it is not reported as skipped
 REPORT = "comparison.json"
-"""A file of an earlier comparison; a folder with it is not reported as skipped."""
 
 
 class LoadedRuns(NamedTuple):
@@ -184,8 +184,7 @@ class RunGroup:
     """The runs of a variant."""
 
     label: str
-    completed: tuple[Run, ...]
-    """By seed."""
+    completed: tuple[Run, ...]  # By seed
     failed: tuple[Run, ...] = field(default=())
 
     @property
@@ -204,8 +203,7 @@ class RunGroup:
         return {run.summary.seed: run.summary for run in self.completed}
 
 
-MAX_FIELDS = 3
-"""How many fields a label names."""
+MAX_FIELDS = 3  # How many fields a label names
 
 MAX_VALUE = 24
 

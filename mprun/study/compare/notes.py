@@ -22,8 +22,7 @@ from mprun.study.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TW
 
 # ---- what runs share -----------------------------------------------------------------------------
 
-MAX_KINDS = 4
-"""How many kinds of one thing a message lists."""
+MAX_KINDS = 4  # How many kinds of one thing a message lists
 
 
 def _code(summary: Summary) -> dict[str, Any]:
@@ -200,6 +199,7 @@ def _last_parts(summaries: Sequence[Summary]) -> Iterator[str]:
         yield "the training metric is the mean of the last tenth of the steps, at least 20"
 
 
+# Why times allow no conclusion, to the remedy or the consequence
 REMEDIES = {
     NOT_INTERLEAVED: "a drift of the machine changes the ratios without spreading them: run "
     "mprun sweep, or mprun -m with the seed listed first",
@@ -210,10 +210,8 @@ REMEDIES = {
     TWO_KINDS: "run both variants on one machine",
     UNKNOWN: "a drift of the machine cannot be separated from the modes",
 }
-"""Why times allow no conclusion, to the remedy or the consequence."""
 
-COLLAPSE = 0.1
-"""The share of seeds that collapse, in the example of what few seeds miss."""
+COLLAPSE = 0.1  # The share of seeds that collapse, in the example of what few seeds miss
 
 
 def artefact_warnings(variants: Sequence[Variant]) -> Iterator[str]:

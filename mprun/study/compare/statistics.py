@@ -33,14 +33,12 @@ from scipy.special import stdtr, stdtrit
 
 from mprun.study.compare.comparison import Estimate, Interval
 
-ALPHA = 0.05
-"""The chance of a false claim that is accepted, in each family of tests."""
+ALPHA = 0.05  # The chance of a false claim that is accepted, in each family of tests
 
+# The level of the intervals shown; the interval of equivalence has 1 - 2 ALPHA
 CONFIDENCE = 1 - ALPHA
-"""The level of the intervals shown; the interval of equivalence has 1 - 2 ALPHA."""
 
-MAX_SEEDS = 1000
-"""Beyond this many further seeds a verdict is out of reach."""
+MAX_SEEDS = 1000  # Beyond this many further seeds a verdict is out of reach
 
 
 class Sample(NamedTuple):

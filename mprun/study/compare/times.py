@@ -40,8 +40,7 @@ from mprun.study.compare.comparison import Artefact, Estimate, Interval, Run
 from mprun.study.compare.load import RunGroup, hardware
 from mprun.study.compare.statistics import Sample, fewest_further, geometric_mean, half_width
 
-Pair = tuple[Summary, Summary]
-"""The summaries of a variant and of the baseline, of one seed."""
+Pair = tuple[Summary, Summary]  # The summaries of a variant and of the baseline, of one seed
 
 # ---- which pairs ---------------------------------------------------------------------------------
 
@@ -51,18 +50,16 @@ TWO_KINDS = "the runs of a pair were on different hardware"
 NOT_INTERLEAVED = "runs were not interleaved over seeds"
 UNKNOWN = "it is not recorded when the runs began"
 
+# The last digit of `started_at`: a run began up to this much later than its record says
 START_DIGIT_S = 0.001
-"""The last digit of `started_at`: a run began up to this much later than its record says."""
 
 
 class TimedPairs(NamedTuple):
     """The pairs whose times are compared."""
 
     pairs: Sequence[Pair]
-    no_verdict: str
-    """Why their times allow no conclusion; empty if they allow one."""
-    left_out: str
-    """Why times of further pairs are not used: `2 of 10 pairs: ...`; empty if all are."""
+    no_verdict: str  # Why their times allow no conclusion; empty if they allow one
+    left_out: str  # Why times of further pairs are not used: `2 of 10 pairs: ...`; empty if all are
 
 
 def timed_pairs(group: RunGroup, baseline: RunGroup, shared: set[int]) -> TimedPairs:
@@ -118,8 +115,7 @@ class _Period(NamedTuple):
     """When a run took place, in seconds since 1970."""
 
     start_s: float
-    end_s: float
-    """The earliest possible end."""
+    end_s: float  # The earliest possible end
 
 
 def _period(summary: Summary) -> _Period | None:
@@ -178,11 +174,9 @@ def _is_interleaved(pairs: Sequence[tuple[_Period, _Period]]) -> bool:
 
 # ---- what a ratio says ---------------------------------------------------------------------------
 
-WIDE = 1.5
-"""If the interval reaches beyond this factor from its ratio, more runs are needed."""
+WIDE = 1.5  # If the interval reaches beyond this factor from its ratio, more runs are needed
 
-SAME = 1.05
-"""Ratios between 1 / 1.05 and 1.05 count as the same speed: 5 % seldom decide."""
+SAME = 1.05  # Ratios between 1 / 1.05 and 1.05 count as the same speed: 5 % seldom decide
 
 Direction = Literal["higher", "lower", "same", "open"]
 
@@ -190,10 +184,8 @@ Direction = Literal["higher", "lower", "same", "open"]
 class RatioVerdict(NamedTuple):
     """The size of a ratio, as far as it is known."""
 
-    word: Direction
-    """higher or lower than 1, the same within `SAME`, or open."""
-    is_wide: bool
-    """Whether the interval is missing or reaches beyond `WIDE`."""
+    word: Direction  # higher or lower than 1, the same within `SAME`, or open
+    is_wide: bool  # Whether the interval is missing or reaches beyond `WIDE`
     more_seeds: int | None
     """About how many further seeds would settle whether the ratio differs from 1, or its size if
     that is settled; None if nothing is open, or if the number is not known."""
@@ -234,21 +226,19 @@ def _is_settled(logarithms: Sample) -> bool:
 
 # ---- artefacts -----------------------------------------------------------------------------------
 
+# A smaller change of the ratio is none: prices, clocks and shares are not known to a percent
 LEAST = 1.02
-"""A smaller change of the ratio is none: prices, clocks and shares are not known to a percent."""
 
+# Page faults that explain a larger part of a difference leave it without a verdict: they are
+# counted, priced by a measurement, and can be avoided
 COUNTED_PART = 0.1
-"""Page faults that explain a larger part of a difference leave it without a verdict: they are
-counted, priced by a measurement, and can be avoided."""
 
+# The same for estimated shares: these explain the larger part of the difference
 ESTIMATED_PART = 0.5
-"""The same for estimated shares: these explain the larger part of the difference."""
 
-MAX_SHARE = 0.95
-"""A price that is too high must not take the whole step."""
+MAX_SHARE = 0.95  # A price that is too high must not take the whole step
 
-STEADY_DRIFT = 1.05
-"""Thirds of a steady run agree within this factor."""
+STEADY_DRIFT = 1.05  # Thirds of a steady run agree within this factor
 
 
 @dataclass(frozen=True)
@@ -256,12 +246,10 @@ class Cause:
     """A cause that takes a share of a step."""
 
     name: str
-    takes: str
-    """Its subject and verb in a sentence: `page faults take`."""
+    takes: str  # Its subject and verb in a sentence: `page faults take`
     share: Callable[[Summary, Summary], float | None]
     """Its share of a run's step, beside another run; None if the record does not tell."""
-    part: float
-    """The part of a difference that it may explain, in logarithms of the ratios."""
+    part: float  # The part of a difference that it may explain, in logarithms of the ratios
     remedy: str
 
 

@@ -68,8 +68,7 @@ from mprun.study.compare.statistics import (
 )
 from mprun.study.compare.times import Pair, artefacts, overlapping, timed_pairs
 
-MAX_METRIC = 60
-"""Characters of its name that are shown."""
+MAX_METRIC = 60  # Characters of its name that are shown
 
 
 def compare(
@@ -198,10 +197,8 @@ class Criterion(NamedTuple):
     split: str
     metric: str
     margin: float
-    is_relative: bool
-    """Whether differences are shares of the baseline's mean."""
-    resolution: float
-    """The smallest step of the metric."""
+    is_relative: bool  # Whether differences are shares of the baseline's mean
+    resolution: float  # The smallest step of the metric
     higher_is_better: bool
 
 
@@ -245,8 +242,8 @@ def _resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
 
 # ---- verdicts ------------------------------------------------------------------------------------
 
+# Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean
 MIN_LOSS = 1e-45
-"""Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean."""
 
 
 @dataclass(frozen=True)
@@ -255,10 +252,8 @@ class Evidence:
 
     sample: Sample | None
     """Paired differences, the variant minus the baseline; None without a common seed."""
-    margin: float
-    """Differences inside plus and minus this do not matter; in their unit."""
-    unit: str
-    """points, % or nothing: differences of accuracies, shares, plain differences."""
+    margin: float  # Differences inside plus and minus this do not matter; in their unit
+    unit: str  # points, % or nothing: differences of accuracies, shares, plain differences
     failure: str = ""
     """Why the variant is worse whatever the differences: runs that failed or diverged."""
 
@@ -346,10 +341,8 @@ def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]
 class _HypothesisTest(NamedTuple):
     """One hypothesis of a family."""
 
-    p: float
-    """The p-value, adjusted."""
-    level: float
-    """The limit of the p-value before its adjustment."""
+    p: float  # The p-value, adjusted
+    level: float  # The limit of the p-value before its adjustment
 
     @property
     def rejects(self) -> bool:
@@ -414,8 +407,8 @@ def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
     return ends, f"the {level_text(level)} interval, {low} to {high}{_suffix(e.unit)},"
 
 
+# Formats of an end of an interval, from few digits to all
 FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
-"""Formats of an end of an interval, from few digits to all."""
 
 
 def amount(value: float, unit: str) -> str:
@@ -441,10 +434,8 @@ def _p(value: float) -> str:
 class _Timing(NamedTuple):
     """What the times of all variants are judged by."""
 
-    shared: set[int]
-    """`overlapping` of all runs."""
-    tolerance: float
-    """How near the baseline's best validation loss counts as reached."""
+    shared: set[int]  # `overlapping` of all runs
+    tolerance: float  # How near the baseline's best validation loss counts as reached
     curve_of: Callable[[Path], Curve]
     """`read_curve`, which keeps the baseline's for the next variant."""
 

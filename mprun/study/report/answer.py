@@ -38,16 +38,15 @@ from mprun.study.report.cells import (
     times,
 )
 
+# Peaks that differ from the baseline's by less than this share are called the same
 SAME_MEMORY = 0.02
-"""Peaks that differ from the baseline's by less than this share are called the same."""
 
 
 class VariantSentence(NamedTuple):
     """The result of one variant."""
 
     label: str
-    sentence: str
-    """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
+    sentence: str  # Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`
 
 
 def headline(comparison: Comparison) -> list[str]:

@@ -16,18 +16,16 @@ from mprun.study.compare.comparison import Comparison, Estimate, Interval, StepP
 from mprun.study.compare.statistics import CONFIDENCE
 from mprun.study.compare.times import SAME
 
-NONE = "-"
-"""A cell without a figure."""
+NONE = "-"  # A cell without a figure
 
-MEASURED = "as measured"
-"""In place of a ratio's interval."""
+MEASURED = "as measured"  # In place of a ratio's interval
 
 RATIO_FORMS = tuple(f"{{:.{digits}f}}" for digits in range(2, 16))
+# Formats of the ends of intervals, from few digits to many
 DIFFERENCE_FORMS = (
     *(f"{{:+.{digits}f}}" for digits in range(2, 7)),
     *(f"{{:+.{digits}g}}" for digits in range(3, 18)),
 )
-"""Formats of the ends of intervals, from few digits to many."""
 
 
 def plain(text: str, longest: int | None = None) -> str:
@@ -47,8 +45,7 @@ def is_emulated(variant: Variant) -> bool:
 class VariantCells(NamedTuple):
     """A variant's row: in each cell a figure, and its range or ratio (or nothing)."""
 
-    label: tuple[str, str]
-    """The name, and the ops that were not computed in the mode's own dtype."""
+    label: tuple[str, str]  # The name, and the ops that were not computed in the mode's own dtype
     runs: tuple[str, str]
     step_time: tuple[str, str]
     ratio: tuple[str, str]
@@ -194,8 +191,8 @@ def metric_scale(comparison: Comparison) -> float:
     return 1.0 if comparison.is_relative else 100.0
 
 
+# A difference is shown as this multiple of the computed number: points, or percent
 DIFFERENCE_SCALE = 100.0
-"""A difference is shown as this multiple of the computed number: points, or percent."""
 
 
 def _metric_form(comparison: Comparison) -> str:

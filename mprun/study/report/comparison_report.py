@@ -26,6 +26,7 @@ from mprun.study.report import answer, cells
 from mprun.study.report.cells import plain
 from mprun.study.report.theme import TERMINAL, TONES
 
+# The column with the least is the first that a narrow table leaves out
 IMPORTANCE = {
     "runs": 1,
     "samples": 2,
@@ -35,7 +36,6 @@ IMPORTANCE = {
     "ratio": 6,
     "difference": 7,
 }
-"""The column with the least is the first that a narrow table leaves out."""
 
 
 def comparison_table(comparison: Comparison) -> FittedTable:
@@ -116,8 +116,7 @@ def _difference_heading(comparison: Comparison) -> str:
     return f"{unit}\n[{' to '.join(texts)} %]" if texts else unit
 
 
-MOST_NOTES = 5
-"""The short form has no more notes."""
+MOST_NOTES = 5  # The short form has no more notes
 
 
 def short_notes(comparison: Comparison) -> list[str]:
@@ -165,6 +164,7 @@ def _not_settled(comparison: Comparison) -> Iterator[str]:
         yield f"not settled: {_grouped(reasons)}"
 
 
+# The causes of artefacts, in short
 CAUSES = {
     "page_faults": "page faults",
     "load": "load by other processes",
@@ -172,7 +172,6 @@ CAUSES = {
     "drift": "drift within the runs",
     "allocator": "different allocators",
 }
-"""The causes of artefacts, in short."""
 
 
 def _untimed(comparison: Comparison) -> Iterator[str]:

@@ -190,8 +190,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     return [(name, plain(text)) for name, text in details]
 
 
-NOT_COMPARED = ("seed", "run.", "logger.")
-"""Fields that differ between runs of one variant."""
+NOT_COMPARED = ("seed", "run.", "logger.")  # Fields that differ between runs of one variant
 
 
 class ConfigChanges(NamedTuple):
@@ -199,8 +198,7 @@ class ConfigChanges(NamedTuple):
 
     changes: tuple[tuple[str, str, str], ...] = ()
     """Fields with another value: name, baseline's value, value."""
-    problem: str = ""
-    """Why they cannot be shown, or nothing."""
+    problem: str = ""  # Why they cannot be shown, or nothing
 
 
 def config_changes(comparison: Comparison) -> list[ConfigChanges]:

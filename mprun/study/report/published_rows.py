@@ -23,8 +23,7 @@ class PublishedRow(NamedTuple):
     published: str
     hardware: str
     source: str
-    here: str
-    """The measured figure of each variant in that mode; `-` without one."""
+    here: str  # The measured figure of each variant in that mode; `-` without one
 
 
 def rows(comparison: Comparison) -> list[PublishedRow]:

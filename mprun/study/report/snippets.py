@@ -32,8 +32,7 @@ from mprun.records.training_answer import TrainingAnswer
 
 FOLDER = "snippets"
 NAMES = ("pytorch.py", "lightning.py", "accelerate.py", "trainer.py", "fsdp2.py")
-MAX_INTERVAL = 2**31 - 1
-"""A growth interval that no training reaches."""
+MAX_INTERVAL = 2**31 - 1  # A growth interval that no training reaches
 
 
 def snippets(answer: TrainingAnswer) -> dict[str, str]:

@@ -21,8 +21,7 @@ from mprun.records.run_record import (
     number,
 )
 
-MIN_SHARE = 0.005
-"""A smaller share of the wall time is not shown."""
+MIN_SHARE = 0.005  # A smaller share of the wall time is not shown
 
 
 def header(summary: Summary) -> list[str]:
@@ -235,8 +234,7 @@ def _result(summary: Summary) -> str:
     return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"
 
 
-MAX_NAMED = 5
-"""Layers that are named; guard_layers.yaml has all."""
+MAX_NAMED = 5  # Layers that are named; guard_layers.yaml has all
 
 
 def guard_lines(summary: Summary, folder: Path) -> list[str]:

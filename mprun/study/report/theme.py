@@ -19,14 +19,11 @@ class Theme(NamedTuple):
     ink: str
     muted: str
     line: str
-    wash: str
-    """Areas behind figures: the margin, a hovered row."""
+    wash: str  # Areas behind figures: the margin, a hovered row
     good: str
     bad: str
-    open: str
-    """Text of verdicts: the metric is kept, it is lost, or it is not settled."""
-    series: tuple[str, ...]
-    """Variants but the baseline, or formats."""
+    open: str  # Text of verdicts: the metric is kept, it is lost, or it is not settled
+    series: tuple[str, ...]  # Variants but the baseline, or formats
 
 
 LIGHT = Theme(
@@ -60,22 +57,20 @@ DARK = Theme(
 )
 
 
+# The word of a verdict to the role of its colour
 TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
-"""The word of a verdict to the role of its colour."""
 
+# The sign before the word on a page, for readers who do not see the colour
 SIGNS = {"better": "+", "equivalent": "=", "worse": "\u2212", "inconclusive": "?"}
-"""The sign before the word on a page, for readers who do not see the colour."""
 
-TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
-"""Roles to the terminal's own colours."""
+TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}  # Roles to the terminal's own colours
 
 MEMORY = ("#1f3f66", "#456f9f", "#7ba0c6", "#b3cbe2", "#9a5b1d", "#dfae6e")
 """The categories of memory. Two ramps: blue for tensors that live as long as the model (parameters,
 buffers, gradients, optimizer state), brown for those that a step makes and frees (activations,
 temporary)."""
 
-FORMATS = {"bf16": 0, "fp16": 1}
-"""A format to its index among the colours of the series."""
+FORMATS = {"bf16": 0, "fp16": 1}  # A format to its index among the colours of the series
 
 
 def declarations(theme: Theme) -> str:
@@ -92,8 +87,8 @@ def _by_name(theme: Theme) -> dict[str, str]:
     return names
 
 
+# The CSS variable of each colour that figures are drawn in; all of them differ
 VARIABLES = {colour: f"var(--{name})" for name, colour in _by_name(LIGHT).items()}
-"""The CSS variable of each colour that figures are drawn in; all of them differ."""
 
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
 

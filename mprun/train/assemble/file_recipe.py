@@ -144,11 +144,11 @@ def record_of(run: Path) -> Path:
 
 
 NEEDED = ("model", "data")
+# The functions of a file that are a recipe's
 FUNCTIONS = (
     *NEEDED,
     *("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample"),
 )
-"""The functions of a file that are a recipe's."""
 
 
 @dataclass(frozen=True)

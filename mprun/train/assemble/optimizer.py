@@ -48,8 +48,7 @@ from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
 
 CLOSURE = "calls the loss several times in a step, and mprun calls it once"
-ANY = None
-"""The class takes arguments of any name."""
+ANY = None  # The class takes arguments of any name
 
 
 def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimizer]:
@@ -202,12 +201,12 @@ def build_schedule(
     return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
 
 
+# The share of the fall that is left, by the share of the steps after the warm-up
 CURVES: dict[str, Callable[[float], float]] = {
     "none": lambda _: 1.0,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-"""The share of the fall that is left, by the share of the steps after the warm-up."""
 
 
 def factor(
@@ -272,8 +271,8 @@ def stores_low_precision(
     return {policy.param_dtype, *moments, *(stored for stored, _ in own)} != {"float32"}
 
 
+# Import paths of classes with the fused kernel that was measured
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
-"""Import paths of classes with the fused kernel that was measured."""
 
 OPTIMIZER_KEYS = (
     "train.lr",

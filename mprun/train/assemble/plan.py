@@ -80,8 +80,7 @@ class Plan:
 
     config: Config
     recipe: Recipe
-    recipe_source: RecipeSource | None
-    """The recipe's file; None for a recipe by name."""
+    recipe_source: RecipeSource | None  # The recipe's file; None for a recipe by name
     policy: Policy
     device: torch.device
     execution: str
@@ -91,22 +90,16 @@ class Plan:
     splits: Splits
     batch: BatchRow
     lr: float
-    layers: dict[str, str]
-    """Modules with a dtype of their own: name to dtype."""
-    op_lists: OpLists | None
-    """Ops cast by name, or None."""
-    weights: Weights
-    """The initial weights; `DRAWN` if the model draws its own."""
+    layers: dict[str, str]  # Modules with a dtype of their own: name to dtype
+    op_lists: OpLists | None  # Ops cast by name, or None
+    weights: Weights  # The initial weights; `DRAWN` if the model draws its own
     fp32_fallback: str
     """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
-    warnings: tuple[str, ...]
-    """Warnings to print before the run, a sentence each."""
+    warnings: tuple[str, ...]  # Warnings to print before the run, a sentence each
     why_not_compiled: str | None = None
     """Why the model cannot be compiled in this mode; None where it can."""
-    untrusted: Path | None = None
-    """A folder whose code is not run."""
-    speed_reason: str | None = None
-    """How `speed` was chosen, a sentence; None by the table."""
+    untrusted: Path | None = None  # A folder whose code is not run
+    speed_reason: str | None = None  # How `speed` was chosen, a sentence; None by the table
 
     @property
     def native_tf32(self) -> bool:

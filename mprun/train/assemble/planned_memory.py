@@ -40,8 +40,8 @@ from mprun.watch.process_memory import (
 )
 
 ONE_PROCESS = ProcessLayout()
+# Of the device's memory: a model with more parameters gets no second one beside it
 MAX_MEMORY = 0.1
-"""Of the device's memory: a model with more parameters gets no second one beside it."""
 
 
 def step_memory(plan: Plan, real: bool = True, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:

@@ -27,10 +27,8 @@ from mprun.train.data.recipe_parts import as_splits
 from mprun.train.recipe_metrics import check_metric
 from mprun.train.user_code import explained
 
-Load = Callable[[Recipe, DataRequest], Splits]
-"""Gives a recipe's samples."""
-NO_DATA = "none"
-"""The source of splits without samples, which only say what samples look like."""
+Load = Callable[[Recipe, DataRequest], Splits]  # Gives a recipe's samples
+NO_DATA = "none"  # The source of splits without samples, which only say what samples look like
 
 
 def recipe_of(config: Config, untrusted: Path | None = None) -> Recipe:

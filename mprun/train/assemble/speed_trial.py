@@ -39,17 +39,13 @@ from mprun.train.machine.speed_choices import SpeedChoice
 
 ROUNDS = 8
 WARM_UP = 2
-SHARE = 0.04
-"""Of the planned time, the most that a trial takes."""
-MIN_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE
-"""Shorter runs have no time for two candidates."""
-MIN_GAIN = 0.97
-"""A ratio of medians above it is no gain."""
-COMPILE_FROM_S = 1800.0
-"""`speed.compile=auto` tries it where at least this is planned."""
+SHARE = 0.04  # Of the planned time, the most that a trial takes
+MIN_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE  # Shorter runs have no time for two candidates
+MIN_GAIN = 0.97  # A ratio of medians above it is no gain
+COMPILE_FROM_S = 1800.0  # `speed.compile=auto` tries it where at least this is planned
 KEPT = " (kept from an earlier trial)"
+# Kernels of PyTorch's that may win or lose; fused AdamW won on every model
 IMPLEMENTATIONS = {"sgd": ("forloop", "fused")}
-"""Kernels of PyTorch's that may win or lose; fused AdamW won on every model."""
 
 
 @dataclass(frozen=True)

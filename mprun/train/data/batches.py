@@ -169,10 +169,8 @@ class MicroBatch(NamedTuple):
 class Whole(NamedTuple):
     """A batch over all processes."""
 
-    size: int
-    """Samples."""
-    weight: float | None
-    """The sum of weights; None: each process knows its own part's alone."""
+    size: int  # Samples
+    weight: float | None  # The sum of weights; None: each process knows its own part's alone
 
 
 class Batch(NamedTuple):
@@ -230,8 +228,7 @@ class Batch(NamedTuple):
         return self._replace(parts=tuple(part for part in self.parts if part.size))
 
 
-Stream = Generator[Batch, None, None]
-"""Batches one after the other; `close` ends what reads them."""
+Stream = Generator[Batch, None, None]  # Batches one after the other; `close` ends what reads them
 
 
 class Batches(ABC):

@@ -18,8 +18,8 @@ from mprun.train.data.recipe_parts import as_splits
 from mprun.train.data.sources import DataRequest, Splits
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
+# Folders of parts by other names, or without `train`; as classes they would train nonsense
 NO_CLASSES = {"training", "val", "valid", "validation", "test", "testing"}
-"""Folders of parts by other names, or without `train`; as classes they would train nonsense."""
 
 
 def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:

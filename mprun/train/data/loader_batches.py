@@ -36,8 +36,7 @@ from mprun.train.data.batches import (
 from mprun.train.data.loader_sets import LoadedSet, Reading, batch_size
 from mprun.train.data.random_numbers import seeded
 
-EVALUATION_SEED = 0
-"""Evaluation reads the same samples each time."""
+EVALUATION_SEED = 0  # Evaluation reads the same samples each time
 MAX_SEED = 2**62  # PyTorch's seeds are int64, and numbers of batches are added
 _EPOCH_BYTES = 8
 
@@ -45,10 +44,8 @@ _EPOCH_BYTES = 8
 class EpochSeed(NamedTuple):
     """What decides the samples of an epoch, beside the generator's state."""
 
-    seed: int
-    """Of what data code draws."""
-    number: int
-    """From 0, for samplers with `set_epoch`."""
+    seed: int  # Of what data code draws
+    number: int  # From 0, for samplers with `set_epoch`
 
 
 class LoaderOrder:

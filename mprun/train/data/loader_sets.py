@@ -41,14 +41,10 @@ from mprun.train.data.random_numbers import seeded
 class Reading(NamedTuple):
     """How the samples of a set are read that does not decide it itself."""
 
-    batch_size: int
-    """Samples of a micro-batch."""
-    shuffle: bool = False
-    """Visit the samples in random order."""
-    workers: int = 0
-    """Processes that read samples."""
-    pin: bool = False
-    """Put batches into memory that a GPU copies from directly."""
+    batch_size: int  # Samples of a micro-batch
+    shuffle: bool = False  # Visit the samples in random order
+    workers: int = 0  # Processes that read samples
+    pin: bool = False  # Put batches into memory that a GPU copies from directly
 
 
 @dataclass(frozen=True)
@@ -163,8 +159,7 @@ class StreamSet(LoadedSet):
     """An iterable data set. One process reads it: each worker would read the whole stream."""
 
     dataset: Any = ()
-    limit: int | None = None
-    """At most this many samples."""
+    limit: int | None = None  # At most this many samples
 
     @property
     def samples(self) -> None:
@@ -283,8 +278,7 @@ class LoaderSet(LoadedSet):
         return _copy(given, **own)
 
 
-NOTHING = DatasetSet()
-"""A part without samples."""
+NOTHING = DatasetSet()  # A part without samples
 
 
 def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:

@@ -23,8 +23,8 @@ from mprun.train.data.sources import DataRequest, Splits
 
 NAMES = ("train", "validation", "test")
 FORM = 'return {"train": (inputs, targets)}, and "validation" and "test" if there are any'
+# Share of the training samples that validates where the recipe has no validation data
 HELD_OUT = 0.1
-"""Share of the training samples that validates where the recipe has no validation data."""
 NOT_VALIDATED = 'no "validation": nothing is validated; "validation": None says that it is meant so'
 SOURCE = "recipe"
 

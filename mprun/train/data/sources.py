@@ -156,28 +156,24 @@ SHA256 = {
     },
 }
 
+# Of either set's files: a header (4 bytes of type, 4 per dimension), then a byte per value
 SIZE_BYTES = {
     "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
     "train-labels-idx1-ubyte": 8 + 60_000,
     "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
     "t10k-labels-idx1-ubyte": 8 + 10_000,
 }
-"""Of either set's files: a header (4 bytes of type, 4 per dimension), then a byte per value."""
 
-MAX_TIMES = 16
-"""A file that is larger than the published one by this factor is not read."""
+MAX_TIMES = 16  # A file that is larger than the published one by this factor is not read
 
 
 @dataclass(frozen=True)
 class FileState:
     """The state of one file of a set."""
 
-    path: Path
-    """Where it belongs."""
-    state: Literal["ok", "missing", "damaged"]
-    """ok is what has the published SHA-256."""
-    detail: str = ""
-    """Actual and expected content in one line; empty for a good file."""
+    path: Path  # Where it belongs
+    state: Literal["ok", "missing", "damaged"]  # ok is what has the published SHA-256
+    detail: str = ""  # Actual and expected content in one line; empty for a good file
 
 
 def find_root(root: str | None) -> Path:
@@ -250,6 +246,7 @@ def fetch_command(names: Iterable[str], root: Path) -> str:
     return shlex.join(["mprun", "data", "fetch", *names, f"data.root={root}"])
 
 
+# Servers by set; torchvision knows FashionMNIST's first one as a plain HTTP address
 MIRRORS = {
     "MNIST": ("https://ossci-datasets.s3.amazonaws.com/mnist/",),
     "FashionMNIST": (
@@ -257,13 +254,9 @@ MIRRORS = {
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
     ),
 }
-"""Servers by set; torchvision knows FashionMNIST's first one as a plain HTTP address."""
-LOCK_TIMEOUT_S = 600.0
-"""How long to wait for another process that downloads the same set."""
-DOWNLOAD = ".download-"
-"""How the names of temporary folders begin."""
-DOWNLOAD_TIMEOUT_S = 20.0
-"""How long a silent connection is waited for."""
+LOCK_TIMEOUT_S = 600.0  # How long to wait for another process that downloads the same set
+DOWNLOAD = ".download-"  # How the names of temporary folders begin
+DOWNLOAD_TIMEOUT_S = 20.0  # How long a silent connection is waited for
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,8 @@ FILE = "input.txt"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SIZE_BYTES = 1_115_394
-MAX_BYTES = 1 << 30
-"""Of a user's file; a larger text is not one for models of this size."""
-MAX_VOCABULARY = 256
-"""Characters are stored as bytes."""
+MAX_BYTES = 1 << 30  # Of a user's file; a larger text is not one for models of this size
+MAX_VOCABULARY = 256  # Characters are stored as bytes
 
 
 def text_splits(

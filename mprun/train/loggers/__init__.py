@@ -23,11 +23,11 @@ from mprun.train.loggers.wandb_logger import WandbLogger
 
 __all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "unused_fields"]
 
+# The values of logger.name
 LOGGERS: dict[str, type[Logger] | None] = {
     "none": None,
     **{kind.NAME: kind for kind in (MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger)},
 }
-"""The values of logger.name."""
 
 
 def check_logger(name: str, online: bool = False) -> None:

@@ -16,18 +16,15 @@ from mprun.train.callbacks import StepLine
 Scalar = str | int | float | bool | None
 
 STORE = "outputs"
-STORE_LEVELS = 3
-"""outputs/DATE/TIME/TRIAL: the folders above the run of a study."""
+STORE_LEVELS = 3  # outputs/DATE/TIME/TRIAL: the folders above the run of a study
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
     """A run as a tracker sees it."""
 
-    folder: Path
-    """The run's folder, with its record."""
-    project: str = "mprun"
-    """MLflow's experiment; the project of W&B and trackio."""
+    folder: Path  # The run's folder, with its record
+    project: str = "mprun"  # MLflow's experiment; the project of W&B and trackio
     name: str = "run"
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, nested."""
@@ -36,12 +33,9 @@ class LoggedRun:
     """The folder of the tracker's files; None for `outputs`, else the run's parent."""
     uri: str | None = None
     """MLflow's store; None for MLFLOW_TRACKING_URI, else a file in `store_folder`."""
-    online: bool = False
-    """Whether W&B sends the data to its server while the run trains."""
-    first_step: int | None = None
-    """Of a resumed run; None for a new one."""
-    log_every: int = 1
-    """Every n-th step is logged, and each skipped one, as in metrics.jsonl."""
+    online: bool = False  # Whether W&B sends the data to its server while the run trains
+    first_step: int | None = None  # Of a resumed run; None for a new one
+    log_every: int = 1  # Every n-th step is logged, and each skipped one, as in metrics.jsonl
 
     @property
     def store_folder(self) -> Path:

@@ -60,8 +60,7 @@ class LoggedRow(NamedTuple):
     """The scalars of one step."""
 
     step: int
-    time_s: float
-    """Seconds since 1970."""
+    time_s: float  # Seconds since 1970
     values: dict[str, float]
 
 
@@ -72,11 +71,9 @@ class Logger(Callback, ABC):
     exception is reported by `warn` and ends the logging, never the training. `report` shows a line.
     """
 
-    NAME: ClassVar[str]
-    """Its option of the group `logger`, and mprun's extra that installs it."""
+    NAME: ClassVar[str]  # Its option of the group `logger`, and mprun's extra that installs it
     TITLE: ClassVar[str]
-    MODULE: ClassVar[str]
-    """What has to be imported."""
+    MODULE: ClassVar[str]  # What has to be imported
     FIELDS: ClassVar[tuple[str, ...]] = ("project", "run_name", "tags")
     """The fields of the group `logger` that it uses."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger
 
+# Variables by which a user asks trackio to send its data away
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-"""Variables by which a user asks trackio to send its data away."""
 
 
 class TrackioLogger(Logger):

@@ -20,21 +20,18 @@ from typing import NamedTuple
 STAT, CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")
 CPUS = Path("/sys/devices/system/cpu")
 
-SHORTEST_S = 1.0
-"""A share of a shorter time would be known to less than a percent of a core."""
+SHORTEST_S = 1.0  # A share of a shorter time would be known to less than a percent of a core
 
+# A system that accounts for a smaller share of the time (a sandbox) does not count it
 COUNTED = 0.9
-"""A system that accounts for a smaller share of the time (a sandbox) does not count it."""
 
 
 class CpuTimes(NamedTuple):
     """Seconds, summed over the CPUs that this process may use."""
 
-    busy_s: float
-    """In processes, in user and kernel mode; without interrupts."""
+    busy_s: float  # In processes, in user and kernel mode; without interrupts
     stolen_s: float
-    total_s: float
-    """With idle time: the CPUs times the time since the system began to count."""
+    total_s: float  # With idle time: the CPUs times the time since the system began to count
 
 
 class OthersShare(NamedTuple):

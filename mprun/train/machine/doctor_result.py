@@ -62,8 +62,7 @@ class Ratio:
 
     median: float
     low: float
-    high: float
-    """The median's 95 % interval is from `low` to `high`."""
+    high: float  # The median's 95 % interval is from `low` to `high`
     n: int
 
 
@@ -74,24 +73,18 @@ class Rate:
     op: OpName
     format: Format
     size: str
-    flops: int
-    """Multiplications and additions of a call."""
-    time_ms: Spread
-    """Of a call."""
-    gflops: Spread
-    """10^9 operations a second."""
-    speedup: Ratio
-    """Over float32, same op and size."""
+    flops: int  # Multiplications and additions of a call
+    time_ms: Spread  # Of a call
+    gflops: Spread  # 10^9 operations a second
+    speedup: Ratio  # Over float32, same op and size
 
 
 @dataclass(kw_only=True)
 class Copy:
     """The speed of copying a buffer within the device's memory."""
 
-    bytes: int
-    """Of the buffer."""
-    gigabytes_per_second: Spread
-    """10^9 bytes per second, read and written: each byte counts twice."""
+    bytes: int  # Of the buffer
+    gigabytes_per_second: Spread  # 10^9 bytes per second, read and written: each byte counts twice
 
 
 @dataclass(kw_only=True)
@@ -99,10 +92,8 @@ class OneDnn:
     """The library that computes matmuls and convolutions on CPUs."""
 
     version: str | None
-    limit_by: str | None
-    """The environment variable that limits its instructions, null if none does."""
-    limit: str | None
-    """That variable's value, in upper case."""
+    limit_by: str | None  # The environment variable that limits its instructions, null if none does
+    limit: str | None  # That variable's value, in upper case
     bfloat16: bool | None
     """Whether PyTorch passes it bfloat16 here; if not, PyTorch computes in its own loops."""
     float16: bool | None
@@ -113,8 +104,7 @@ class Cuda:
     """A GPU."""
 
     compute_capability: str
-    tensor_cores: list[str] | None
-    """Formats its matrix units take; null if it is not NVIDIA's."""
+    tensor_cores: list[str] | None  # Formats its matrix units take; null if it is not NVIDIA's
     multiprocessors: int
     memory_free_bytes: int
 
@@ -125,25 +115,18 @@ class Machine:
 
     system: str
     architecture: str
-    hardware: Hardware
-    """The same as in the record of a run, with both 16-bit dtypes."""
+    hardware: Hardware  # The same as in the record of a run, with both 16-bit dtypes
     cores_total: int | None
     """Cores of the whole machine; `hardware.cores` are those this process may use."""
-    cpu_quota: float | None
-    """How many cores' time a container may use; null without a limit."""
-    threads: int
-    """PyTorch's threads in a run."""
-    load_average: float | None
-    """Of the machine, over the minute before measuring."""
+    cpu_quota: float | None  # How many cores' time a container may use; null without a limit
+    threads: int  # PyTorch's threads in a run
+    load_average: float | None  # Of the machine, over the minute before measuring
     instructions: dict[str, bool | None]
     """The instruction sets that matter for number formats; null if it is not known."""
-    cpu_capability: str
-    """The vector instructions PyTorch's own CPU kernels use."""
+    cpu_capability: str  # The vector instructions PyTorch's own CPU kernels use
     onednn: OneDnn
-    variables: dict[str, str]
-    """Those set of the environment variables that change speed."""
-    cuda: Cuda | None
-    """The GPU examined."""
+    variables: dict[str, str]  # Those set of the environment variables that change speed
+    cuda: Cuda | None  # The GPU examined
     gpu_unused: GpuUnused | None
     """Why a GPU that seems to be present is not examined; null if none seems to be."""
     optimizer_kernels: str | None = None
@@ -155,16 +138,12 @@ class Mode:
     """A precision mode on this machine."""
 
     name: str
-    format: Format
-    """The format of its matmuls and convolutions."""
+    format: Format  # The format of its matmuls and convolutions
     execution: Literal["native", "emulated"]
     why_emulated: str | None
-    accelerated: bool | None
-    """As in `hardware`, for native 16-bit modes; null for others."""
-    substituted: list[OpName]
-    """Ops that a run computes in float32 and rounds (`speed=auto`)."""
-    loss_scale: str
-    """The kind of `loss_scale=auto`."""
+    accelerated: bool | None  # As in `hardware`, for native 16-bit modes; null for others
+    substituted: list[OpName]  # Ops that a run computes in float32 and rounds (`speed=auto`)
+    loss_scale: str  # The kind of `loss_scale=auto`
     products_of_8_bits: bool = False
     """Its native matmuls have factors of 8 bits: their rate is not among the measured ones."""
 
@@ -195,8 +174,7 @@ class Measured:
     machine: Machine
     versions: dict[str, str | None]
     """Those of a record, and of cuda and cudnn; null for a missing one."""
-    threads: int
-    """Threads of the CPU rates: fewer than PyTorch's if other processes use the cores."""
+    threads: int  # Threads of the CPU rates: fewer than PyTorch's if other processes use the cores
     rates: list[Rate]
     copy: Copy
     modes: list[Mode]
@@ -211,12 +189,10 @@ class Examination(Measured):
     mprun_version: str
     git_commit: str | None
     budget_s: float
-    measured_s: float
-    """How long the rates took."""
+    measured_s: float  # How long the rates took
     findings: list[MachineFinding]
     conclusions: list[Conclusion]
-    roofline: Roofline | None = None
-    """Of a recipe's step, where a recipe was named."""
+    roofline: Roofline | None = None  # Of a recipe's step, where a recipe was named
     formats: list[FormatGains] | None = None
     """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without a recipe,
     empty where the device multiplies none."""
@@ -228,8 +204,7 @@ OP_NAMES: dict[OpName, str] = {
     "convolution_backward": "conv backward",
 }
 
-TERA = 10_000
-"""From this many GFLOP/s, rates are shown in TFLOP/s."""
+TERA = 10_000  # From this many GFLOP/s, rates are shown in TFLOP/s
 
 ELSEWHERE = "the output of doctor.json=true"
 

@@ -29,16 +29,15 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
-"""Allocators that may be loaded in glibc's place."""
+OTHERS = ("jemalloc", "tcmalloc", "mimalloc")  # Allocators that may be loaded in glibc's place
 
+# glibc as it is, glibc that keeps its memory, and a C library that is not glibc
 GLIBC, STEADY, SYSTEM = "glibc", "glibc-steady", "system"
-"""glibc as it is, glibc that keeps its memory, and a C library that is not glibc."""
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER = -1  # the largest size, as an int
+# From this threshold on, an environment that also maps no blocks counts as steady
 TRIM_BYTES = 1 << 30
-"""From this threshold on, an environment that also maps no blocks counts as steady."""
 
 BLOCKS, BLOCK_BYTES = 5, 4 * 2**20  # 1,024 faults of 4 KiB, far above the clock's step
 

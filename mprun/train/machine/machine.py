@@ -42,6 +42,7 @@ from mprun.train.machine.conditions import CPUINFO, content, usable_cpus
 from mprun.train.machine.doctor_result import Cuda, GpuUnused, Machine, OneDnn
 from mprun.train.machine.heap import page_fault_us
 
+# Environment variables that change how fast PyTorch computes
 VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -52,7 +53,6 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "CUDA_VISIBLE_DEVICES",
 )
-"""Environment variables that change how fast PyTorch computes."""
 
 CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")  # in containers it is there without nvidia-smi
@@ -75,6 +75,7 @@ class InstructionNames(NamedTuple):
     cpuinfo: str
 
 
+# By architecture: the sets that decide which format is fast, by the names mprun shows
 INSTRUCTIONS: dict[str, dict[str, InstructionNames]] = {
     "x86_64": {
         "AVX2": InstructionNames("avx2", "avx2"),
@@ -91,8 +92,8 @@ INSTRUCTIONS: dict[str, dict[str, InstructionNames]] = {
         "SME": InstructionNames("sme", "sme"),
     },
 }
-"""By architecture: the sets that decide which format is fast, by the names mprun shows."""
 
+# By architecture and format: the sets any of which makes the format fast
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "bfloat16": ("AVX512-BF16", "AMX-BF16"),
@@ -100,7 +101,6 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"bfloat16": ("BF16",), "float16": ("FP16",)},
 }
-"""By architecture and format: the sets any of which makes the format fast."""
 
 SAME_ARCHITECTURE = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
@@ -257,8 +257,7 @@ def cpu_quota(root: Path) -> float | None:
         return None
 
 
-IDLE = 0.5
-"""The load average of an idle system."""
+IDLE = 0.5  # The load average of an idle system
 
 
 def is_busy(machine: Machine) -> bool:
@@ -279,8 +278,8 @@ def threads_to_measure(machine: Machine) -> int:
     return max(1, int(fit))
 
 
+# A random number that Linux draws when it starts; containers on one machine share it
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""A random number that Linux draws when it starts; containers on one machine share it."""
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf")
 
 

@@ -137,8 +137,7 @@ def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterato
         yield f"{', '.join(map(_words, substituted))} computed in float32 (speed=auto)"
 
 
-VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
-"""The levels of PyTorch's own kernels on x86."""
+VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}  # The levels of PyTorch's own kernels on x86
 
 
 def findings(measured: Measured) -> list[MachineFinding]:

@@ -37,23 +37,19 @@ from mprun.train.machine.doctor_result import FORMATS, Copy, Format, OpName, Rat
 from mprun.train.machine.machine import has_amx
 from mprun.train.machine.speed_choices import choose
 
+# Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval
 FEWEST, MOST = 6, 25
-"""Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""
-WARMUP = 2
-"""Calls made before an op is timed in rounds."""
-SMALL, LARGE = 0.3, 0.6
-"""Shares of the budget; copying takes the rest."""
+WARMUP = 2  # Calls made before an op is timed in rounds
+SMALL, LARGE = 0.3, 0.6  # Shares of the budget; copying takes the rest
 COPIES = 7  # an odd number has a middle one
-OPTIMIZER = "sgd"
-"""Any will do: memory formats do not depend on it."""
+OPTIMIZER = "sgd"  # Any will do: memory formats do not depend on it
 
 
 class Sizes(NamedTuple):
     """The sizes of the ops measured together."""
 
     side: int
-    images: tuple[int, int, int]
-    """[batch, channels, height and width] of a convolution's input."""
+    images: tuple[int, int, int]  # [batch, channels, height and width] of a convolution's input
 
     def ops(self) -> tuple[TimedOp, ...]:
         """The ops at these sizes, in the order of `doctor_result.OPS`."""
@@ -68,8 +64,7 @@ SIZES = {
     "cpu": (Sizes(256, (4, 32, 28)), Sizes(1024, (16, 64, 28))),
     "cuda": (Sizes(2048, (32, 64, 56)), Sizes(4096, (32, 256, 56))),
 }
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
-"""Larger than most caches."""
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}  # Larger than most caches
 
 
 class Case(NamedTuple):

@@ -35,12 +35,10 @@ from mprun.records.files import write_atomic
 class SpeedChoice:
     """The choices, with the names that records use."""
 
-    memory_format: str
-    """contiguous or channels_last."""
+    memory_format: str  # contiguous or channels_last
     optimizer_impl: str
     """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
-    compile: bool = False
-    """Whether `torch.compile` compiles the model."""
+    compile: bool = False  # Whether `torch.compile` compiles the model
 
     def __str__(self) -> str:
         parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
@@ -84,8 +82,7 @@ def choose(
 
 
 MAX_BYTES = 64 * 1024
-LOCK_TIMEOUT_S = 300.0
-"""A trial that takes longer is made once more."""
+LOCK_TIMEOUT_S = 300.0  # A trial that takes longer is made once more
 FORMATS = ("contiguous", "channels_last")
 IMPLEMENTATIONS = ("forloop", "foreach", "fused", "c", "inductor", "eager", "masters")
 
@@ -95,8 +92,7 @@ class KeptChoice:
     """What a trial found."""
 
     choice: SpeedChoice
-    reason: str
-    """A sentence about the trial."""
+    reason: str  # A sentence about the trial
 
 
 def read_choice(key: str) -> KeptChoice | None:

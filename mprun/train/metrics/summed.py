@@ -26,8 +26,7 @@ from mprun.precision import devices
 
 SCORES = ("logits", "out")
 TARGETS = ("labels", "label", "targets", "target", "y")
-IGNORED = -100
-"""Targets with this value are left out, as in PyTorch's cross-entropy."""
+IGNORED = -100  # Targets with this value are left out, as in PyTorch's cross-entropy
 
 
 def scores_and_targets(
@@ -279,13 +278,13 @@ class MeanAbsoluteError(SummedMetric):
         return total / elements if elements else math.nan
 
 
+# The metrics that a recipe may give by name
 SHIPPED: dict[str, type[SummedMetric]] = {
     "accuracy": Accuracy,
     "f1": F1,
     "perplexity": Perplexity,
     "mean_absolute_error": MeanAbsoluteError,
 }
-"""The metrics that a recipe may give by name."""
 
 
 def _named(value: object) -> str:

@@ -68,16 +68,14 @@ from mprun.watch.step_events import StepHooks, StepListener, entries, plain_opti
 
 logger = logging.getLogger("mprun")
 
+# A crash loses the lines of at most a second, and fast loops do not write at every step
 WRITE_EVERY_S = 1.0
-"""A crash loses the lines of at most a second, and fast loops do not write at every step."""
-MAX_NAMES = 20
-"""Of the gradients that are not finite: one NaN of the loss spoils all of them."""
+MAX_NAMES = 20  # Of the gradients that are not finite: one NaN of the loss spoils all of them
 NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
     "optimizer that were given to mprun.observe"
 )
-LOSS = ("the loss",)
-"""What is not finite, by name."""
+LOSS = ("the loss",)  # What is not finite, by name
 ON_NONFINITE = ("off", "report", "save")
 
 

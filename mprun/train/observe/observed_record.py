@@ -63,8 +63,7 @@ from mprun.watch.audit import Audit
 logger = logging.getLogger("mprun")
 
 REPORT = "report.txt"
-SOURCE = "observed"
-"""The data source of a loop that mprun does not own."""
+SOURCE = "observed"  # The data source of a loop that mprun does not own
 
 
 def first_summary(
@@ -162,8 +161,8 @@ def _implementation(optimizer: Optimizer) -> str:
 
 
 PREFIXES = {"validation": "validation", "val": "validation", "eval": "validation", "test": "test"}
+# Metrics whose better direction is known
 LOWER, HIGHER = ("loss", "perplexity", "mae"), ("accuracy", "f1")
-"""Metrics whose better direction is known."""
 
 
 def metric_of(given: str | tuple[str, str]) -> tuple[str, bool]:
@@ -317,12 +316,10 @@ class ObservedStep:
     skipped: bool = False
     data_time_ms: float | None = None
     """None after an evaluation, whose time cannot be told from the wait."""
-    calls: int = 0
-    """Of the model: one for each micro-batch."""
+    calls: int = 0  # Of the model: one for each micro-batch
     samples: int = 0
     timed: bool = True
-    values: dict[str, Tensor | float] = field(default_factory=dict)
-    """What the loop logged for it."""
+    values: dict[str, Tensor | float] = field(default_factory=dict)  # What the loop logged for it
     finite: list[Tensor | bool] = field(default_factory=list)
     """Whether each loss that went backward is finite."""
 

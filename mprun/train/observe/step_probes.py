@@ -48,10 +48,8 @@ class NonfiniteStep:
     """The first step with a NaN or an infinity."""
 
     step: int
-    names: tuple[str, ...]
-    """What was not finite, in the model's order, up to 20."""
-    file: Path | None
-    """The saved step, for `mprun replay`."""
+    names: tuple[str, ...]  # What was not finite, in the model's order, up to 20
+    file: Path | None  # The saved step, for `mprun replay`
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -92,8 +90,7 @@ def _values(x: Tensor) -> Tensor:
     return x.coalesce().values() if x.is_sparse else x
 
 
-CUSTOM = "custom"
-"""The name of a mode that no row of the table fits."""
+CUSTOM = "custom"  # The name of a mode that no row of the table fits
 
 
 class AutocastReader:
@@ -186,10 +183,10 @@ def _most(
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
+# The columns in which the modes differ
 TELLING = (
     *("param_dtype", "compute_dtype", "casting", "rounding", "rounding_scope", "tf32", "gemms"),
 )
-"""The columns in which the modes differ."""
 
 
 def mode_name(row: PrecisionRow) -> str:

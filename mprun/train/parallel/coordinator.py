@@ -37,12 +37,11 @@ from mprun.records.launch import Launch
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import GroupRanks, PeerLostError, lost
 
+# How long an exchange may take, PyTorch's default; a process that ends is noticed at once
 PATIENCE = timedelta(minutes=30)
-"""How long an exchange may take, PyTorch's default; a process that ends is noticed at once."""
+# How long a process that failed in a part of a job waits for the others to fail in it
 GRACE_S = 5.0
-"""How long a process that failed in a part of a job waits for the others to fail in it."""
-NOTE_S = 2.0
-"""How long to wait for the note of a process that failed."""
+NOTE_S = 2.0  # How long to wait for the note of a process that failed
 POLL_S = 0.02
 
 

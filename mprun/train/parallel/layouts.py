@@ -29,24 +29,20 @@ from mprun.train.parallel.ranks import Ranks
 class Outline(NamedTuple):
     """A state without its shards."""
 
-    state: Any
-    """The state; a tensor without values, on the device meta, stands for each shard."""
+    state: Any  # The state; a tensor without values, on the device meta, stands for each shard
     tied: dict[str, str] | None = None
     """Names of shards that are others under another name, to those others' names; None if the state
     has no shards."""
 
 
-Compute = Callable[[], tuple[Tensor, Any]]
-"""Runs a forward pass: its loss and its output."""
+Compute = Callable[[], tuple[Tensor, Any]]  # Runs a forward pass: its loss and its output
 
 
 class Layout:
     """One process with the whole model."""
 
-    kind = "none"
-    """none, ddp or fsdp2."""
-    combine: Combine = ALONE
-    """What the processes agree on norms and overflows by."""
+    kind = "none"  # none, ddp or fsdp2
+    combine: Combine = ALONE  # What the processes agree on norms and overflows by
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()

@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from mprun.precision import same_rounding
 from mprun.precision.gemms import has_own_products
 
+# Modules whose weights autocast casts wherever they are used
 CASTS_WEIGHTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules whose weights autocast casts wherever they are used."""
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that only hold others."""
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # Modules that only hold others
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

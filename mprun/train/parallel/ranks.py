@@ -22,8 +22,8 @@ from mprun.errors import MachineFailedError, text_of
 T = TypeVar("T")
 
 # PyTorch has no type for it: there is only the text of a `RuntimeError`.
+# What errors of gloo and NCCL say if another process is gone
 LOST = ("closed by peer", "reset by peer", "closed by remote", "broken pipe", "socket", "timed out")
-"""What errors of gloo and NCCL say if another process is gone."""
 
 
 class PeerLostError(MachineFailedError):
@@ -33,10 +33,8 @@ class PeerLostError(MachineFailedError):
 class Ranks:
     """One process, which agrees with itself. With several, `GroupRanks`."""
 
-    rank = 0
-    """The number of this process."""
-    size = 1
-    """How many there are."""
+    rank = 0  # The number of this process
+    size = 1  # How many there are
     waited_s = 0.0
     """Seconds that this process has spent on communication, waits for others included."""
     sees_waits = True

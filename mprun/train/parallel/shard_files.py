@@ -37,10 +37,10 @@ from torch.distributed.tensor import DTensor
 
 from mprun.train.parallel.ranks import lost
 
+# Files of each process, if its tensors are of one size: safetensors makes a file in memory before
+# it writes it. A file begins to be written when a sixteenth of the parts are in it, so it is larger
+# only where one tensor is.
 PIECES = 16
-"""Files of each process, if its tensors are of one size: safetensors makes a file in memory before
-it writes it. A file begins to be written when a sixteenth of the parts are in it, so it is larger
-only where one tensor is."""
 
 
 class DamagedShardsError(ValueError):

@@ -47,8 +47,7 @@ from mprun.train.parallel.layouts import GroupLayout, Outline
 from mprun.train.parallel.model_blocks import blocks_of, cast_modules
 from mprun.train.parallel.ranks import GroupRanks, Ranks
 
-Dtypes = tuple[torch.dtype, torch.dtype]
-"""What a module's parameters are stored and gathered in."""
+Dtypes = tuple[torch.dtype, torch.dtype]  # What a module's parameters are stored and gathered in
 
 
 class ShardCombine(Combine):

@@ -18,32 +18,24 @@ from typing import Any
 
 import msgspec
 
-UNSEEN = "an unseen kernel"
-"""The op of numbers that no op of PyTorch wrote."""
+UNSEEN = "an unseen kernel"  # The op of numbers that no op of PyTorch wrote
 VERDICTS = ("finding", "expected", "absorbed")
 LARGEST = {"float16": "65504", "bfloat16": "3.39e+38", "float32": "3.4e+38"}
-LINES_PER_STEP = 5
-"""Findings of one step that are reported one by one; the first ones matter most."""
-DETAILED = 100
-"""Distinct exceptions of each verdict whose details are stored; the rest is counted."""
+LINES_PER_STEP = 5  # Findings of one step that are reported one by one; the first ones matter most
+DETAILED = 100  # Distinct exceptions of each verdict whose details are stored; the rest is counted
 
 
 @dataclass(frozen=True)
 class TensorStats:
     """A tensor that an op read or made; without data only its dtype and shape are known."""
 
-    name: str
-    """Its name in the op's schema."""
+    name: str  # Its name in the op's schema
     dtype: str
     shape: tuple[int, ...]
-    low: float | None = None
-    """The least finite value."""
-    high: float | None = None
-    """The largest finite value."""
-    nan: int | None = None
-    """Number of NaN."""
-    inf: int | None = None
-    """Number of infinities, of both signs."""
+    low: float | None = None  # The least finite value
+    high: float | None = None  # The largest finite value
+    nan: int | None = None  # Number of NaN
+    inf: int | None = None  # Number of infinities, of both signs
 
     @property
     def max_abs(self) -> float | None:

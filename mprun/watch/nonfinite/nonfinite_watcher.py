@@ -61,10 +61,9 @@ from mprun.watch.nonfinite.op_call import (
 from mprun.watch.op_watcher import OpWatcher, RunOp
 
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
-DESCRIBED = 16
-"""Inputs of one op that are described: an op over lists has one for each parameter."""
+DESCRIBED = 16  # Inputs of one op that are described: an op over lists has one for each parameter
+# Ops that make 0 of an infinity and seldom mean it; `tanh`, `exp` and masks do mean it
 DIVISIONS = ("div", "addcdiv", "reciprocal", "rsqrt")
-"""Ops that make 0 of an infinity and seldom mean it; `tanh`, `exp` and masks do mean it."""
 
 
 # ---- the line of code ----------------------------------------------------------------------------
@@ -76,8 +75,8 @@ PYTHON = Path(sysconfig.get_path("stdlib"))
 # Installed packages lie inside of Python's library, and are the user's code.
 PACKAGES = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
 INTERACTIVE = ("<stdin>", "<ipython")
+# The code that calls a model in mprun's loop: no caller of it is the user's code
 LOOP = inspect.getfile(Precision)
-"""The code that calls a model in mprun's loop: no caller of it is the user's code."""
 
 
 class CodeLine(NamedTuple):
@@ -134,8 +133,7 @@ class OpResult(NamedTuple):
     name: str
     tensor: Tensor
     range: ValueRange | None
-    position: int = 0
-    """Its index among all results."""
+    position: int = 0  # Its index among all results
 
 
 @dataclass(eq=False)
@@ -145,10 +143,8 @@ class Origin:
     exception: FpException
     reached: dict[str, None] = field(default_factory=dict)
     """The values it spoiled that outlast the step, in order."""
-    divided_by: str | None = None
-    """The first op that divides by its infinity."""
-    lasts: bool = False
-    """Whether what it spoiled outlasts a skipped step, too."""
+    divided_by: str | None = None  # The first op that divides by its infinity
+    lasts: bool = False  # Whether what it spoiled outlasts a skipped step, too
 
     @property
     def deliberate(self) -> bool:

@@ -121,23 +121,22 @@ def stats(name: str, x: Tensor, known: ValueRange | None = None) -> TensorStats:
 
 aten = torch.ops.aten
 
+# Ops that write into a tensor without reading it
 OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
-"""Ops that write into a tensor without reading it."""
 
+# Prefixes of ops that do the same to each tensor of lists
 LISTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
-"""Prefixes of ops that do the same to each tensor of lists."""
 
 STATISTICS = ("running_mean", "running_var")
 
+# Arguments with bytes that a forward kernel left for its backward kernel. Their layout is that of
+# one dtype and library: oneDNN's LSTM in another dtype writes outside of its memory with them.
 WORKSPACES = ("workspace", "reserve", "reserveSpace")
-"""Arguments with bytes that a forward kernel left for its backward kernel. Their layout is that of
-one dtype and library: oneDNN's LSTM in another dtype writes outside of its memory with them."""
 
-LARGEST = 2**26
-"""Elements of an op's inputs up to which it is run again: half a GiB in float64."""
+LARGEST = 2**26  # Elements of an op's inputs up to which it is run again: half a GiB in float64
 
+# Name in the schema, tensor, and its range before the op where the op wrote to it
 NamedTensor = tuple[str, Tensor, ValueRange | None]
-"""Name in the schema, tensor, and its range before the op where the op wrote to it."""
 
 
 class OpSpec(NamedTuple):
@@ -145,14 +144,10 @@ class OpSpec(NamedTuple):
 
     makes_numbers: bool
     """Whether its results are inspected: not views, not memory without numbers in it yet."""
-    written: tuple[tuple[int, str], ...]
-    """Position and name of the arguments it writes to."""
-    reads_written: bool
-    """Whether it reads those as well."""
-    listwise: bool
-    """Whether it does the same to each tensor of lists."""
-    first_alone: bool
-    """Whether only the first result matters."""
+    written: tuple[tuple[int, str], ...]  # Position and name of the arguments it writes to
+    reads_written: bool  # Whether it reads those as well
+    listwise: bool  # Whether it does the same to each tensor of lists
+    first_alone: bool  # Whether only the first result matters
     runs_again: bool
     """Whether it gives the same in another dtype: not with random numbers or a workspace."""
 

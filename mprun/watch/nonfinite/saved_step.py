@@ -59,13 +59,12 @@ UNSAVED = "mprun: not saved"
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-SMALL_BYTES = 2**16
-"""Floating buffers up to this size are copied in every step."""
+SMALL_BYTES = 2**16  # Floating buffers up to this size are copied in every step
+# Calls of one step that are remembered, the last ones: a loop that never steps must not collect its
+# inputs for ever
 MAX_CALLS = 256
-"""Calls of one step that are remembered, the last ones: a loop that never steps must not collect
-its inputs for ever."""
+# Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer
 MAX_CHECKED = 2**20
-"""Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer."""
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -75,11 +74,9 @@ MAX_CHECKED = 2**20
 class AutocastState:
     """The state of autocast for a kind of device."""
 
-    device: str
-    """cpu, cuda, ..."""
+    device: str  # cpu, cuda, ..
     enabled: bool
-    dtype: str
-    """PyTorch's name without the package."""
+    dtype: str  # PyTorch's name without the package
 
 
 @dataclass
@@ -90,8 +87,7 @@ class SavedCall:
     kwargs: dict[str, Any]
     needs_grad: list[bool]
     """Whether each tensor in `args` and `kwargs`, in their order, required a gradient."""
-    random: dict[str, Any]
-    """The random states before it; see `RandomSnapshot`."""
+    random: dict[str, Any]  # The random states before it; see `RandomSnapshot`
     autocast: list[AutocastState]
     output_grads: list[list[Tensor]]
     """Per tensor in the output that needs a gradient: those that backward passes brought it."""
@@ -104,32 +100,23 @@ class SavedStep:
     format: str
     format_version: int
     step: int
-    reason: str
-    """Why it was saved."""
-    model: str
-    """The class of the model."""
-    optimizers: list[str]
-    """The class of each optimizer."""
-    device: str
-    """Of the model."""
+    reason: str  # Why it was saved
+    model: str  # The class of the model
+    optimizers: list[str]  # The class of each optimizer
+    device: str  # Of the model
     threads: int
-    versions: dict[str, str]
-    """Of python, torch and mprun."""
-    parameters: dict[str, Tensor]
-    """By the names of `Module.named_parameters`."""
+    versions: dict[str, str]  # Of python, torch and mprun
+    parameters: dict[str, Tensor]  # By the names of `Module.named_parameters`
     buffers: dict[str, Tensor]
     """By the names of `Module.named_buffers`, as they were before the first call."""
-    frozen: list[str]
-    """Parameters that do not need gradients."""
+    frozen: list[str]  # Parameters that do not need gradients
     in_evaluation: list[str]
     """Modules that are not in training mode; the model itself is the empty name."""
     calls: list[SavedCall]
-    batches: list[Any]
-    """Those that the loop gave; empty if it gave none."""
+    batches: list[Any]  # Those that the loop gave; empty if it gave none
     autocast: str | None
     """The dtype of autocast inside of the model; None without it, or where it is not known."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be saved as it was."""
+    notes: list[str] = field(default_factory=list)  # What could not be saved as it was
 
     def as_plain(self) -> dict[str, Any]:
         """For `torch.save`."""
@@ -271,13 +258,10 @@ class RandomSnapshot(NamedTuple):
     states are 2.5 kB each.
     """
 
-    cpu: Tensor
-    """uint8, as of `torch.get_rng_state`."""
-    devices: dict[str, Tensor]
-    """An accelerator (`cuda:0`) to its state."""
+    cpu: Tensor  # uint8, as of `torch.get_rng_state`
+    devices: dict[str, Tensor]  # An accelerator (`cuda:0`) to its state
     python: tuple[Any, ...]
-    numpy: Any
-    """None where NumPy's was not in use."""
+    numpy: Any  # None where NumPy's was not in use
 
     def as_plain(self) -> dict[str, Any]:
         """As tensors, lists and numbers."""

@@ -39,10 +39,8 @@ from mprun.watch.step_events import StepListener
 class StateTensor(NamedTuple):
     """A tensor that outlasts a step."""
 
-    label: str
-    """Its name in reports: `parameter fc1.weight`, `exp_avg of fc1.weight`."""
-    owner: str
-    """The name of its parameter, or its own."""
+    label: str  # Its name in reports: `parameter fc1.weight`, `exp_avg of fc1.weight`
+    owner: str  # The name of its parameter, or its own
     tensor: Tensor
 
 
@@ -219,16 +217,15 @@ def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str |
 
 
 OUTPUT = "the model's output"
-REACHED = 50
-"""How many of the tensors that an exception spoiled are named."""
+REACHED = 50  # How many of the tensors that an exception spoiled are named
 ACTIONS = ("log", "halt", "skip")
+# Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
+# by then, and no gradient needs one below 1
 HALT_AFTER = 20
-"""Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
-by then, and no gradient needs one below 1."""
 
 
+# Exceptions of this process to those of all
 Share = Callable[[Iterable[FpException]], tuple[FpException, ...]]
-"""Exceptions of this process to those of all."""
 
 
 @dataclass(frozen=True)
@@ -236,16 +233,12 @@ class StepOutcome:
     """The exceptions of a step, and the response to them."""
 
     step: int
-    skipped: bool
-    """Whether dynamic loss scaling skipped it."""
-    exceptions: tuple[FpException, ...]
-    """In the order they arose, each with its verdict."""
+    skipped: bool  # Whether dynamic loss scaling skipped it
+    exceptions: tuple[FpException, ...]  # In the order they arose, each with its verdict
     new_findings: tuple[FpException, ...] = ()
     """Those that are findings, and the first of their kind."""
-    dropped: bool = False
-    """Whether model and optimizer are as they were before the step."""
-    stop_reason: str | None = None
-    """Why training should end; None where it should continue."""
+    dropped: bool = False  # Whether model and optimizer are as they were before the step
+    stop_reason: str | None = None  # Why training should end; None where it should continue
 
     def of(self, verdict: str) -> list[FpException]:
         """The exceptions of a verdict."""

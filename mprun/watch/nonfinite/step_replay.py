@@ -35,12 +35,11 @@ from mprun.watch.nonfinite.saved_step import SavedCall, SavedStep, restore_rando
 from mprun.watch.nonfinite.step_monitor import StepMonitor
 from mprun.watch.step_events import StepListener
 
+# `step(model, batch)`: runs the model on a batch and returns the loss, or goes backward itself
 StepFunction = Callable[[nn.Module, Any], Any]
-"""`step(model, batch)`: runs the model on a batch and returns the loss, or goes backward itself."""
 
 OF_LOSS = "the gradient that the loss sends"
-NAMED = 3
-"""The number of names that a message lists before it counts the rest."""
+NAMED = 3  # The number of names that a message lists before it counts the rest
 
 
 class StepMisfitError(ValueError):
@@ -52,12 +51,9 @@ class ReplayedStep:
     """What the replay of a step showed."""
 
     saved: SavedStep
-    report: NonfiniteReport
-    """All exceptions."""
-    cause: FpException | None
-    """The one that all began with; None if every number was finite."""
-    notes: tuple[str, ...]
-    """How the replay differs from the step."""
+    report: NonfiniteReport  # All exceptions
+    cause: FpException | None  # The one that all began with; None if every number was finite
+    notes: tuple[str, ...]  # How the replay differs from the step
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -14,8 +14,7 @@ _PLOTS: dict[str, Callable[[Comparison], Plot | None]] = {
     "difference": differences,
     "loss": losses,
 }
-NAMES = tuple(_PLOTS)
-"""Every plot there may be, in the report's order."""
+NAMES = tuple(_PLOTS)  # Every plot there may be, in the report's order
 
 
 def draw(comparison: Comparison, names: Collection[str] = NAMES) -> list[Plot]:

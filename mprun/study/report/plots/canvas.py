@@ -35,8 +35,8 @@ from mprun.study.compare.comparison import Comparison, Variant
 from mprun.study.report import cells
 from mprun.study.report.theme import LIGHT, VARIABLES, colour, marker
 
+# On a phone, 390 pixels wide, 8.5 points of a figure of this width read as 10 pixels
 WIDTH_IN = 4.2
-"""On a phone, 390 pixels wide, 8.5 points of a figure of this width read as 10 pixels."""
 
 PNG_DPI = 220
 # Dates and versions are left out of the files: the same runs give the same bytes.
@@ -45,15 +45,14 @@ NO_METADATA: dict[str, dict[str, Any]] = {
     "svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
 }
 
+# The text around a picture file: its size, and as many letters of it as fit an inch
 FRAME_POINTS, LINE_SPACING, LETTERS_PER_IN, MARGIN_IN = 8.5, 1.3, 13, 0.1
-"""The text around a picture file: its size, and as many letters of it as fit an inch."""
 
 SVG = "{http://www.w3.org/2000/svg}"
 XLINK = "{http://www.w3.org/1999/xlink}href"
 
 MAX_LABEL = 30
-MAX_LEGEND_LABEL = 20
-"""Two names stand side by side in a legend."""
+MAX_LEGEND_LABEL = 20  # Two names stand side by side in a legend
 
 
 class Plot(NamedTuple):
@@ -63,10 +62,8 @@ class Plot(NamedTuple):
     title: str
     caption: str
     """The plot's content, with n and the meaning of bars and bands; or why there is no plot."""
-    notes: tuple[str, ...] = ()
-    """Data that is missing from it."""
-    svg: str = ""
-    """An element for a page; empty without a drawing."""
+    notes: tuple[str, ...] = ()  # Data that is missing from it
+    svg: str = ""  # An element for a page; empty without a drawing
     png: bytes = b""
 
     def drawn(self, alt: str, draw: Callable[[], Figure]) -> Plot:
@@ -97,8 +94,7 @@ class PictureFrame(NamedTuple):
     """What a picture file has around its drawing. A page has its own text around it."""
 
     title: str
-    caption: str
-    """The meaning of colours, lines and marks, and the number of runs or steps."""
+    caption: str  # The meaning of colours, lines and marks, and the number of runs or steps
 
 
 def picture_files(name: str, frame: PictureFrame, draw: Callable[[], Figure]) -> dict[str, bytes]:

@@ -26,17 +26,13 @@ from mprun.study.report.plots.canvas import Plot, name_panel, panels, seeds, spr
 from mprun.study.report.theme import LIGHT, colour, marker
 
 Column = NDArray[np.float64]
-Curve = tuple[Column, Column]
-"""Steps, and the loss at each; NaN where a line of the log lacks one."""
+Curve = tuple[Column, Column]  # Steps, and the loss at each; NaN where a line of the log lacks one
 
-LOSSES_FACTOR = 20.0
-"""Losses farther apart than this are drawn on a logarithmic axis."""
+LOSSES_FACTOR = 20.0  # Losses farther apart than this are drawn on a logarithmic axis
 
-MAX_POINTS = 150
-"""Points of a curve."""
+MAX_POINTS = 150  # Points of a curve
 
-MAX_MARKS = 25
-"""The most validation losses drawn of a variant; of more, every second, third, ..."""
+MAX_MARKS = 25  # The most validation losses drawn of a variant; of more, every second, third, ..
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -56,8 +52,7 @@ class Band(NamedTuple):
     middle: Column
     low: Column
     high: Column
-    width: int
-    """Steps in one point."""
+    width: int  # Steps in one point
 
 
 class VariantLosses(NamedTuple):
@@ -65,10 +60,8 @@ class VariantLosses(NamedTuple):
 
     runs: list[RunLosses]
     band: Band | None
-    validation: Curve | None
-    """The medians over runs."""
-    x_unit: float
-    """A step on the axis: 1, or its share of an epoch."""
+    validation: Curve | None  # The medians over runs
+    x_unit: float  # A step on the axis: 1, or its share of an epoch
 
 
 def read(runs: Sequence[Run]) -> tuple[list[RunLosses], list[str]]:

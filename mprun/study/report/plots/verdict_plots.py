@@ -24,8 +24,8 @@ from mprun.study.report.plots.canvas import (
 )
 from mprun.study.report.theme import LIGHT, colour
 
+# Times are drawn on a logarithmic axis if the largest is more than this factor above the least
 TIMES_FACTOR = 8.0
-"""Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
 
 
 def against_time(comparison: Comparison) -> Plot:
@@ -86,8 +86,7 @@ def differences(comparison: Comparison) -> Plot | None:
 class _Point(NamedTuple):
     """A variant in the plot of metric against time, in the units shown."""
 
-    row: int
-    """In the table."""
+    row: int  # In the table
     variant: Variant
     step: StepPercentiles
     metric: float
