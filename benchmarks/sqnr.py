@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mprun.config import compose
-from mprun.inspect.tolerance import sqnr_db
 from mprun.precision import backend_flags
+from mprun.precision.sqnr import sqnr_db
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.machine.machine import cpu_name
 

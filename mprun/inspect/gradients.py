@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from mprun.inspect.histograms import BLOCK, Histogram
-from mprun.inspect.tolerance import ratio_db
 from mprun.precision._torch import node_number, outside_of_modes
 from mprun.precision.formats import (
     BF16,
@@ -45,6 +44,7 @@ from mprun.precision.formats import (
     exponent,
     quantise,
 )
+from mprun.precision.sqnr import ratio_db
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
 

@@ -33,18 +33,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mprun.config import compose
 from mprun.errors import MprunError
 from mprun.inspect.machine_examination import examine, format_of
-from mprun.inspect.roofline_result import (
-    NO_LAYERS,
-    NO_UNITS,
-    PAYS_FROM,
-    FormatGains,
-    LayerGain,
-    LayerGains,
-    Roofline,
-    Shape,
-    format_parts,
-    roofline_parts,
-)
 from mprun.precision.gemms import (
     RECIPES,
     convert_natively,
@@ -68,6 +56,18 @@ from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.machine.doctor_result import DoctorSettings, Examination, renderables
 from mprun.train.machine.heap import steady_heap
 from mprun.train.machine.measure import spread
+from mprun.train.machine.roofline_result import (
+    NO_LAYERS,
+    NO_UNITS,
+    PAYS_FROM,
+    FormatGains,
+    LayerGain,
+    LayerGains,
+    Roofline,
+    Shape,
+    format_parts,
+    roofline_parts,
+)
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
 PASSES = 20  # the fastest of so many passes of a layer is hardly disturbed

@@ -11,14 +11,6 @@ import torch
 
 from mprun.errors import RunFailedError, UsageError
 from mprun.inspect import step_roofline
-from mprun.inspect.roofline_result import (
-    FormatGains,
-    Roofline,
-    Shape,
-    roofline_parts,
-    summary,
-    verdicts,
-)
 from mprun.inspect.step_roofline import (
     ABOVE_THE_ROOF,
     EMULATED,
@@ -34,6 +26,14 @@ from mprun.precision.gemms import RECIPES
 from mprun.records.reader import read_json
 from mprun.records.run_record import StepTimes
 from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination
+from mprun.train.machine.roofline_result import (
+    FormatGains,
+    Roofline,
+    Shape,
+    roofline_parts,
+    summary,
+    verdicts,
+)
 from tests.schema import conforms
 from tests.train.machine import AVX2_ONLY, examination, measured
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mprun.inspect.gradients import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.inspect.histograms import histogram
-from mprun.inspect.tolerance import ratio_db, sqnr_db
 from mprun.precision.formats import (
     BY_NAME,
     E2M1,
@@ -26,6 +25,7 @@ from mprun.precision.formats import (
     Format,
     quantise,
 )
+from mprun.precision.sqnr import ratio_db, sqnr_db
 from mprun.records.mode_names import FURTHER_FORMATS
 from tests.precision.test_formats import cast
 

@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from mprun.inspect.roofline_result import FormatGains, Roofline
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import counted, size_text
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Number
 from mprun.records.run_record import Hardware
+from mprun.train.machine.roofline_result import FormatGains, Roofline
 
 SCHEMA_VERSION = 2
 
