@@ -151,6 +151,8 @@ def test_fields_that_are_named_exist() -> None:
     keys = {*leaves(), *fields([x for command in COMMANDS for x in command.settings])}
     sections = {key.partition(".")[0] for key in keys if "." in key} - {"preset"}
     for page in PAGES:
+        if page.name == "CHANGELOG.md":  # it names what went, too
+            continue
         for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):
             if not name.startswith("recipe.model."):
                 where = f"{page}: {name}"
