@@ -11,13 +11,13 @@ import pytest
 FILES = {
     "inspect/width.py": """
 from mprun.records.result import Result
-from mprun.records.result.width_result import WidthSettings, width_table
+from mprun.inspect.width_result import WidthSettings, width_table
 
 
 def width_of(name: str, settings: WidthSettings) -> Result:
     return Result({"width": settings.bits}, [f"{name} is narrow", width_table(settings.bits)])
 """,
-    "results/width_result.py": '''
+    "inspect/width_result.py": '''
 from dataclasses import dataclass
 
 from mprun.records.console.fitted_table import FittedTable, figure_column
@@ -44,7 +44,7 @@ from collections.abc import Sequence
 
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.records.result import show
-from mprun.records.result.width_result import WidthSettings
+from mprun.inspect.width_result import WidthSettings
 
 COMMAND = Command("width", (WidthSettings,))
 

@@ -56,7 +56,7 @@ PLAIN = ["device=cpu", "speed=plain", "train.lr=0.1", "train.optimizer.name=sgd"
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs do not measure the memory of a step, which takes as long; `mprun memory` does so."""
-    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+    monkeypatch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
 
 
 def recipe(train: str, rest: str = '"validation": None', more: str = "") -> str:

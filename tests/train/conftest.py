@@ -12,7 +12,7 @@ from tests.server import Server
 
 FORKING = """
 import json, os, sys
-import mprun.run
+import mprun.train.run
 from mprun.cli.main import main
 from mprun.data import sources
 from mprun.train.loop import Trainer
