@@ -15,11 +15,11 @@ FORKING = """
 import json, os, resource, signal, sys, time
 import torch, mprun.train.run
 from mprun.cli.main import main
-from mprun.data import sources
+from mprun.train.data import sources
 
 sources.TRAIN_SAMPLES = 2048
 sources.draw()
-mprun.train.run.footprint = lambda *_: ({}, None)  # the memory of a step takes as long as a short run
+mprun.train.run.footprint = lambda *_: ({}, None)  # takes as long as a short run
 sync, apply = os.fsync, torch.nn.Sequential.forward
 
 def slow_sync(descriptor):

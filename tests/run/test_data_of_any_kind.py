@@ -313,14 +313,6 @@ def test_mistakes_are_one_line(
     assert "Traceback" not in error
 
 
-def test_batches_of_another_structure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    more = "def odd(rows): return default_collate(rows) if len(rows) > 2 else {'x': rows[0][0]}"
-    train = "DataLoader(TensorDataset(*samples()), 4, collate_fn=odd)"
-    assert main([recipe(train, more=more), "train.epochs=1", *PLAIN]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "the data gave a batch that is a dict of x, after one that was a list" in error
-
-
 def test_ctrl_c_ends_a_run_with_workers(forking: Forking) -> None:
     words = [recipe(WORKERS), *PLAIN, "train.epochs=1000", "run.dir=stopped"]
     pid = forking.start(words, Path.cwd(), {"SLOW_DISK": "yes"})

@@ -14,7 +14,7 @@ FORKING = """
 import json, os, sys
 import mprun.train.run
 from mprun.cli.main import main
-from mprun.data import sources
+from mprun.train.data import sources
 from mprun.train.loop import Trainer
 
 step = Trainer.optimizer_step

@@ -36,7 +36,7 @@ import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, m
 import mprun.train.assemble.speed_trial, mprun.cli.run_view, mprun.study.planned_run
 import mprun.train.parallel.shards, mprun.recipes.mnist, mprun.study.report.tables
 from mprun.config import compose
-from mprun.data import sources
+from mprun.train.data import sources
 from mprun.study.report import plots
 from tests.train.parallel import planted
 
