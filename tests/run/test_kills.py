@@ -83,9 +83,10 @@ class Victim:
         return any(self.folder.glob(".summary.json.*"))
 
     def check_whole(self, other: Victim) -> None:
-        """It is the other run, bit for bit, and nothing else is left."""
+        """It is the other run, bit for bit, and nothing else is left in its folder."""
         assert_same_run(self.folder, other.folder)
-        assert not [*self.folder.rglob(".*.tmp"), *self.cache.rglob("compiling-*")]
+        # a compiler's folder in the cache goes by its age: tests/precision/kernels/test_kernels.py
+        assert not [*self.folder.rglob(".*.tmp")]
 
     def check_readable(self) -> None:
         """Each file that is there is whole."""
