@@ -212,7 +212,7 @@ class MemoryRecorder(OpWatcher, StepListener):
     def _end(self) -> None:
         """The step is over: storages that die from now on are not counted."""
         self._classify_buffers()  # a module may have put new ones in their place
-        for finalizer in self._finalizers:  # they would keep the model alive
+        for finalizer in self._finalizers:  # they refer to this recorder, and it to the model
             finalizer.detach()
         self._finalizers.clear()
         self._alive.clear()
@@ -229,6 +229,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         result = run()
         if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
             result.untyped_storage().resize_(args[0].nbytes)
+        # The forward pass of a further micro-batch makes activations again
         self._went_backward = back or (self._went_backward and context.phase != "forward")
         later = self._went_backward or context.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _owner_of(context)
@@ -274,7 +275,7 @@ class MemoryRecorder(OpWatcher, StepListener):
                     storage.shape = tuple(tensor.shape)
 
     def _register(self, tensor: Tensor, category: str, owner: str) -> Sequence[LiveStorage]:
-        if names := _parts(tensor):
+        if names := _parts(tensor):  # such as torchao's 8-bit state: codes and scales
             parts = [self._register(getattr(tensor, name), category, owner) for name in names]
             return [storage for part in parts for storage in part]
         if not _has_storage(tensor) or (self._devices and tensor.device not in self._devices):

@@ -1,4 +1,4 @@
-"""What happens in a training step: who is notified, and where it is found out.
+"""What happens in a training step: which events there are, and how they are observed.
 
 `StepListener` names the events. Two sources notify of them, at two prices:
 
@@ -79,14 +79,14 @@ class StepListener:
         """The first forward pass begins."""
 
     def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
-        """The model is called to train it, or the loop says that a micro-batch is ready."""
+        """The model is called to train it, or the loop notifies that a micro-batch is ready."""
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """A module is called, and not by another one: the model, or a part called by itself.
 
         `StepTracker` notifies of every such call: also where nothing trains, and where activation
         checkpointing recomputes a part in the backward pass. `StepHooks` notifies of those that
-        train, and before it says that a step begins: this time is not part of the step.
+        train, and before `on_step_begin`: this time is not part of the step.
 
         Args:
             path: of the module, empty for the model; from `StepHooks` empty for a part as well.
@@ -145,7 +145,9 @@ class StepTracker:
             for path, module in model.named_modules():
                 begin, end = self._module_hooks(path, listeners)
                 handles += (
+                    # first, so that ops of the module's other hooks are known to be its own
                     module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+                    # also where `forward` raises: every path that is entered must be left
                     module.register_forward_hook(end, always_call=True),
                 )
             before, after = self._step_hooks(listeners)
@@ -199,6 +201,7 @@ class StepTracker:
         """
         threads = [threading.get_ident()] if own_thread else list(self._made)
         for thread in threads:
+            # `limits` are ascending: the first one above the node ends the span with this node
             limits, modules = self._made.get(thread, ([], []))
             i = bisect_right(limits, node)
             if i < len(limits) and modules[i] is not None:
@@ -276,7 +279,7 @@ class StepHooks:
         """What is called at each event: a method that does nothing costs a step nothing."""
         self._in_step = False
         self._loop_counts = False
-        """Whether the loop tells its calls (`begin_call`)."""
+        """Whether the loop notifies of its calls (`begin_call`)."""
         self._training: bool | None = None
         """The mode of the first forward pass with gradients."""
         self._in_call = False
@@ -336,6 +339,7 @@ class StepHooks:
         self._in_call = False
         if in_backward():
             return
+        # Validation between steps runs in the other mode, also where its gradients are left on
         if self._training is None and torch.is_grad_enabled():
             self._training = module.training
         if module.training != self._training or not torch.is_grad_enabled():
@@ -360,6 +364,7 @@ class StepHooks:
 
     def _on_updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler, for fused optimizers
+        # On a GPU the flag is not read: the host would wait for the device at every step
         taken = overflow is None or overflow.device.type != "cpu" or not overflow.item()
         self._notify("on_update_end", optimizer)
         self._end_update(optimizer, taken)
@@ -421,6 +426,7 @@ def entries(model: nn.Module) -> list[nn.Module]:
 
 def _outside_of_graphs(hook: Callable[..., None], module: nn.Module) -> Callable[..., None]:
     """The hook, which `torch.compile` must not trace: of this module, or of one around it."""
+    # `torch.compiler.disable` imports the compiler (1.3 s): not while nothing has compiled anything
     compiles = compiles_itself(module) or "torch._dynamo" in sys.modules
     return torch.compiler.disable(hook) if compiles else hook
 

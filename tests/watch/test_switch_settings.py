@@ -14,8 +14,8 @@ from torch import nn
 
 import mprun
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
-from mprun.watch import switch_settings as module
-from mprun.watch.switch_settings import (
+from mprun.watch import audit as module
+from mprun.watch.audit import (
     ATTENTION,
     LIBRARY_VARIABLES,
     MATMULS,
@@ -45,7 +45,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def in_a_fresh_process(**variables: str) -> dict[str, list[str]]:
     """Name to value and who set it."""
     code = (
-        "import json; from mprun.watch.switch_settings import switch_settings as s; "
+        "import json; from mprun.watch.audit import switch_settings as s; "
         "print(json.dumps({x.name: [x.value, x.set_by] for x in s({'cpu', 'cuda'})}))"
     )
     names = {TF32_BY_ENVIRONMENT, *(n for v in LIBRARY_VARIABLES.values() for n in v)}

@@ -161,10 +161,3 @@ def test_sparse_gradients() -> None:
     layer(torch.tensor([1, 3])).sum().backward()
     change = exact_updates(torch.optim.SGD(layer.parameters(), lr=0.5))[layer.weight].change
     assert change[:, 0].tolist() == [0, -0.5, 0, -0.5, 0]
-
-
-def test_a_step_that_needs_a_closure_is_refused() -> None:
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    with pytest.raises(TypeError, match="closure"):
-        exact_updates(torch.optim.LBFGS([p]))
