@@ -97,7 +97,6 @@ class Passes:
         model: its parameters are float32, or float64 for a model that wants them so.
         loss: `loss(output, target)`, a scalar; it gets float32 outputs.
         batches: inputs and target each, on the model's device.
-        seed: of the random numbers that the model may draw; the same in each pass.
         forward: gives the model's output for the inputs of a batch.
 
     Raises:
@@ -109,7 +108,6 @@ class Passes:
         model: nn.Module,
         loss: Loss,
         batches: Iterable[Batch],
-        seed: int = 0,
         forward: Forward = call,
     ) -> None:
         self.model = model
@@ -119,7 +117,6 @@ class Passes:
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
         self._loss = loss
-        self._seed = seed
         self._policy = policy("fp32")
         if not self.batches:
             raise NotMeasurableError("there is no batch to measure on")
@@ -144,7 +141,7 @@ class Passes:
         precision = Precision(
             self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
         )
-        with ready(self.model, self._seed), plan.applied_to(self.model):
+        with ready(self.model), plan.applied_to(self.model):
             try:
                 loss, _ = forward_backward(
                     precision,
@@ -186,7 +183,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """`model` trains, without dropout and gradients; its state is restored afterwards."""
+    """`model` trains, without dropout and gradients; its state is restored afterwards.
+
+    Args:
+        model: the model.
+        seed: of the random numbers that it may draw: equal in passes that are compared.
+    """
     training = [m for m in model.modules() if m.training]
     buffers = [
         (m, name, b, b.detach().clone())

@@ -73,7 +73,6 @@ Updates = dict[nn.Parameter, ExactUpdate]
 # Of the counts of `lost_updates`
 RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
 
-
 PYTORCH = "PyTorch's default"
 PROGRAM = "the program"
 # Device to the names in `torch.backends` whose `fp32_precision` concerns it
@@ -99,6 +98,7 @@ LIBRARY_VARIABLES = {
     ),
     "cpu": ONEDNN_MODES,
 }
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ATTENTION = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
 MATMULS = "torch.get_float32_matmul_precision()"
 # PyTorch's own; `none` for the other switches
@@ -253,9 +253,8 @@ def _layers(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
         if not held:
             continue
         dtype = dtype_name(held[0].dtype)
-        if (
-            "norm" in type(module).__name__.lower()
-        ):  # by name: libraries have an RMSNorm of their own
+        # By name: libraries have an RMSNorm of their own
+        if "norm" in type(module).__name__.lower():
             kind = "norm_in_16_bits"
             text = f"its weights start at 1, of which {dtype} loses small updates"
         elif isinstance(module, nn.Embedding):
@@ -349,7 +348,9 @@ def switch_findings(model: nn.Module, computed: set[torch.dtype]) -> Iterator[Au
         name = "torch.backends.cuda.matmul.allow_fp16_accumulation"
         text = f"float16 matmuls accumulate in float16, which ends at 65504: {name} is on"
         yield _reduction("", text, name)
-    attention = next((n for n, m in model.named_modules() if _is_attention(m)), None)
+    # By name, as models have attention classes of their own
+    kinds = ((name, type(module).__name__.lower()) for name, module in model.named_modules())
+    attention = next((name for name, kind in kinds if "attention" in kind), None)
     if low and attention is not None and _attention_is_reduced():
         text = f"attention by plain matmuls accumulates in 16 bits: {ATTENTION} is on"
         yield _reduction(attention, text, f"{ATTENTION}(False)")
@@ -374,7 +375,8 @@ def _float32(model: nn.Module) -> Iterator[AuditFinding]:
         name = f"torch.backends.mkldnn.{op}.fp32_precision"
         setting = _onednn_setting(name, _precision(f"mkldnn.{op}"))
         bits = _onednn_bits(setting, op)
-        if bits and (op == "matmul" or any(map(_is_convolution, model.modules()))):
+        convolves = any(isinstance(m, CONVOLUTIONS) for m in model.modules())
+        if bits and (op == "matmul" or convolves):
             text = f"float32 {what} on the CPU have {bits} bits of precision instead of 23"
             yield _tf32(text, setting, f"{name} = 'ieee'")
 
@@ -446,12 +448,3 @@ def _matmul_precision() -> str | None:
 
 def _attention_is_reduced() -> bool:
     return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
-
-
-def _is_attention(module: nn.Module) -> bool:
-    # By name, as models have attention classes of their own
-    return "attention" in type(module).__name__.lower()
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))

@@ -7,24 +7,6 @@
     StepHooks     hooks of the model and of its optimizers, for loops that mprun does not own and
                   does not slow down. It finds where steps begin and end
 
-An op below autograd knows neither its module nor its phase. Hooks keep the path of the module whose
-forward pass runs. An op of the backward pass belongs to the module whose forward pass made its
-autograd node. Autograd numbers its nodes in the order they are made, and knows which node runs. So
-the tracker notes the next number whenever a module begins or ends, and knows which module made
-which numbers.
-
-For `StepHooks` a step lasts from the first forward pass to the end of the optimizer's `step()`:
-
-    forward pre-hook      of the model, or of a part that the loop calls by itself: a step begins.
-                          A forward pass without gradients, or in another mode than the first one's
-                          (evaluation), begins none; nor does a recomputation in a backward pass
-    step pre-hook         the gradients of an optimizer are complete; with a closure, which goes
-                          forward and backward inside `step()`, they are when the closure returns
-    step post-hook        its update is done; a step ends when each optimizer has stepped
-    GradScaler.step       where the scaler does not call the optimizer, that step is skipped
-    GradScaler.scale,     a loss goes backward: what the scaler scales, else what `backward` is
-    Tensor.backward       called on
-
 No hook changes a result; the only argument that one replaces is a closure, by one that calls it.
 Copies and pickles of the model are without the hooks.
 
@@ -119,7 +101,13 @@ class StepListener:
 
 
 class StepTracker:
-    """Follows a model and its optimizers through their steps."""
+    """Follows a model and its optimizers through their steps.
+
+    An op below autograd knows neither its module nor its phase. Hooks note the path of the module
+    whose forward pass runs. An op of the backward pass belongs to the module whose forward pass
+    made its autograd node. Autograd numbers its nodes in the order they are made, and knows which
+    node runs. So the tracker notes the next number whenever a module begins or ends.
+    """
 
     def __init__(self) -> None:
         self.first_node = 0
@@ -257,6 +245,9 @@ class StepTracker:
 class StepHooks:
     """Notifies `listeners` of the steps of a loop.
 
+    A step lasts from the first forward pass to the end of the optimizer's `step()`; of several
+    optimizers, to the end of the last one's.
+
     Args:
         model: the model. One without a forward pass of its own (`nn.ModuleList`) stands for its
             parts.
@@ -308,7 +299,9 @@ class StepHooks:
                 )
             for handle in handles:
                 stack.callback(handle.remove)
+            # A scaler may not call the optimizer at all: that step is skipped
             stack.enter_context(on_scaler_step(self._on_scaler_step))
+            # What a scaler scales, else what `backward` is called on
             stack.enter_context(on_loss(self._on_loss))
             stack.enter_context(copied_without_hooks(self._model, "mprun"))
             yield
@@ -337,7 +330,7 @@ class StepHooks:
 
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_call = False
-        if in_backward():
+        if in_backward():  # a recomputation
             return
         # Validation between steps runs in the other mode, also where its gradients are left on
         if self._training is None and torch.is_grad_enabled():

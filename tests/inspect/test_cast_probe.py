@@ -334,7 +334,7 @@ def test_sparse_gradients_are_measured() -> None:
 # ---- an op that fails ----------------------------------------------------------------------------
 
 
-def test_an_op_without_a_kernel_is_a_measure_that_says_so() -> None:
+def test_an_op_without_a_kernel_is_a_measure_with_its_failure() -> None:
     def inverse(x: Tensor) -> Tensor:
         return x @ torch.linalg.inv(x.mT @ x + torch.eye(8, dtype=x.dtype))
 
@@ -385,7 +385,7 @@ def steep(output: Tensor, target: Tensor) -> Tensor:
         (mlp(), batches(), steep, "a gradient of batch 0 is not finite"),
     ],
 )
-def test_what_cannot_be_measured_is_said(
+def test_what_cannot_be_measured_is_refused_with_the_reason(
     model: nn.Module, data: Any, loss: Any, message: str
 ) -> None:
     with pytest.raises(NotMeasurableError, match=message):

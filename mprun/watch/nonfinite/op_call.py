@@ -236,7 +236,7 @@ def written_arguments(
 
 
 def _able(device: torch.device, dtype: torch.dtype) -> torch.device:
-    """The device, or the CPU where it does not have the dtype."""
+    """The device, or the CPU where it has no such dtype."""
     able = dtype != torch.float64 or devices.backend(device).float64
     return device if able else devices.CPU
 

@@ -230,12 +230,9 @@ def unsaved_types(value: Any) -> list[str]:
     """The types in a saved value that could not be saved."""
     if isinstance(value, dict) and set(value) == {UNSAVED}:
         return [str(value[UNSAVED])]
-    children: list[Any] = []
-    if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, list | tuple):
-        children = list(value)
-    return [kind for child in children for kind in unsaved_types(child)]
+    children = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, dict | list | tuple)
+    return [kind for child in (children if nested else ()) for kind in unsaved_types(child)]
 
 
 def _exact(value: Any) -> Any:
@@ -320,9 +317,9 @@ class ObservedCall:
     """
     random: RandomSnapshot
     autocast: list[tuple[str, bool, torch.dtype]]
-    has_nan: list[Tensor | bool]
+    has_nan: list[Tensor | bool] = field(default_factory=list)
     """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
-    gradients: list[list[Tensor]]
+    gradients: list[list[Tensor]] = field(default_factory=list)
     """Per tensor in the output that needs a gradient: those that arrived."""
 
 
@@ -404,15 +401,9 @@ class StepCapture(StepListener):
         """A call that begins now; before the first one of a step, buffers are copied."""
         if not self._calls and not self._noted:
             self._buffers.update()
-        return ObservedCall(
-            args,
-            kwargs,
-            [(x, write_count(x)) for x in all_tensors((args, kwargs))],
-            random_snapshot(self._devices),
-            autocast_of(self._kinds),
-            [],
-            [],
-        )
+        writes = [(x, write_count(x)) for x in all_tensors((args, kwargs))]
+        random = random_snapshot(self._devices)
+        return ObservedCall(args, kwargs, writes, random, autocast_of(self._kinds))
 
     def on_forward_end(self, path: str, outputs: Any) -> None:
         call, self._open = self._open, None

@@ -187,7 +187,7 @@ class RepeatedCalls(StepListener):
                 yield call, _as_batch(args, kwargs)
         for i, batch in enumerate(batches):
             _refuse_unsaved(batch, "the batch")
-            yield calls[min(i, len(calls) - 1)], self._moved(batch)
+            yield calls[min(i, len(calls) - 1)], map_tensors(lambda x: x.to(self._device), batch)
 
     def _inputs_of(self, call: SavedCall) -> tuple[list[Any], dict[str, Any]]:
         _refuse_unsaved([call.args, call.kwargs], "the model")
@@ -198,9 +198,6 @@ class RepeatedCalls(StepListener):
 
         args, kwargs = map_tensors(moved, (call.args, call.kwargs))
         return args, kwargs
-
-    def _moved(self, value: Any) -> Any:
-        return map_tensors(lambda x: x.to(self._device), value)
 
     def _backward(self, output: Any, call: SavedCall, number: int) -> None:
         outputs = [x for x in all_tensors(output) if x.requires_grad]
