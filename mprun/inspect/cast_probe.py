@@ -66,6 +66,7 @@ class CastProbe:
         self._signal = _sums(map(_energies, self._gradients))
         self._variance = _variances(self._gradients)
         """The variance of each gradient over batches, times their number: `_signal` is a sum."""
+        # Of one batch nothing is known of others: no noise of batches is tolerated
         self._loss_deviation = stdev(self._losses) if self._count > 1 else 0.0
         self.rounding = RoundingErrors()
         """Which gradients are rounding errors, or zero, in float32 already: they are not judged."""
@@ -80,10 +81,10 @@ class CastProbe:
         change = sum(abs(x.loss - exact) for (x, _), exact in zip(runs, self._losses, strict=True))
         whole = sum(map(abs, self._losses))
         relative, beyond = loss_shares(change, whole, self._count * self._loss_deviation)
-        scale = min(scale for _, scale in runs)
+        scale = min(scale for _, scale in runs)  # the one at which no batch overflows
         batches = [x.gradients for x, _ in runs if x.gradients is not None]
         if len(batches) < len(runs):
-            failure = max(x.failure for x, _ in runs)
+            failure = max(x.failure for x, _ in runs)  # a text, if any pass has one
             return Deviation(relative, math.nan, math.nan, "", scale, failure)
         noise = _sums(map(_errors, batches, self._gradients))
         product = _sums(map(_products, batches, self._gradients))
@@ -104,6 +105,7 @@ class CastProbe:
         Each is moved at random by at most as much as rounding to that dtype moves it; everything is
         computed in float32, so that no range is exceeded.
         """
+        # Rounding to nearest moves a number by up to half a unit
         return self.with_moved(self.passes.names, torch.finfo(dtype).eps / 2)
 
     def with_moved(self, names: Collection[str], most: float) -> Deviation:
@@ -146,6 +148,7 @@ class CastProbe:
     def _worst(self, counts: Sequence[int], errors: Sequence[float]) -> tuple[float, str]:
         """The lowest SQNR of the parameters of these numbers, and the parameter's name."""
         each = [(sums_db(self._signal[n], errors[n]), self.passes.names[n]) for n in counts]
+        # A NaN is worse than any number; comparisons with it would leave the order open
         return min(each or [(math.inf, "")], key=lambda x: -math.inf if math.isnan(x[0]) else x[0])
 
 
@@ -189,6 +192,7 @@ def _variances(batches: Sequence[Sequence[Tensor]]) -> list[float]:
         return [0.0] * len(batches[0])
     means = [sum(column[1:], column[0]) / count for column in zip(*batches, strict=True)]
     sums = _sums(_errors(x, means) for x in batches)
+    # The unbiased variance is total / (count - 1); times the batches, as signal and noise are sums
     return [total * count / (count - 1) for total in sums]
 
 

@@ -15,9 +15,9 @@ Five kinds of numbers are measured:
 
 Hooks read and change nothing: a run with them has the same weights, bit for bit, as one without.
 What functions compute inside a module is measured where it leaves the module; of gradients in
-between, the largest is recorded as well (`gradients.py`). A module that returns the output of one
-inside it has no row of its own. Forward passes without gradients are not measured; recomputed ones
-count once.
+between, the largest is recorded as well (`LargestGradients`). A module that returns the output of
+one inside it has no row of its own. Forward passes without gradients are not measured; recomputed
+ones count once.
 
 Gradients are divided by the loss scale. In a float16 run the smallest ones are 0 already. So, to
 get a recommended loss scale, measure steps in float32 or bfloat16, or at a scale that loses few.
@@ -25,25 +25,32 @@ get a recommended loss scale, measure steps in float32 or bfloat16, or at a scal
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from mprun.inspect.gradients import ROOT, LargestGradients, Noise, noise_of
-from mprun.inspect.histograms import Histogram, histogram
+from mprun.inspect.histograms import Histogram, Noise, histogram, noise_of
 from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
 from mprun.inspect.numerics_result import ScaleVerdict
-from mprun.precision._torch import in_backward, outside_of_modes, viewed, write_count
+from mprun.precision._torch import (
+    in_backward,
+    node_number,
+    outside_of_modes,
+    viewed,
+    write_count,
+)
 from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
-from mprun.watch.step_events import StepListener
+from mprun.watch.step_events import StepListener, StepTracker
 from mprun.watch.updates import (
     ExactUpdate,
     LostUpdates,
@@ -56,6 +63,136 @@ from mprun.watch.updates import (
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
 INPUT = "(input)"
+
+
+ROOT = "(model)"  # The name of the model itself, whose path is empty
+
+PARAMETER = "parameter"
+
+
+class GradientSource(NamedTuple):
+    """The tensor that a gradient belongs to."""
+
+    module: str  # The path of the module, or the parameter's name
+    op: str  # The op of the forward pass whose output it is the gradient of, or `PARAMETER`
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return self.module if self.op == PARAMETER else f"{self.op} in {self.module}"
+
+
+class LargestGradients(StepListener):
+    """Records the largest magnitude of each source; NaN and infinities as infinite.
+
+    A loss scale must not be too large for *any* number of the backward pass. Many of these numbers
+    are the gradient of no module's output: those inside attention, or of weights before they are
+    cast back to float32. So autograd's graph is walked from the outputs of the model, and a hook on
+    every node measures the gradients that the node receives. Numbers inside a single kernel cannot
+    be measured, nor anything inside compiled code.
+
+    Args:
+        unscaled: returns the divisor of magnitudes, the loss scale; called in the backward pass.
+    """
+
+    def __init__(self, unscaled: Callable[[], float] = lambda: 1.0) -> None:
+        self.magnitudes: dict[GradientSource, float] = {}
+        self.tracker = StepTracker()
+        self._scale = unscaled
+        self._active = False
+        self._names: dict[int, str] = {}
+
+    def worst(self) -> tuple[float, GradientSource | None]:
+        """The largest that float16 has to represent: of those in float16, or of all if none is."""
+        # Of autocast's gradients, those in float32 cannot overflow at any scale that is used
+        low = {p: v for p, v in self.magnitudes.items() if p.dtype == torch.float16}
+        low = low or self.magnitudes
+        source = max(low, key=lambda p: low[p], default=None)
+        return (0.0, None) if source is None else (low[source], source)
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Measure what `model` computes while this is entered, backward passes included."""
+        with self.tracker.following(model, listeners=[self]), self.parameter_hooks(model):
+            yield
+
+    @contextmanager
+    def parameter_hooks(self, model: nn.Module) -> Iterator[None]:
+        """Measure the parameters' gradients; for callers whose tracker notifies this already."""
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        with ExitStack() as stack:
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    measure = self._measure(name, PARAMETER)
+                    hook = p.register_hook(lambda g, measure=measure: measure((g,)))
+                    stack.callback(hook.remove)
+            try:
+                yield
+            finally:
+                self._active = False
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._active = True
+        self.tracker.forget_graph()
+
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.follow(outputs)
+
+    def follow(self, outputs: Any) -> None:
+        """Hook the nodes that led to `outputs` since the model was last called."""
+        todo = [x.grad_fn for x in tensors_of(outputs) if x.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            number = node_number(node)
+            if number is None or number < self.tracker.first_node:
+                continue  # a parameter's, or made before: of another call
+            where = _parameter_behind(node, self._names) or (self._module(number), _op(node))
+            node.register_prehook(self._measure(*where))  # dies with the node
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+
+    def _module(self, number: int) -> str:
+        module = self.tracker.module_of(number, own_thread=True)
+        return "the loss" if module is None else module or ROOT
+
+    def _measure(self, module: str, op: str) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def measure(gradients: tuple[Tensor | None, ...]) -> None:
+            if not self._active:
+                return
+            for gradient in gradients:
+                if gradient is not None and gradient.numel() and gradient.is_floating_point():
+                    self._add(GradientSource(module, op, gradient.dtype), gradient)
+
+        return measure
+
+    def _add(self, source: GradientSource, gradient: Tensor) -> None:
+        with outside_of_modes():
+            size = float(torch.linalg.vector_norm(gradient, math.inf)) / self._scale()
+        size = size if math.isfinite(size) else math.inf
+        self.magnitudes[source] = max(self.magnitudes.get(source, 0.0), size)
+
+
+def _op(node: Node) -> str:
+    return node.name().rpartition("Backward")[0] or node.name()  # `Addmm` of `AddmmBackward0`
+
+
+def _parameter_behind(node: Node, names: Mapping[int, str]) -> tuple[str, str] | None:
+    """The parameter whose gradient a node passes on: unchanged, cast or transposed."""
+    following: Node | None = node
+    while following is not None and following.name() in _PASSES_ON:
+        following = following.next_functions[0][0]
+    name = names.get(id(getattr(following, "variable", None)))
+    return None if name is None else (name, PARAMETER)
+
+
+# Nodes that give a gradient on with the same numbers: of `weight.t()`, and of autocast's casts
+_PASSES_ON = ("TBackward0", "ToCopyBackward0", "TransposeBackward0")
+
+
+# ---- statistics ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -78,7 +215,7 @@ class LayerStatistics:
     ) -> None:
         """Count one more tensor, divided by `scale`; `further` formats as in `noise_of`."""
         self.dtypes.add(x.dtype)
-        if scale != 1:
+        if scale != 1:  # in float64: small gradients would be rounded, or flushed, once more
             x = x.detach().double() / scale
         counts = histogram(x)
         self.histogram += counts
@@ -117,6 +254,7 @@ class Statistics(StepListener):
         self._names = {p: name for name, p in model.named_parameters()}
         self._active = self._new_step = False
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """Outputs that were counted in this call, by `id`, and their number of writes."""
         self._updates: dict[nn.Parameter, ExactUpdate] = {}
 
     # ---- results ---------------------------------------------------------------------------------
@@ -182,7 +320,9 @@ class Statistics(StepListener):
                 self._output(path or ROOT, x)
 
     def _output(self, path: str, x: Tensor) -> None:
+        # `nn.Flatten` returns a view of all numbers, which are counted already
         whole = viewed(x) if viewed(x).numel() == x.numel() else x
+        # An `id` may be given out again, and a ReLU in place changes the numbers of a tensor
         reference, writes = self._given.get(id(whole), (None, 0))
         if reference is not None and reference() is whole and writes == write_count(whole):
             return
@@ -203,6 +343,7 @@ class Statistics(StepListener):
         self._updates = {}
         if not self._active:
             return
+        # A closure goes forward and backward, maybe several times: no copy could repeat it alone
         if args[1:] or kwargs.get("closure") is not None:
             warnings.warn(
                 f"numerics: {type(optimizer).__name__}.step is given a closure and cannot be "
@@ -238,7 +379,7 @@ def scale_of(loss_scale: Any) -> float:
     """The number a loss scale of any kind multiplies with."""
     if hasattr(loss_scale, "get_scale"):  # torch.amp.GradScaler
         loss_scale = loss_scale.get_scale()
-    elif hasattr(loss_scale, "kind"):
+    elif hasattr(loss_scale, "kind"):  # mprun's
         loss_scale = loss_scale.tensor
     elif callable(loss_scale):
         loss_scale = loss_scale()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
-from mprun.inspect.float64 import in_float64
 from mprun.inspect.numerics_result import Float32Loss
+from mprun.inspect.passes import in_float64
 from mprun.inspect.tolerance import DEFAULT
 from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.watch.nonfinite.op_call import op_spec

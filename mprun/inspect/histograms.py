@@ -1,4 +1,4 @@
-"""How a tensor's values spread over the powers of two: it decides which formats have their range.
+"""How a tensor's values spread over the powers of two, and the noise that rounding adds to them.
 
 A float is +-m 2^e with 1 <= m < 2; its exponent e alone decides whether a format's range includes
 it. (`frexp` has m in 0.5..1, and so e + 1.) Exponents are read from the bit patterns, which is
@@ -7,18 +7,36 @@ exact for subnormal numbers too. Zeros, infinities and NaN have none and are cou
 A format's limits are powers of two, so the histogram gives the shares below them. Multiplying by a
 power of two only shifts the histogram. Some limits belong to the side above, some to the side below
 (2^-25 becomes 0 in float16, 2^-24 does not), so exact powers of two are also counted separately.
+
+The noise that rounding to a format adds to a tensor is compared with the signal as a power ratio
+(`tolerance.py`). float8 and float16 are also judged with *per-tensor scaling*, which is how float8
+is used: values are multiplied by the power of two that brings the largest of them closest to the
+format's largest number, from below, and divided by it afterwards.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mprun.inspect.numerics_result import ExponentCounts
+from mprun.precision.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    TF32,
+    BlockFormat,
+    Format,
+    exponent,
+    quantise,
+)
+from mprun.precision.sqnr import ratio_db
 
 BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
 
@@ -102,14 +120,16 @@ def histogram(x: Tensor) -> Histogram:
     infinity = (fields - 1) << bits
     counts = torch.zeros(2 * fields, dtype=torch.int64, device=x.device)
     largest, small = patterns.new_zeros(1), []
+    # On a GPU all at once: each block would start some kernels
     for block in patterns.split(BLOCK if x.device.type == "cpu" else len(patterns)):
         magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)
         # Even: values of an exponent's field; odd: those of them without mantissa.
         index = (magnitude >> bits) * 2 + ((magnitude & ((1 << bits) - 1)) == 0)
         counts += torch.bincount(index, minlength=2 * fields)
+        # Bit patterns of positive floats are ordered as the numbers are
         finite = torch.where(magnitude < infinity, magnitude, 0)
         largest = torch.maximum(largest, finite.max())
-        small.append(magnitude[index == 0])
+        small.append(magnitude[index == 0])  # subnormals: their exponent is not in the field
     exponents, powers = _normal(counts.tolist(), _BIAS[x.dtype])
     for e, n, exact in _subnormal(torch.cat(small), 1 - _BIAS[x.dtype] - bits):
         exponents[e] += n
@@ -141,7 +161,129 @@ def _subnormal(patterns: Tensor, unit: int) -> Iterator[tuple[int, int, int]]:
         return
     mantissas, exponents = torch.frexp(patterns.double())  # exact: at most 52 bits
     counts = torch.bincount(exponents).tolist()
+    # `frexp` has mantissas from 0.5 to 1, so 0.5 is a power of two, and exponents are one too large
     exact = torch.bincount(exponents[mantissas == 0.5], minlength=len(counts)).tolist()
     for e, n in enumerate(counts):
         if n:
             yield e - 1 + unit, n, exact[e]
+
+
+# ---- the noise of rounding -----------------------------------------------------------------------
+
+FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
+# Formats whose rounding errors depend on per-tensor scaling: bfloat16 and TF32 have float32's range
+SCALED = (FP16, E4M3, E5M2)
+
+
+@dataclass
+class Noise:
+    """The power of some values, and of what rounding to each format adds to them."""
+
+    signal: float = 0.0  # Sum of squares of the finite values
+    noise: dict[str, float] = field(default_factory=dict)
+    """Format to the sum of squared rounding errors; names with a scale end in `_scaled`, but for
+    those of further formats, which all have one."""
+    above: dict[str, int] = field(default_factory=dict)
+    """Format to how many finite values round to more than its largest number."""
+
+    def db(self, name: str) -> float:
+        """The signal-to-noise ratio in a format; see `ratio_db`."""
+        return ratio_db(self.signal, self.noise.get(name, 0.0))
+
+    def __iadd__(self, other: Noise) -> Noise:
+        self.signal += other.signal
+        for mine, others in ((self.noise, other.noise), (self.above, other.above)):
+            for name, value in others.items():
+                mine[name] = mine.get(name, 0) + value  # type: ignore[assignment]
+        return self
+
+
+def noise_of(x: Tensor, seen: Histogram, further: Sequence[Format | BlockFormat] = ()) -> Noise:
+    """The noise of rounding a tensor's values to each of `FORMATS`.
+
+    Args:
+        x: any shape, floating; infinities and NaN are left out.
+        seen: its histogram.
+        further: more formats; those without blocks are measured with per-tensor scaling.
+    """
+    if not seen.nonzero:
+        return Noise()
+    # Computed in float32 on values divided by a power of two near the largest: the ratio is the
+    # same, and the square of a gradient of 1e-25 does not vanish. Values more than 2^126 below the
+    # largest are taken as 0
+    top = exponent(seen.largest)
+    mantissa = seen.largest / 2.0**top  # 1 to 2; all blocks are divided by 2^top
+    shifts = [(f, f.name, top) for f in FORMATS]
+    shifts += [(f, f"{f.name}_scaled", exponent(f.largest / mantissa)) for f in SCALED]
+    exceeded = [f for f in FORMATS if seen.largest >= f.limit]
+    powers = torch.zeros(1 + len(shifts), dtype=torch.float64, device=x.device)
+    above = torch.zeros(len(exceeded), dtype=torch.int64, device=x.device)
+    for block in _blocks(x.detach(), top, finite=not (seen.infinite or seen.nan)):
+        powers[0] += torch.dot(block, block)
+        for n, (to, name, shift) in enumerate(shifts, start=1):
+            overflows = to in exceeded and name == to.name
+            error = quantise(block, to, shift, None if overflows else "none").sub_(block)
+            powers[n] += torch.dot(error, error)
+        for n, to in enumerate(exceeded):
+            above[n] += to.too_large(block, 2.0**-top).sum()
+    signal, *noise = (p * 2.0**top * 2.0**top for p in powers.tolist())
+    by_name = {name: p for (_, name, _), p in zip(shifts, noise, strict=True)}
+    if further:
+        (whole,) = _blocks(x.detach(), top, not (seen.infinite or seen.nan), size=x.numel())
+        for more in further:
+            power = _further_noise(whole.view(x.shape), more, mantissa)
+            by_name[more.name] = power * 2.0**top * 2.0**top
+    counts = {f.name: n for f, n in zip(exceeded, above.tolist(), strict=True)}
+    return Noise(signal, by_name, counts)
+
+
+def _further_noise(x: Tensor, to: Format | BlockFormat, largest: float) -> float:
+    """The sum of squared rounding errors of `x` (float32), which is at most `largest`."""
+    if isinstance(to, Format):
+        error = quantise(x, to, exponent(to.largest / largest), "none").sub_(x)
+    else:
+        # Blocks lie along the dimension that products sum over: the channels of a convolution
+        rows = x.movedim(1, -1) if x.dim() > 3 else x
+        error = quantise(rows, to).sub_(rows)
+    return float(error.double().square().sum())
+
+
+def _blocks(x: Tensor, top: int, finite: bool, size: int = BLOCK) -> Iterator[Tensor]:
+    """The values over 2^top, in float32; infinities and NaN as 0."""
+    flat = x.reshape(-1)
+    for block in flat.split(size if x.device.type == "cpu" else len(flat)):
+        wide = block.float() if block.dtype.itemsize < 4 else block
+        wide = wide if finite else torch.nan_to_num(wide, 0.0, 0.0, 0.0)
+        if abs(top) > 100:  # 2^top, or its reciprocal, may not be a float32
+            wide = wide.double()
+        half = -top // 2  # in two factors: one alone may not be a float64
+        yield (wide * 2.0**half * 2.0 ** (-top - half)).float()
+
+
+def expected_db(seen: Histogram, signal: float, to: Format, scale: float = 1.0) -> float:
+    """The signal-to-noise ratio, in dB, of values of a histogram times `scale` rounded to `to`.
+
+    The error of rounding is taken as spread evenly over a unit, whose square over 12 is its mean
+    (Bennett, 1948). Values up to half of the smallest number become 0: all of them is error. They
+    are taken as spread evenly between powers of two, where the mean of the squares is 7/3 4^e.
+
+    Args:
+        seen: the histogram.
+        signal: the sum of squares of its finite values.
+        to: float16, bfloat16 or TF32.
+        scale: a positive number; if it is no power of two, the power below it is used.
+
+    Returns:
+        -inf where a value becomes infinite; inf where all values are zero.
+    """
+    if seen.infinite or seen.nan or seen.largest * scale >= to.limit:
+        return -math.inf
+    by, noise = exponent(scale), 0.0
+    top = max(seen.exponents, default=0)  # errors over 4^top: none overflows
+    for e, count in seen.exponents.items():
+        error = 7 / 3 * 4.0 ** (e - top)  # the number itself: it becomes 0
+        if e + by >= to.smallest - 1:
+            error = 4.0 ** (max(e + by, to.smallest_normal) - to.mantissa_bits - by - top) / 12
+        noise += count * error
+    # No error is larger than its value.
+    return max(0.0, ratio_db(signal / 2.0**top / 2.0**top, noise))

@@ -1,16 +1,16 @@
 """Which loss scale to use, from unscaled gradients.
 
 Scaling the loss by S multiplies every gradient by S. In float16 that costs nothing until the
-largest of them overflows (from 65520 on), and every doubling keeps one more power of two of small
+largest of them overflows (from 65520 on), and every doubling brings one more power of two of small
 ones above 2^-24, where the numbers end, and 2^-14, below which bits are lost. So the scale to use
-is the largest power of two that keeps the largest gradient, times some headroom for steps that were
-not measured, at 65504 or below:
+is the largest power of two at which the largest gradient, times some headroom for steps that were
+not measured, is 65504 or below:
 
     S = 2^floor(log2(65504 / (headroom * largest)))
 
 Being a power of two it changes exponents only: gradients that neither overflow nor fall below 2^-14
 have the same bits as without it. "Largest" is over every gradient that is computed in float16,
-activations' and weights' (`gradients.py`).
+activations' and weights' (`collect.py`).
 
 A scale in use is
 
@@ -27,8 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mprun.inspect.gradients import Noise, expected_db
-from mprun.inspect.histograms import Histogram, pooled
+from mprun.inspect.histograms import Histogram, Noise, expected_db, pooled
 from mprun.inspect.numerics_result import ScaleVerdict
 from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
@@ -43,7 +42,7 @@ class LayerGradients:
     """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
 
     largest: float  # The largest magnitude that float16 has to represent
-    where: str  # Where it arose
+    where: str  # Where it occurred
     layers: Mapping[str, tuple[Histogram, Noise]]
     """A layer's name to the histogram and power of its gradients."""
 
@@ -60,7 +59,7 @@ class LayerGradients:
 
     def _share(self, count: Any, scale: float) -> float | None:
         whole = pooled(h for h, _ in self.layers.values())
-        by = math.frexp(scale)[1] - 1
+        by = math.frexp(scale)[1] - 1  # a histogram is shifted by a whole power of two
         return count(whole, by) / whole.nonzero if whole.nonzero else None
 
 
@@ -121,10 +120,11 @@ def judge(
 ) -> ScaleVerdict:
     """Whether a loss scale (1 for none) is too low, too high or fine.
 
-    Gradients should keep a signal-to-noise ratio of `needed_db`, or what they have at the
+    Gradients should have a signal-to-noise ratio of `needed_db`, or what they have at the
     recommended scale.
     """
     seen = advice.gradients
+    # Too high comes first: an overflow loses the whole step, an underflow some numbers of it
     word, reason = "fine", _why_fine(scale, advice, needed_db)
     if seen.largest * scale >= FP16.limit:
         word = "too high"
@@ -182,6 +182,7 @@ def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]
 
 def _worst(scale: float, advice: ScaleAdvice, needed_db: float) -> tuple[str, float, float] | None:
     """The layer whose gradients suffer most from a scale below the recommended one."""
+    # A layer with as little signal at the recommended scale would gain nothing by another one
     low = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
     return min(low, key=lambda x: x[1], default=None)
 

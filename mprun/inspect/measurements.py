@@ -32,8 +32,7 @@ from statistics import median
 from torch import Tensor
 
 from mprun.inspect.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
-from mprun.inspect.gradients import expected_db
-from mprun.inspect.histograms import Histogram
+from mprun.inspect.histograms import Histogram, expected_db
 from mprun.inspect.loss_scale_advice import (
     PUBLISHED,
     LayerGradients,

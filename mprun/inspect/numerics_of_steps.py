@@ -23,10 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
-from mprun.inspect.collect import GRADIENTS, Statistics
+from mprun.inspect.collect import GRADIENTS, LargestGradients, Statistics
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
-from mprun.inspect.float64 import in_float64
-from mprun.inspect.gradients import LargestGradients
 from mprun.inspect.loss_scale_advice import largest_power
 from mprun.inspect.measurements import (
     FROM_THE_RUN,
@@ -43,6 +41,7 @@ from mprun.inspect.numerics_result import (
     NumericsSettings,
     numerics_parts,
 )
+from mprun.inspect.passes import in_float64
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing

@@ -3,6 +3,9 @@
 The model runs in training mode, so that batch normalisation takes the batch's statistics, but
 without dropout, whose choice of elements may differ between dtypes. Its flags, buffers and
 gradients are restored after each pass, so that passes are comparable and leave nothing behind.
+
+Inside `in_float64` weights, buffers and every tensor that the model's code makes or uses in float32
+are float64: for the true loss and gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mprun.errors import NotMeasurableError, first_line
-from mprun.inspect.float64 import in_float64
 from mprun.precision import (
     Arithmetic,
     Caster,
@@ -30,6 +33,7 @@ from mprun.precision import (
     StaticLossScale,
     devices,
 )
+from mprun.precision._torch import DispatchMode, tree_map
 from mprun.precision.apply import call, forward_backward
 from mprun.precision.caster import LayerRegions
 from mprun.precision.gemms import LinearGemms, computing_with
@@ -93,7 +97,6 @@ class Passes:
         model: its parameters are float32, or float64 for a model that wants them so.
         loss: `loss(output, target)`, a scalar; it gets float32 outputs.
         batches: inputs and target each, on the model's device.
-        seed: of the random numbers that the model may draw; the same in each pass.
         forward: gives the model's output for the inputs of a batch.
 
     Raises:
@@ -105,7 +108,6 @@ class Passes:
         model: nn.Module,
         loss: Loss,
         batches: Iterable[Batch],
-        seed: int = 0,
         forward: Forward = call,
     ) -> None:
         self.model = model
@@ -115,7 +117,6 @@ class Passes:
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
         self._loss = loss
-        self._seed = seed
         self._policy = policy("fp32")
         if not self.batches:
             raise NotMeasurableError("there is no batch to measure on")
@@ -140,11 +141,12 @@ class Passes:
         precision = Precision(
             self._policy, execution=plan.arithmetic, loss_scale=loss_scale, op_lists=plan.caster
         )
-        with ready(self.model, self._seed), plan.applied_to(self.model):
+        with ready(self.model), plan.applied_to(self.model):
             try:
                 loss, _ = forward_backward(
                     precision,
                     functools.partial(self.forward, self.model),
+                    # float32 also of a loss in 16 bits, which a scale of 2^16 would overflow
                     lambda output, target: self._loss(output, target).float(),
                     *self.batches[n],
                     before_backward=_check_finite,
@@ -175,35 +177,51 @@ def _check_finite(loss: Tensor) -> None:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an op failed for lack of memory and not because of its dtypes."""
+    # The CPU's allocator raises a plain RuntimeError
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextmanager
 def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """`model` trains, without dropout and gradients; its state is restored afterwards."""
+    """`model` trains, without dropout and gradients; its state is restored afterwards.
+
+    Args:
+        model: the model.
+        seed: of the random numbers that it may draw: equal in passes that are compared.
+    """
     training = [m for m in model.modules() if m.training]
-    gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [
         (m, name, b, b.detach().clone())
         for m in model.modules()
         for name, b in m.named_buffers(recurse=False)
     ]
-    with devices.random_numbers_kept([p.device for p, _ in gradients[:1]]):
+    devices_of = [p.device for p in model.parameters()][:1]
+    with devices.random_numbers_kept(devices_of), _without_gradients(model):
         torch.manual_seed(seed)
         try:
             for module in training:
                 module.training = _trains_alike(module)
-            for p, _ in gradients:
-                p.grad = None
             yield
         finally:
             for module in training:
                 module.training = True
-            for p, gradient in gradients:
-                p.grad = gradient
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
+                    # Also where the model put another tensor in its place
                     setattr(module, name, buffer.copy_(before))
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter has a gradient at first; those of before are put back."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
 
 
 def _trains_alike(module: nn.Module) -> bool:
@@ -219,6 +237,7 @@ def _trains_alike(module: nn.Module) -> bool:
 def _asks_for_mode(kind: type[nn.Module]) -> bool:
     """Whether the code of `forward` reads `training`, and calls no dropout function with it."""
     code = getattr(kind.forward, "__code__", None)
+    # Of PyTorch's own modules, those that need the mode are named by the caller
     if kind.__module__.startswith("torch.nn.") or code is None or "training" not in code.co_names:
         return False
     steps = list(dis.get_instructions(code))
@@ -235,3 +254,91 @@ def _gradient(p: Tensor, scale: float) -> Tensor:
         return torch.zeros_like(p)
     gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
     return gradient if scale == 1 else gradient / scale
+
+
+# ---- in float64 ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """`model` computes in float64; its state is restored afterwards.
+
+    Parameters have no gradients at first. Gradients of the region are discarded at its end.
+    """
+    parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype == torch.float32
+    ]
+    with _without_gradients(model):
+        try:
+            for p, value in parameters:
+                p.data = value.double()
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer.double())
+            with _Draws(), _Widening():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            for p, value in parameters:
+                p.grad = None  # PyTorch refuses a gradient of another dtype than its parameter's
+                p.data = value
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer)
+
+
+class _Widening(TorchFunctionMode):
+    """Every function computes in float64 instead of float32."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # `x.float()` names its dtype in no argument
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = tree_map(_wide, (args, kwargs or {}))
+        return tree_map(_wide, func(*args, **kwargs))
+
+
+class _Draws(DispatchMode):
+    """Random numbers that would be drawn in float64 are drawn in float32, and then widened.
+
+    A generator gives other numbers in float64: with another noise or dropout, the model would be
+    another one.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        low_args, low_kwargs = tree_map(_narrow, (args, kwargs))
+        drawn = func(*low_args, **low_kwargs)
+        if func is torch.ops.aten.native_dropout.default:  # it multiplies as well
+            x, p, mask = args[0], args[1], drawn[1]
+            return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+        # In place (`x.uniform_()`): the narrow copy was drawn into, not the tensor itself
+        if func.overloadpacket.__name__.endswith("_") and args[0] is not low_args[0]:
+            return args[0].copy_(drawn)
+        return tree_map(_wide, drawn)
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.dtype == torch.float32:
+        return x.double()
+    return torch.float64 if x is torch.float32 else x
+
+
+def _narrow(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.dtype == torch.float64:
+        return x.float()
+    return torch.float32 if x is torch.float64 else x

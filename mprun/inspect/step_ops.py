@@ -165,6 +165,7 @@ class _Calls(TorchFunctionMode):
 
 def _size(x: Tensor, call: OpCall) -> float:
     most = torch.finfo(x.dtype).max
+    # Masks are written as minus infinity or as the dtype's least number
     size = float(x.where((x > -0.99 * most) & (x < most), 0).abs().max())
     return 0.0 if any(abs(c) == size for c in call.numbers()) else size
 
@@ -173,6 +174,7 @@ def _error(x: Tensor, exact: Tensor, before: list[StepOp]) -> tuple[float, float
     """What overflows, the error, and whether it is noise that no op before it has."""
     is_lost = x.isinf() & (exact.abs() < MASKS)
     last, step = x.shape[-1] if x.dim() else 1, max(1, x.numel() // SAMPLED)
+    # By columns of the last dimension, over evenly spaced rows: some channels alone may be noise
     low, right = (t.reshape(-1, last)[::step].double() for t in (x, exact))
     usable = low.isfinite() & (right.abs() < MASKS)
     errors, sizes = (t.where(usable, 0).square().mean(0).sqrt() for t in (low - right, right))
@@ -181,7 +183,7 @@ def _error(x: Tensor, exact: Tensor, before: list[StepOp]) -> tuple[float, float
     is_noise = (
         float(noisy.double().mean()) >= NOISY_COLUMNS
         and size >= CANCELS * max((op.size for op in before), default=0.0)
-        and all(op.error <= SMALL for op in before)
+        and all(op.error <= SMALL for op in before)  # else an earlier op is to blame
     )
     error = float(errors.norm() / sizes.norm()) if errors.any() else 0.0
     return float(exact.abs().where(is_lost, 0).max()), error, is_noise

@@ -1,12 +1,7 @@
 """Casts of weights that one forward pass repeats, and the dtypes of a model by module.
 
 `torch.autocast` casts a float32 weight where an op needs it in 16 bits, and keeps the result for
-the next op that does. It keeps little:
-
-    region   until the outermost region ends: a region that a loop enters again casts again
-    leaves   casts of parameters that require gradients; frozen weights are cast for every op
-    whole    no casts of a view, such as `weight.t()` or a slice
-    cache    nothing with `cache_enabled=False`
+the next op that does. `CastCounts._reason` lists what it does not keep.
 
 A layer that runs once in a forward pass loses nothing by that. One that runs in a loop (a recurrent
 cell, shared layers, a weight that several heads use) reads and writes all of its weights each time,
@@ -21,8 +16,7 @@ The counts are of casts below autograd, made by autocast or by the model's own c
 would, so results have the same bits; code that `torch.compile` made runs compiled, and its casts
 are not seen.
 
-In the rows of dtypes, a part whose numbers all have one dtype is one row, and so are parts that
-differ in nothing but a number of their name: `layers.*.norm`.
+In the rows of dtypes, a part whose numbers all have one dtype is one row.
 """
 
 from __future__ import annotations
@@ -47,7 +41,6 @@ from mprun.precision._torch import (
 )
 from mprun.precision.policy import dtype_name
 from mprun.records.console.formatting import size_text
-from mprun.watch.audit_finding import AuditFinding, fewest_modules
 
 # Why the casts were made again -> what to do
 FIXES = {
@@ -59,6 +52,20 @@ FIXES = {
     "region": "enter torch.autocast once, around the whole forward pass: its casts are dropped "
     "where a region ends",
 }
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """One thing that is wrong."""
+
+    kind: str
+    """One of `KINDS`."""
+    module: str
+    """A name of `named_modules()`; empty for the model itself."""
+    text: str
+    """What is wrong."""
+    fix: str
+    """What to do, in one line."""
 
 
 class CastKey(NamedTuple):
@@ -109,7 +116,7 @@ class CastCounts(DispatchMode):
         def begin(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():  # its casts are not seen
                 return
-            if module not in watched and not in_backward():
+            if module not in watched and not in_backward():  # there it is a recomputation
                 watched.add(module)
                 calls.append(module)
                 self.__enter__()
@@ -123,6 +130,7 @@ class CastCounts(DispatchMode):
             for module in entries:
                 for handle in (
                     module.register_forward_pre_hook(begin, prepend=True),
+                    # also where `forward` raises: the mode would stay entered
                     module.register_forward_hook(end, always_call=True),
                 ):
                     stack.callback(handle.remove)
@@ -140,6 +148,7 @@ class CastCounts(DispatchMode):
         for key, count in self._counts.items():
             which = (key.parameter, key.dtype)
             counts[which] = max(count, counts.get(which, 0))
+            # A cast reads the parameter and writes the copy; the first one is needed
             each = self._parameters[key.parameter].element_size() + key.dtype.itemsize
             nbytes[which] += (count - 1) * key.numbers * each
         order = {name: n for n, name in enumerate(self._parameters)}
@@ -183,11 +192,31 @@ class CastCounts(DispatchMode):
 
     @staticmethod
     def _reason(parameter: nn.Parameter, x: Tensor) -> str:
+        # PyTorch's cache has casts of leaves that require gradients, and of whole tensors, alone
         if not parameter.requires_grad:
             return "frozen"
         if not torch.is_autocast_cache_enabled():
             return "cache"
+        # It is emptied where the outermost region ends: a region entered again casts again
         return "region" if viewed(x) is x else "view"
+
+
+def fewest_modules(
+    model: nn.Module, wanted: set[nn.Parameter], among: set[nn.Parameter], prefix: str = ""
+) -> Iterator[str]:
+    """The names of the fewest modules that have all `wanted` parameters and no others of `among`.
+
+    A module that has both kinds as its own parameters is named too.
+    """
+    held = among.intersection(model.parameters())
+    if not held & wanted:
+        return
+    own = among.intersection(model.parameters(recurse=False))
+    if held <= wanted or own & wanted:
+        yield prefix
+        return
+    for name, child in model.named_children():
+        yield from fewest_modules(child, wanted, among, f"{prefix}.{name}" if prefix else name)
 
 
 def _smallest(model: nn.Module, name: str, wanted: set[nn.Parameter]) -> str:
@@ -270,6 +299,7 @@ def _states(named: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> T
 def _rows(role: str, tensors: Tensors) -> Iterator[DtypeRow]:
     counts: dict[tuple[str, str], tuple[set[str], int]] = {}
     for module, dtype, numbers in _parts("", tensors):
+        # `layers.0.norm` and `layers.1.norm` are one row: parts that differ in a number of the name
         words = ["*" if word.isdigit() else word for word in module.split(".")]
         modules, total = counts.get((".".join(words), dtype), (set(), 0))
         counts[".".join(words), dtype] = (modules | {module}, total + numbers)

@@ -11,7 +11,7 @@ the storages of live tensors gives exact figures, the same on every run, by the 
                             of which a batch is a view
     temporary               made in the backward pass or after it, and none of the above
 
-A storage keeps one category for its whole life: a tensor of the backward pass that later becomes a
+A storage has one category for its whole life: a tensor of the backward pass that later becomes a
 gradient counts as a gradient from the start. So the categories sum to the live bytes at every op.
 
 Each storage also has an owner. Parameters, buffers, gradients and optimizer state belong to the
@@ -194,7 +194,7 @@ class MemoryRecorder(OpWatcher, StepListener):
             followed: optimizers that notify this of their steps; else the caller does.
         """
         self._classify_named("parameters", self._model.named_parameters())
-        self._classify_buffers()
+        self._classify_named("buffers", self._model.named_buffers())
         self._classify_gradients()
         self._classify_state()
         self._classify(inputs, "activations", INPUTS)
@@ -211,8 +211,9 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     def _end(self) -> None:
         """The step is over: storages that die from now on are not counted."""
-        self._classify_buffers()  # a module may have put new ones in their place
-        for finalizer in self._finalizers:  # they would keep the model alive
+        # again: a module may have put new ones in their place
+        self._classify_named("buffers", self._model.named_buffers())
+        for finalizer in self._finalizers:  # they refer to this recorder, and it to the model
             finalizer.detach()
         self._finalizers.clear()
         self._alive.clear()
@@ -229,6 +230,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         result = run()
         if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
             result.untyped_storage().resize_(args[0].nbytes)
+        # The forward pass of a further micro-batch makes activations again
         self._went_backward = back or (self._went_backward and context.phase != "forward")
         later = self._went_backward or context.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _owner_of(context)
@@ -241,16 +243,13 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._points.append(MemoryPoint(name, phase, owner))
         return result
 
-    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
-        self._classify_inputs(inputs)
-
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._classify_gradients()
 
     def on_update_end(self, optimizer: Optimizer) -> None:
         self._classify_state()
 
-    def _classify_inputs(self, inputs: Any) -> None:
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """The batch, or most of it (all tokens but the last); not a small part of a data set."""
         for x in tensors_of(inputs):
             if not _has_storage(x) or storage_key(x) in self._alive:
@@ -274,7 +273,7 @@ class MemoryRecorder(OpWatcher, StepListener):
                     storage.shape = tuple(tensor.shape)
 
     def _register(self, tensor: Tensor, category: str, owner: str) -> Sequence[LiveStorage]:
-        if names := _parts(tensor):
+        if names := _parts(tensor):  # such as torchao's 8-bit state: codes and scales
             parts = [self._register(getattr(tensor, name), category, owner) for name in names]
             return [storage for part in parts for storage in part]
         if not _has_storage(tensor) or (self._devices and tensor.device not in self._devices):
@@ -306,14 +305,9 @@ class MemoryRecorder(OpWatcher, StepListener):
         if parameter.grad is not None:
             self._classify([parameter.grad], "gradients", owner)
 
-    def _classify_buffers(self) -> None:
-        self._classify_named("buffers", self._model.named_buffers())
-
     def _classify_gradients(self) -> None:
-        named = self._model.named_parameters()
-        self._classify_named(
-            "gradients", ((name, p.grad) for name, p in named if p.grad is not None)
-        )
+        named = [(name, p.grad) for name, p in self._model.named_parameters()]
+        self._classify_named("gradients", ((n, g) for n, g in named if g is not None))
 
     def _classify_named(self, category: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, x in named:

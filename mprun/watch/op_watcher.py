@@ -2,11 +2,8 @@
 
 A dispatch mode sees each op below autograd and autocast, casts included. `OpWatcher` is that mode.
 It also knows the module and the phase of each op (`StepTracker`). Its subclasses decide what to do
-with an op: `OpRecorder` keeps dtypes and times, `MemoryRecorder` counts memory, and `nonfinite`
+with an op: `OpRecorder` notes dtypes and times, `MemoryRecorder` counts memory, and `nonfinite`
 searches for NaN and infinities.
-
-Times are of the op's kernel and the dispatcher, not of the Python code around it. On CUDA the
-device is waited for before and after each op, so times sum to more than a step that overlaps ops.
 """
 
 from __future__ import annotations
@@ -180,6 +177,8 @@ class OpRecorder(OpWatcher):
         name, context = op_name(func), self.tracker.context()
         phase, module = context.phase, context.module or ""
         inputs = tuple(_records((args, kwargs)))
+        # Of the kernel and the dispatcher, not of the Python code around it. On CUDA each op is
+        # waited for, so times sum to more than a step that overlaps ops
         self._synchronize()
         began = time.perf_counter()
         try:

@@ -1,31 +1,8 @@
 """The memory alive during a training step: sums over the storages of a `MemoryRecorder`.
 
-A rule turns the storages of a single process into those of one of several. Each process computes
-the same ops on its own batch, so activations and buffers are the same.
-
-DDP: every process holds the whole model. Gradients lie in buckets, which stay from step to step; a
-gradient is temporary between the op that makes it and its copy into the bucket. Where they are
-summed in another dtype than their own, a bucket is converted as soon as it is complete, and the
-converted numbers are kept to the end of the backward pass (at most: until they are sent).
-
-FSDP2: parameters, gradients and optimizer state are cut along dimension 0 into chunks of
-ceil(rows / processes) rows. A unit is a block of the model (`model_blocks.py`), or all else:
-
-    gathered parameters   a block's, whole, from the moment when the block before it runs (prefetch)
-                          to the end of its own pass, in the forward pass and again in the backward
-                          pass; those outside of blocks from the first op of the forward pass to the
-                          end of the backward pass; weights that autocast casts in its dtype
-    whole gradients       from the op that makes them to the end of their unit's backward pass
-    reduction             a flat copy of a unit's gradients in the reduction's dtype, made when its
-                          gathered parameters are gone, and kept to the end of the next block's
-                          backward pass (on CUDA, while it is sent)
-
-They count as temporary. The casts of weights that autocast makes in a single process are gone, and
-those of their gradients. Temporaries of the optimizer are cut as the parameters are. The gradients
-of each micro-batch are reduced for themselves.
-
-The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests compare with it. That
-of 2.12 keeps a unit's reduction for one block longer.
+A rule turns the storages of a single process into those of one of several (`ReplicatedModel`,
+`ShardedModel`). Each process computes the same ops on its own batch, so activations and buffers are
+the same.
 """
 
 from __future__ import annotations
@@ -181,7 +158,8 @@ def _alive_after(points: int, storages: Iterable[LiveStorage]) -> tuple[int, ...
     return tuple(accumulate(changes[:points]))
 
 
-# A bucket of DistributedDataParallel is complete with so many bytes; the first is a small one
+# A bucket of DistributedDataParallel is complete with so many bytes (PyTorch's defaults). The first
+# is a small one, so that sending begins early in the backward pass
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 ROOT = ""  # The unit of everything outside of blocks
 
@@ -200,7 +178,10 @@ def one_process(
 
 @dataclass(frozen=True)
 class ReplicatedModel:
-    """DDP: each process has the whole model, and gradients are summed during the backward pass."""
+    """DDP: each process has the whole model, and gradients are summed during the backward pass.
+
+    Gradients lie in buckets, which stay from step to step.
+    """
 
     reduce_itemsize: int  # Bytes of a number in the reduction
 
@@ -211,14 +192,15 @@ class ReplicatedModel:
         visits = _BlockVisits(points)
         last = {p.owner: n for n, p in enumerate(points) if p.phase == "backward"}
         gradients = [h for h in visits.in_step(storages) if h.category == "gradients"]
+        # Temporary between the op that makes it and its copy into the bucket
         copied_at = [max(h.born, last.get(h.owner, h.born)) for h in gradients]
         copies = [
             replace(h, category="temporary", died=at + 1)
             for h, at in zip(gradients, copied_at, strict=True)
         ]
         others = [h for h in storages if h.category != "gradients"]
-        kept = [replace(h, born=0, died=None) for h in gradients]
-        return [*others, *copies, *kept, *self._converted(gradients, copied_at, visits.end)]
+        buckets = [replace(h, born=0, died=None) for h in gradients]
+        return [*others, *copies, *buckets, *self._converted(gradients, copied_at, visits.end)]
 
     def _converted(
         self, gradients: Sequence[LiveStorage], copied_at: Sequence[int], end: int
@@ -230,6 +212,7 @@ class ReplicatedModel:
             if h.dtype.itemsize != self.reduce_itemsize:
                 nbytes += _numel(h) * self.reduce_itemsize
             if filled >= limit:
+                # at most until the end of the backward pass: it is freed when it is sent
                 yield _flat(nbytes, at, end + 1, ROOT)
                 limit, filled, nbytes = BUCKET_BYTES, 0, 0
         yield _flat(nbytes, at, end + 1, ROOT)
@@ -237,7 +220,13 @@ class ReplicatedModel:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """FSDP2: each process has a part of each parameter, and gathers a block where it runs."""
+    """FSDP2: each process has a part of each parameter, and gathers a block where it runs.
+
+    A unit is a block of the model (`model_blocks.py`), or all else. Its parameters, gradients and
+    state are cut along dimension 0. Gathered parameters, whole gradients and what is reduced count
+    as temporary. The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests
+    compare with it. That of 2.12 holds a unit's reduction for one block longer.
+    """
 
     world_size: int
     blocks: Sequence[str]  # Paths of the blocks
@@ -251,11 +240,11 @@ class ShardedModel:
         """Parts of the model, gathered blocks, and what a unit reduces."""
         visits = _BlockVisits(points, self.blocks)
         held = self._without_casts(visits.in_step(storages), points)
-        pieces = [piece for h in held for piece in self._pieces(h, visits)]
+        parts = [part for h in held for part in self._parts(h, visits)]
         gathered = self._unit_bytes(held, "parameters", self._compute_itemsize, visits)
         reduced = self._unit_bytes(held, "gradients", lambda _: self.reduce_itemsize, visits)
         return [
-            *pieces,
+            *parts,
             *self._gathered(gathered, visits),
             *self._reductions(reduced, gathered, visits),
         ]
@@ -263,7 +252,10 @@ class ShardedModel:
     def _without_casts(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
     ) -> list[LiveStorage]:
-        """The storages without autocast's copies of parameters, and the gradients of those."""
+        """The storages without autocast's copies of parameters, and the gradients of those.
+
+        FSDP2 gathers the parameters in the dtype of autocast, so nothing is left to cast.
+        """
         cast = [h for h in storages if h.cast_of is not None and h.owner in self.gathered_itemsizes]
         copied = {id(h.cast_of) for h in cast if h.category == "gradients"}
         copies = {
@@ -275,13 +267,13 @@ class ShardedModel:
         }
         return [h for h in storages if id(h) not in copied | copies]
 
-    def _pieces(self, h: LiveStorage, visits: _BlockVisits) -> Iterator[LiveStorage]:
+    def _parts(self, h: LiveStorage, visits: _BlockVisits) -> Iterator[LiveStorage]:
         part = replace(h, nbytes=h.nbytes * self._rows(h) // _rows(h))
         if h.category in ("parameters", "optimizer_state"):
             yield part
         elif h.category == "gradients":
             at = visits.reduced_at(h)
-            if h.born <= at:
+            if h.born <= at:  # whole until its unit's backward pass ends; then the part is left
                 whole_bytes = _numel(h) * self._compute_itemsize(h)
                 until = at + 1 if h.died is None else min(at + 1, h.died)
                 is_cast = h.cast_of is not None and h.owner in self.gathered_itemsizes
@@ -296,11 +288,12 @@ class ShardedModel:
             yield h
 
     def _gathered(self, sizes: Mapping[str, int], visits: _BlockVisits) -> Iterator[LiveStorage]:
+        # Outside of blocks: from the first op of the forward pass to the end of the backward pass
         yield _flat(sizes[ROOT], visits.begin, visits.end + 1, ROOT)
         before = None
         for visit in visits.visits:
             born = visit.first
-            if before is not None:
+            if before is not None:  # gathered in advance, while the block before it runs (prefetch)
                 born = before.first if before.unit != visit.unit else before.last + 1
             yield _flat(sizes[visit.unit], born, visit.last + 1, visit.unit)
             before = visit
@@ -315,6 +308,7 @@ class ShardedModel:
             # The copy is made when the block's parameters and the copy before are gone.
             more = max(0, sizes[unit] - gathered[unit] - before)
             yield _flat(more, last, last + 1, unit)
+            # A flat copy in the reduction's dtype, until the next block's backward pass is over
             yield _flat(sizes[unit], last + 1, max(died, last) + 1, unit)
             before = sizes[unit]
         more = max(0, sizes[ROOT] - gathered[ROOT] - before)

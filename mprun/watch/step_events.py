@@ -1,4 +1,4 @@
-"""What happens in a training step: who is notified, and where it is found out.
+"""What happens in a training step: which events there are, and how they are observed.
 
 `StepListener` names the events. Two sources notify of them, at two prices:
 
@@ -6,24 +6,6 @@
                   phase an op runs
     StepHooks     hooks of the model and of its optimizers, for loops that mprun does not own and
                   does not slow down. It finds where steps begin and end
-
-An op below autograd knows neither its module nor its phase. Hooks keep the path of the module whose
-forward pass runs. An op of the backward pass belongs to the module whose forward pass made its
-autograd node. Autograd numbers its nodes in the order they are made, and knows which node runs. So
-the tracker notes the next number whenever a module begins or ends, and knows which module made
-which numbers.
-
-For `StepHooks` a step lasts from the first forward pass to the end of the optimizer's `step()`:
-
-    forward pre-hook      of the model, or of a part that the loop calls by itself: a step begins.
-                          A forward pass without gradients, or in another mode than the first one's
-                          (evaluation), begins none; nor does a recomputation in a backward pass
-    step pre-hook         the gradients of an optimizer are complete; with a closure, which goes
-                          forward and backward inside `step()`, they are when the closure returns
-    step post-hook        its update is done; a step ends when each optimizer has stepped
-    GradScaler.step       where the scaler does not call the optimizer, that step is skipped
-    GradScaler.scale,     a loss goes backward: what the scaler scales, else what `backward` is
-    Tensor.backward       called on
 
 No hook changes a result; the only argument that one replaces is a closure, by one that calls it.
 Copies and pickles of the model are without the hooks.
@@ -79,14 +61,14 @@ class StepListener:
         """The first forward pass begins."""
 
     def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
-        """The model is called to train it, or the loop says that a micro-batch is ready."""
+        """The model is called to train it, or the loop notifies that a micro-batch is ready."""
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """A module is called, and not by another one: the model, or a part called by itself.
 
         `StepTracker` notifies of every such call: also where nothing trains, and where activation
         checkpointing recomputes a part in the backward pass. `StepHooks` notifies of those that
-        train, and before it says that a step begins: this time is not part of the step.
+        train, and before `on_step_begin`: this time is not part of the step.
 
         Args:
             path: of the module, empty for the model; from `StepHooks` empty for a part as well.
@@ -119,7 +101,13 @@ class StepListener:
 
 
 class StepTracker:
-    """Follows a model and its optimizers through their steps."""
+    """Follows a model and its optimizers through their steps.
+
+    An op below autograd knows neither its module nor its phase. Hooks note the path of the module
+    whose forward pass runs. An op of the backward pass belongs to the module whose forward pass
+    made its autograd node. Autograd numbers its nodes in the order they are made, and knows which
+    node runs. So the tracker notes the next number whenever a module begins or ends.
+    """
 
     def __init__(self) -> None:
         self.first_node = 0
@@ -145,7 +133,9 @@ class StepTracker:
             for path, module in model.named_modules():
                 begin, end = self._module_hooks(path, listeners)
                 handles += (
+                    # first, so that ops of the module's other hooks are known to be its own
                     module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+                    # also where `forward` raises: every path that is entered must be left
                     module.register_forward_hook(end, always_call=True),
                 )
             before, after = self._step_hooks(listeners)
@@ -199,6 +189,7 @@ class StepTracker:
         """
         threads = [threading.get_ident()] if own_thread else list(self._made)
         for thread in threads:
+            # `limits` are ascending: the first one above the node ends the span with this node
             limits, modules = self._made.get(thread, ([], []))
             i = bisect_right(limits, node)
             if i < len(limits) and modules[i] is not None:
@@ -254,6 +245,9 @@ class StepTracker:
 class StepHooks:
     """Notifies `listeners` of the steps of a loop.
 
+    A step lasts from the first forward pass to the end of the optimizer's `step()`; of several
+    optimizers, to the end of the last one's.
+
     Args:
         model: the model. One without a forward pass of its own (`nn.ModuleList`) stands for its
             parts.
@@ -276,7 +270,7 @@ class StepHooks:
         """What is called at each event: a method that does nothing costs a step nothing."""
         self._in_step = False
         self._loop_counts = False
-        """Whether the loop tells its calls (`begin_call`)."""
+        """Whether the loop notifies of its calls (`begin_call`)."""
         self._training: bool | None = None
         """The mode of the first forward pass with gradients."""
         self._in_call = False
@@ -305,7 +299,9 @@ class StepHooks:
                 )
             for handle in handles:
                 stack.callback(handle.remove)
+            # A scaler may not call the optimizer at all: that step is skipped
             stack.enter_context(on_scaler_step(self._on_scaler_step))
+            # What a scaler scales, else what `backward` is called on
             stack.enter_context(on_loss(self._on_loss))
             stack.enter_context(copied_without_hooks(self._model, "mprun"))
             yield
@@ -334,8 +330,9 @@ class StepHooks:
 
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_call = False
-        if in_backward():
+        if in_backward():  # a recomputation
             return
+        # Validation between steps runs in the other mode, also where its gradients are left on
         if self._training is None and torch.is_grad_enabled():
             self._training = module.training
         if module.training != self._training or not torch.is_grad_enabled():
@@ -360,6 +357,7 @@ class StepHooks:
 
     def _on_updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # of a scaler, for fused optimizers
+        # On a GPU the flag is not read: the host would wait for the device at every step
         taken = overflow is None or overflow.device.type != "cpu" or not overflow.item()
         self._notify("on_update_end", optimizer)
         self._end_update(optimizer, taken)
@@ -421,6 +419,7 @@ def entries(model: nn.Module) -> list[nn.Module]:
 
 def _outside_of_graphs(hook: Callable[..., None], module: nn.Module) -> Callable[..., None]:
     """The hook, which `torch.compile` must not trace: of this module, or of one around it."""
+    # `torch.compiler.disable` imports the compiler (1.3 s): not while nothing has compiled anything
     compiles = compiles_itself(module) or "torch._dynamo" in sys.modules
     return torch.compiler.disable(hook) if compiles else hook
 

@@ -29,7 +29,7 @@ from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.step_records import Float32Gradients, LostShares, Reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}  # The bits of the largest number
+LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}  # The bits of the largest finite number
 RULES = ("nearest", "stochastic", "kahan")
 
 
@@ -71,6 +71,7 @@ def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
         shadow.engine = "eager"  # the same bits without compiling anything
     else:
         _widen(shadow)
+    # Copies even of float64: the step changes the twins in place
     before = {p: twin.detach().to(torch.float64, copy=True) for p, twin in twins.items()}
     with own_random_numbers(parameters):
         shadow.step()
@@ -85,9 +86,9 @@ def own_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None
 
 
 def exact_weights(p: Tensor, optimizer: Optimizer) -> Tensor:
-    """The weights an optimizer keeps, in float64: with the remainder where it keeps one.
+    """The weights as an optimizer stores them, in float64: with the remainder where it has one.
 
-    Where it keeps a float32 master, these are the master.
+    Where it has a float32 master, these are the master.
     """
     if isinstance(master := optimizer.state.get(p, {}).get("master"), Tensor):
         return master.double()
@@ -109,6 +110,7 @@ def _widen(optimizer: Optimizer) -> None:
     """Moments in float64."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
+            # `step` is a count; a parameter that is a scalar has its shape
             moment = isinstance(value, Tensor) and value.shape == p.shape and name != "step"
             if moment and value.is_floating_point():
                 state[name] = value.double()
@@ -296,6 +298,7 @@ class RoundingErrors:
                 self._add(float32, exact)
                 return
             self.reference = Reference(MOVED, reason)
+        # The largest error of several moves: a single one may leave a gradient as it was by chance
         self._add(float32, float32, [moved(MOVE, OWN_SEED + n) for n in range(MOVES)])
 
     def _add(self, float32: Gradients, exact: Gradients, others: Sequence[Gradients] = ()) -> None:
@@ -343,6 +346,7 @@ def _loss_differs(float32: float, float64: float) -> str:
 
 def power(x: Tensor) -> float:
     """The sum of squares; infinite where a number is not finite."""
+    # In float64: squares of float32 numbers beyond 1e19 or below 1e-23 leave float32's range
     norm = float(torch.linalg.vector_norm(x.detach(), dtype=torch.float64))
     return norm * norm if math.isfinite(norm) else math.inf
 
@@ -361,6 +365,7 @@ def is_rounding(float32: float, exact: float) -> bool:
 
 def move_weights(parameters: Iterable[Tensor], most: float, seed: int) -> None:
     """Move each weight by a random share of itself of at most `most`."""
+    # Of the CPU, so that a seed moves weights alike on every device
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in parameters:

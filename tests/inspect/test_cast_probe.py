@@ -232,10 +232,6 @@ def test_nothing_is_forgiven_where_one_batch_says_nothing_of_others() -> None:
     assert measure.judged_db == measure.worst_db == pytest.approx(3, abs=0.1)
 
 
-def test_where_every_gradient_counts_all_are_judged() -> None:
-    assert probe(mlp()).rounding.undetermined == ()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_a_measure_too(value: float) -> None:
     def spoil(x: Tensor) -> Tensor:
@@ -250,10 +246,12 @@ def test_a_loss_that_is_not_finite_is_a_measure_too(value: float) -> None:
 
 def test_a_gradient_that_is_not_finite_beside_a_finite_loss() -> None:
     model = mlp()
-    measure = probe(model).measure(CastPlan(Spoiling(lambda: overflow(model[0].bias))))
+    measured = probe(model, loss_scales=(16.0, 4.0))
+    assert measured.rounding.undetermined == ()  # all are judged
+    measure = measured.measure(CastPlan(Spoiling(lambda: overflow(model[0].bias))))
     assert measure.loss_difference == 0
     assert math.isnan(measure.worst_db)
-    assert measure.worst_parameter == "0.bias"
+    assert (measure.worst_parameter, measure.loss_scale) == ("0.bias", 4)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
@@ -311,14 +309,6 @@ def test_a_loss_scale_saves_gradients_that_underflow() -> None:
     assert scaled.worst_db > 40
 
 
-def test_gradients_that_overflow_at_every_scale_are_not_finite() -> None:
-    model = mlp()
-    plan = CastPlan(Spoiling(lambda: overflow(*model.parameters())))
-    measure = probe(model, loss_scales=(16.0, 4.0)).measure(plan)
-    assert math.isnan(measure.worst_db)
-    assert measure.loss_scale == 4
-
-
 def test_a_parameter_that_is_not_reached_has_a_gradient_of_zero() -> None:
     model = mlp()
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
@@ -344,7 +334,7 @@ def test_sparse_gradients_are_measured() -> None:
 # ---- an op that fails ----------------------------------------------------------------------------
 
 
-def test_an_op_without_a_kernel_is_a_measure_that_says_so() -> None:
+def test_an_op_without_a_kernel_is_a_measure_with_its_failure() -> None:
     def inverse(x: Tensor) -> Tensor:
         return x @ torch.linalg.inv(x.mT @ x + torch.eye(8, dtype=x.dtype))
 
@@ -395,7 +385,7 @@ def steep(output: Tensor, target: Tensor) -> Tensor:
         (mlp(), batches(), steep, "a gradient of batch 0 is not finite"),
     ],
 )
-def test_what_cannot_be_measured_is_said(
+def test_what_cannot_be_measured_is_refused_with_the_reason(
     model: nn.Module, data: Any, loss: Any, message: str
 ) -> None:
     with pytest.raises(NotMeasurableError, match=message):

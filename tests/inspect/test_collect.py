@@ -207,7 +207,7 @@ def test_passes_without_gradients_are_not_looked_at() -> None:
     assert seen.recommended_loss_scale() is None
 
 
-def test_an_optimizer_with_a_closure_is_told_of() -> None:
+def test_an_optimizer_with_a_closure_is_warned_of() -> None:
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 

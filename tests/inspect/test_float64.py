@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.inspect.float64 import in_float64
+from mprun.inspect.passes import in_float64
 
 Function = Callable[[Tensor], Tensor]
 

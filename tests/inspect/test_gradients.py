@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.inspect.gradients import PARAMETER, GradientSource, LargestGradients
+from mprun.inspect.collect import PARAMETER, GradientSource, LargestGradients
 
 
 class Inside(nn.Module):
@@ -149,20 +148,3 @@ def test_what_comes_after_or_before_is_not_looked_at() -> None:
         model(torch.ones(1, 2))
     assert seen.magnitudes == {}
     assert seen.worst() == (0.0, None)
-
-
-def test_gradients_are_what_they_are_without() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3))
-    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        F.cross_entropy(model(x), torch.tensor([0, 1, 2, 0])).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    without = gradients()
-    with LargestGradients().following(model):
-        found = gradients()
-    assert all(torch.equal(a, b) for a, b in zip(without, found, strict=True))
-    hooks = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
-    assert not any(hooks)

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.inspect.gradients import noise_of
-from mprun.inspect.histograms import histogram
+from mprun.inspect.histograms import histogram, noise_of
 from mprun.inspect.loss_scale_advice import (
     LayerGradients,
     best_tried,

@@ -203,7 +203,7 @@ def llama(dtype: torch.dtype, hidden: int = 32, layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def test_a_checkpoint_that_loads_in_16_bits_is_said_to(tmp_path: Path) -> None:
+def test_a_checkpoint_that_loads_in_16_bits_is_named(tmp_path: Path) -> None:
     """transformers 5 loads in the dtype that a checkpoint is stored in."""
     transformers = pytest.importorskip("transformers", reason="mprun[transformer]")
     llama(torch.bfloat16).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.precision._torch import dispatch_modes
-from mprun.watch.audit_finding import KINDS
+from mprun.watch.audit import KINDS
 from mprun.watch.cast_counts import FIXES, CastCounts, DtypeRow, RepeatedCast, dtype_rows, totals
 
 X = torch.randn(2, 8)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mprun.optim import SGD
 from mprun.precision.rounding import RANDOM_BITS, merge, round_stochastic, split
-from mprun.watch.updates import DTYPES, LostUpdates, lost_updates
+from mprun.watch.updates import DTYPES, LostUpdates, exact_updates, lost_updates
 
 SIZES = st.floats(-8, 8, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
 
@@ -158,9 +159,6 @@ def test_counts_add_up() -> None:
 
 def test_an_optimizer_s_real_steps_lose_that_many() -> None:
     """The share expected of stochastic rounding, and nearest's, seen in mprun's own optimizer."""
-    from mprun.optim import SGD
-    from mprun.watch.updates import exact_updates
-
     generator = torch.Generator().manual_seed(6)
     start = torch.randn(20_000, generator=generator)
     gradient = torch.randn(20_000, generator=generator) * 1e-4

@@ -180,12 +180,9 @@ MODES = [
 
 @pytest.mark.representative(2, 3)
 @pytest.mark.parametrize("words", MODES, ids=" ".join)
-def test_all_sums_agree_and_repeat_exactly(words: list[str]) -> None:
+def test_a_count_repeats_exactly(words: list[str]) -> None:
     first, second = (step_memory(planned(*words)) for _ in range(2))
     assert (first.timeline, first.points) == (second.timeline, second.points)
-    assert first.peak_bytes == sum(first.categories.values())
-    for category, size in first.categories.items():
-        assert sum(row[category] for row in first.modules.values()) == size
     assert {"forward", "backward", "other"} <= set(first.phase_peaks)
 
 
@@ -214,18 +211,18 @@ def test_a_plan_of_shapes_counts_what_a_plan_with_data_counts() -> None:
 # ---- against real tensors, and PyTorch's own tracker ---------------------------------------------
 
 REAL = [
-    (["recipe=fashion_mnist", "precision=fp32"], 0),
-    (["recipe=fashion_mnist", "precision=fp32", "speed=plain"], 0),
-    (["recipe=fashion_mnist", "precision=bf16_mixed"], 0),
-    (["recipe=fashion_mnist", "precision=bf16_true", "speed=plain"], 0),
-    (["recipe=mnist", "precision=half_sr", "train.batch_size=64", "train.accumulate=2"], 0),
-    (["recipe=mnist", "precision=bf16_mixed", "train.batch_size=64", "train.clip_norm=1"], 0),
+    ["recipe=fashion_mnist", "precision=fp32"],
+    ["recipe=fashion_mnist", "precision=fp32", "speed=plain"],
+    ["recipe=fashion_mnist", "precision=bf16_mixed"],
+    ["recipe=fashion_mnist", "precision=bf16_true", "speed=plain"],
+    ["recipe=mnist", "precision=half_sr", "train.batch_size=64", "train.accumulate=2"],
+    ["recipe=mnist", "precision=bf16_mixed", "train.batch_size=64", "train.clip_norm=1"],
 ]
 
 
 @pytest.mark.representative(1, 2, 4)
-@pytest.mark.parametrize(("words", "tolerance"), REAL, ids=str)
-def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) -> None:
+@pytest.mark.parametrize("words", REAL, ids=str)
+def test_fake_tensors_count_what_real_ones_do(words: list[str]) -> None:
     chosen = make_plan(compose(("device=cpu", *words, *GENERATED)).config, ())
     chosen = replace(chosen, fp32_fallback="none")  # the kernels fake tensors stand for
 
@@ -238,12 +235,12 @@ def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) 
     tensors = (batch.parts[0].inputs[0], batch.parts[0].content[1])
     found = memory(lambda: trainer.optimizer_step(batch), parts.model, parts.optimizer, tensors)
     fake = step_memory(chosen)
-    assert abs(found.peak_bytes - fake.peak_bytes) <= tolerance
-    if not tolerance:  # behind the backward pass, ops of clipping and optimizers differ
-        end = max(n for n, p in enumerate(fake.points) if p.phase == "backward") + 1
-        assert found.points[:end] == fake.points[:end]
-        for category, row in fake.timeline.items():
-            assert found.timeline[category][:end] == row[:end]
+    assert found.peak_bytes == fake.peak_bytes
+    # Behind the backward pass, ops of clipping and optimizers differ.
+    end = max(n for n, p in enumerate(fake.points) if p.phase == "backward") + 1
+    assert found.points[:end] == fake.points[:end]
+    for category, row in fake.timeline.items():
+        assert found.timeline[category][:end] == row[:end]
     if "half_sr" not in words[1]:  # PyTorch's tracker does not see what our C kernels write
         assert tracked(*real()) == found.peak_bytes
 

@@ -108,7 +108,7 @@ class Tree(nn.Module):
         return self.top(again * a) + b * c + torch.tanh(x)  # type: ignore[no-any-return]
 
 
-def test_modules_that_share_shapes_and_those_called_again_are_told_apart() -> None:
+def test_modules_that_share_shapes_and_those_called_again_are_distinguished() -> None:
     """A `tanh_backward` reads the result of its own forward op: the storage says which that was."""
     ops = observed(Tree())
     made = {op.outputs[0].memory[0]: op.module for op in ops if op.name == "tanh"}
@@ -255,7 +255,7 @@ class Forgiving(nn.Module):
         return self.rest(x)  # type: ignore[no-any-return]
 
 
-def test_hooks_are_removed_and_nothing_is_told_afterwards() -> None:
+def test_hooks_are_removed_and_nothing_is_recorded_afterwards() -> None:
     model, ops = nested(), list[RecordedOp]()
     optimizer, recorder = sgd(model), OpRecorder(ops.append)
     with recorder.following(model, optimizer), recorder:
@@ -333,7 +333,7 @@ def test_a_cast_is_a_copy_into_another_dtype() -> None:
     assert [op.is_cast for op in ops] == [True, False, False, True]
 
 
-def test_views_are_told_from_ops_that_write() -> None:
+def test_views_are_distinguished_from_ops_that_write() -> None:
     x = X.clone()
     ops = ops_of(lambda: x.t().select(0, 1).add_(1).add(1).detach())
     assert [(op.name, op.is_view) for op in ops] == [
@@ -388,7 +388,7 @@ class Adding(TorchDispatchMode):
         return result.add(0) if func is torch.ops.aten.mul.Tensor else result
 
 
-def test_what_a_mode_below_makes_of_an_op_is_not_told_and_what_it_costs_is() -> None:
+def test_ops_of_a_mode_below_are_not_recorded() -> None:
     ops: list[RecordedOp] = []
     recorder = OpRecorder(ops.append)
     with recorder, Adding(), recorder:  # type: ignore[no-untyped-call]
@@ -397,7 +397,7 @@ def test_what_a_mode_below_makes_of_an_op_is_not_told_and_what_it_costs_is() -> 
     assert "add" not in [op.name for op in ops]
 
 
-def test_of_an_emulated_arithmetic_the_model_s_ops_are_told_once() -> None:
+def test_the_model_s_ops_are_recorded_once_under_an_emulated_arithmetic() -> None:
     model = nested()
     ops: list[RecordedOp] = []
     recorder, optimizer = OpRecorder(ops.append), sgd(model)

@@ -14,8 +14,8 @@ from torch import nn
 
 import mprun
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
-from mprun.watch import switch_settings as module
-from mprun.watch.switch_settings import (
+from mprun.watch import audit as module
+from mprun.watch.audit import (
     ATTENTION,
     LIBRARY_VARIABLES,
     MATMULS,
@@ -45,7 +45,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def in_a_fresh_process(**variables: str) -> dict[str, list[str]]:
     """Name to value and who set it."""
     code = (
-        "import json; from mprun.watch.switch_settings import switch_settings as s; "
+        "import json; from mprun.watch.audit import switch_settings as s; "
         "print(json.dumps({x.name: [x.value, x.set_by] for x in s({'cpu', 'cuda'})}))"
     )
     names = {TF32_BY_ENVIRONMENT, *(n for v in LIBRARY_VARIABLES.values() for n in v)}
@@ -68,7 +68,8 @@ def test_pytorch_starts_with_its_defaults() -> None:
     assert {who for _, who in rows.values()} == {"PyTorch's default"}
 
 
-def test_an_environment_variable_that_pytorch_reads_is_named() -> None:
+@pytest.mark.exhaustive
+def test_pytorch_reads_the_environment_variable() -> None:
     rows = in_a_fresh_process(**{TF32_BY_ENVIRONMENT: "1", "NVIDIA_TF32_OVERRIDE": "0"})
     by = f"the environment variable {TF32_BY_ENVIRONMENT}"
     assert rows[MATMUL] == ["tf32", by]
@@ -77,6 +78,19 @@ def test_an_environment_variable_that_pytorch_reads_is_named() -> None:
     assert rows["torch.backends.cudnn.conv.fp32_precision"] == ["tf32", "PyTorch's default"]
     others = {who for name, (_, who) in rows.items() if who not in (by, "the environment")}
     assert (len(rows), others) == (12, {"PyTorch's default"})
+
+
+def test_an_environment_variable_that_pytorch_reads_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TF32_BY_ENVIRONMENT, "1")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as PyTorch does at its start
+    rows = {x.name: x for x in switch_settings({"cuda"})}
+    by = f"the environment variable {TF32_BY_ENVIRONMENT}"
+    assert (rows[MATMUL].value, rows[MATMUL].set_by) == ("tf32", by)
+    assert rows["NVIDIA_TF32_OVERRIDE"].set_by == "the environment"
+    assert rows["torch.backends.cudnn.conv.fp32_precision"].set_by == "PyTorch's default"
 
 
 def test_what_the_program_sets_is_named() -> None:

@@ -16,7 +16,7 @@ from mprun.precision.rounding import merge
 from mprun.watch.updates import exact_updates, exact_weights
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-TORCH: dict[str, Make] = {
+OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -24,8 +24,6 @@ TORCH: dict[str, Make] = {
     "foreach adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-}
-OURS: dict[str, Make] = {
     "our sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, engine="eager"),
     "our adamw": lambda p: optim.AdamW(p, lr=0.1, engine="eager"),
     "our rmsprop": lambda p: optim.RMSprop(p, lr=0.1, engine="eager"),
@@ -33,6 +31,7 @@ OURS: dict[str, Make] = {
         p, lr=0.1, momentum_dtype=torch.float16, variance_dtype=torch.bfloat16, engine="eager"
     ),
 }
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -47,7 +46,7 @@ def give_gradients(found: list[nn.Parameter], seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-@pytest.mark.parametrize("make", {**TORCH, **OURS}.values(), ids={**TORCH, **OURS}.keys())
+@every_optimizer
 def test_float32_steps_are_the_differences_but_for_what_storing_rounds_off(make: Make) -> None:
     found = parameters()
     optimizer = make(found)
@@ -75,7 +74,7 @@ def test_an_update_below_float32_s_resolution_is_seen() -> None:
     assert p.item() == 1
 
 
-@pytest.mark.parametrize("make", {**TORCH, **OURS}.values(), ids={**TORCH, **OURS}.keys())
+@every_optimizer
 def test_nothing_is_changed(make: Make) -> None:
     found = parameters()
     optimizer = make(found)
@@ -161,10 +160,3 @@ def test_sparse_gradients() -> None:
     layer(torch.tensor([1, 3])).sum().backward()
     change = exact_updates(torch.optim.SGD(layer.parameters(), lr=0.5))[layer.weight].change
     assert change[:, 0].tolist() == [0, -0.5, 0, -0.5, 0]
-
-
-def test_a_step_that_needs_a_closure_is_refused() -> None:
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    with pytest.raises(TypeError, match="closure"):
-        exact_updates(torch.optim.LBFGS([p]))

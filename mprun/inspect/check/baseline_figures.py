@@ -32,7 +32,7 @@ from mprun.inspect.check.check_baseline import (
 from mprun.inspect.check.check_training import curve_losses
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.divergence.boundaries import calls_followed, floating
-from mprun.inspect.float64 import in_float64
+from mprun.inspect.passes import in_float64
 from mprun.inspect.trace import traced_step
 from mprun.precision.policy import torch_dtype
 from mprun.train.machine import machine

@@ -43,7 +43,7 @@ from mprun.records.result import Result
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train.run import run
 from mprun.train.signals import StopSignals
-from mprun.watch.audit_finding import KINDS
+from mprun.watch.audit import KINDS
 
 FALLS_BY_CHANCE = 1e-3  # The chance at which losses without a trend pass as falling
 # Overrides of the runs that two environments load

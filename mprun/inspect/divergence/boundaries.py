@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.diff_result import OpError
-from mprun.inspect.float64 import in_float64
+from mprun.inspect.passes import in_float64
 from mprun.precision._torch import (
     DispatchMode,
     in_backward,

@@ -89,7 +89,7 @@ class FpException:
     reason: str | None = None
     """The cause, if more is known than the figures show."""
     process: int | None = None
-    """The number of the process in which it arose; None for one process."""
+    """The number of the process in which it occurred; None for one process."""
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -113,7 +113,7 @@ class FpException:
     def text(self) -> str:
         """The exception in one line."""
         parts = [f"{self.kind}: {self.where}", *self._figures()]
-        if self.kind == "outside":
+        if self.kind == "outside":  # the op only read it
             bad = self.outputs[0]
             counts = ((bad.inf, "inf"), (bad.nan, "NaN"))
             numbers = " and ".join(f"{n} {what}" for n, what in counts if n)
@@ -196,7 +196,7 @@ class NonfiniteReport:
 
     @property
     def findings(self) -> list[FpException]:
-        """Those that did harm."""
+        """Those that reached a result, or made a later one wrong."""
         return self.of("finding")
 
     @property
@@ -206,7 +206,7 @@ class NonfiniteReport:
 
     @property
     def absorbed(self) -> list[FpException]:
-        """Those that did no harm."""
+        """Those that reached nothing that outlasts the step."""
         return self.of("absorbed")
 
     def state_dict(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def fp_exceptions(
         try:
             yield monitor.report
         except BaseException:
-            loop.end_step(raises=False)
+            loop.end_step(raises=False)  # the loop's own error is the one to show
             raise
         loop.end_step()
 
@@ -124,14 +124,14 @@ class _Loop(StepListener):
         self.monitor.save()
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepped:
+        if id(optimizer) in self._stepped:  # its next turn
             self.end_step()
         self.monitor.save()
         self.monitor.check_gradients()
         # A scaler hands these to optimizers that unscale by themselves.
         scale, flag = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         self._loss_scale = None if scale is None else float(scale)
-        self._skips |= flag is not None and bool(flag)
+        self._skips |= flag is not None and bool(flag)  # nonzero: the optimizer will not step
 
     def on_update_end(self, optimizer: Optimizer) -> None:
         self._stepped.add(id(optimizer))
@@ -263,7 +263,7 @@ class WatchedPrecision(Precision):
         outcome = monitor.end_step(by_scale, factor)
         self._following.close()
         self._in_step = False
-        if outcome.dropped:
+        if outcome.dropped:  # a step that was undone counts for no growth of the scale
             self.loss_scale.load_state_dict(self._scale_before)
         self._exceptions.on_step_end(outcome)
         if outcome.stop_reason is not None:

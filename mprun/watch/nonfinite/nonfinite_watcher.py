@@ -74,7 +74,7 @@ RECIPES = MPRUN / "recipes"
 PYTHON = Path(sysconfig.get_path("stdlib"))
 # Installed packages lie inside of Python's library, and are the user's code.
 PACKAGES = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
-INTERACTIVE = ("<stdin>", "<ipython")
+INTERACTIVE = ("<stdin>", "<ipython")  # Other names in <> are code that a library generated
 # The code that calls a model in mprun's loop: no caller of it is the user's code
 LOOP = inspect.getfile(Precision)
 
@@ -100,7 +100,7 @@ def current_line() -> CodeLine | None:
         if not is_library(code.co_filename):
             return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
         if is_backward_call(code) or code.co_filename == LOOP:
-            return None
+            return None  # callers of `backward` or of mprun's loop did not write this op
     return None
 
 
@@ -148,7 +148,7 @@ class Origin:
 
     @property
     def deliberate(self) -> bool:
-        """Whether the program wrote it, or it existed before: no fault unless it does harm."""
+        """Whether the program wrote it, or it existed before: a fault if it reaches a result."""
         return self.exception.kind in ("constant", "outside")
 
 
@@ -163,7 +163,7 @@ def mark_reached(origins: Iterable[Origin], what: str) -> None:
     every = list(origins)
     faults = [x for x in every if not x.deliberate]
     outside = [x for x in every if x.exception.kind == "outside"]
-    for origin in faults or outside or every:
+    for origin in faults or outside or every:  # constants are blamed last
         origin.reached[what] = None
 
 
@@ -173,7 +173,7 @@ def _storage_of(x: Tensor) -> Tensor:
     return x if values is None else values
 
 
-def memory(x: Tensor) -> int:
+def memory_key(x: Tensor) -> int:
     """A key of the storage with a tensor's numbers, the same for its views."""
     return storage_key(_storage_of(x))
 
@@ -221,14 +221,14 @@ class NonfiniteWatcher(OpWatcher):
 
     def origins_of(self, x: Tensor) -> Origins:
         """The origins of a tensor that is not finite; empty where none is known."""
-        known = self._spoiled.get(memory(x))
+        known = self._spoiled.get(memory_key(x))
         return frozenset() if known is None else known[1]
 
     def spoil(self, x: Tensor, origins: Origins) -> None:
         """Add origins to those of a tensor."""
-        # The reference keeps the key from being given out again, not the memory alive.
+        # The reference holds the key, which no other storage can get then, but not the memory
         reference = StorageWeakRef(_storage_of(x).untyped_storage())
-        self._spoiled[memory(x)] = (reference, self.origins_of(x) | origins)
+        self._spoiled[memory_key(x)] = (reference, self.origins_of(x) | origins)
 
     def add(self, exception: FpException) -> Origin:
         """A new origin of this step."""
@@ -253,7 +253,7 @@ class NonfiniteWatcher(OpWatcher):
             self._inspect(OpCall(func, args, kwargs, result, before, saved), site)
         if func is SCALER_CHECK:
             self.scaler_overflowed |= bool(args[1].item())
-            self.loss_scale = 1 / args[2].item()
+            self.loss_scale = 1 / args[2].item()  # the op multiplies by the inverse
         return result
 
     def _site(self) -> OpSite:
@@ -282,6 +282,7 @@ class NonfiniteWatcher(OpWatcher):
         after = "a scalar computed after the backward pass"
         for result in bad:
             self.spoil(result.tensor, origins)
+            # A scalar outside of the model is the loss, or computed from it
             if site.phase == "other" and result.tensor.numel() == 1:
                 mark_reached(origins, after if self._went_backward else "the loss")
 
@@ -295,9 +296,11 @@ class NonfiniteWatcher(OpWatcher):
                 origins |= self.origins_of(x) or {self._from_outside(call, site, name, x)}
                 was_nan |= given.has_nan
         constants = all(origin.exception.kind == "constant" for origin in origins)
+        # A softmax of a row that is masked whole: its NaN is no consequence that the program meant
         makes_nan = not was_nan and any(result.range.has_nan for result in bad if result.range)
         if origins and not (constants and makes_nan):
             return frozenset(origins)
+        # An infinity among the arguments: what the program wrote needs no float64
         written = not origins and not all(map(isfinite, call.numbers()))
         exact = None if written else recomputed(call)
         first = None if exact is None else exact[bad[0].position]

@@ -4,8 +4,7 @@ A step with a NaN is only known when its backward pass is over. By then its rand
 drawn, its running statistics have moved and its batch is about to be freed. So every step is
 remembered until it ends (`StepCapture`), as references where that is enough:
 
-    inputs          references to the arguments of each call of the model (with accumulation there
-                    are several); an input that is changed in place later is noted, not copied
+    inputs          references to the arguments of each call of the model
     random states   before each call
     buffers         copies from before the first call
     gradients       references to those that backward passes bring to the model's outputs
@@ -15,7 +14,7 @@ no hook returns a value. `benchmarks.observe` measures what it costs a step, whi
 a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
 
 The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
-tuples and dictionaries keep their nesting; other containers become plain ones (`PlainCopy`).
+tuples and dictionaries stay nested as they are; other containers become plain ones (`PlainCopy`).
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ from mprun.watch.step_events import StepListener
 FORMAT = "mprun step"
 FORMAT_VERSION = 1
 UNSAVED = "mprun: not saved"
+# The names are checked before PyTorch parses them: a file may come from anyone
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -199,6 +199,7 @@ class PlainCopy:
         if is_dataclass(value) and not isinstance(value, type):
             row = {f.name: self.of(getattr(value, f.name, None)) for f in fields(value)}
             return self._instead(value, row, dict)
+        # By name: NumPy is not imported for it. The kinds are bool, integers, floats and complex
         if type(value).__module__ == "numpy" and value.dtype.kind in "biufc":
             return self._instead(value, torch.as_tensor(value).clone(), Tensor)
         return self._left_out(value)
@@ -229,12 +230,9 @@ def unsaved_types(value: Any) -> list[str]:
     """The types in a saved value that could not be saved."""
     if isinstance(value, dict) and set(value) == {UNSAVED}:
         return [str(value[UNSAVED])]
-    children: list[Any] = []
-    if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, list | tuple):
-        children = list(value)
-    return [kind for child in children for kind in unsaved_types(child)]
+    children = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, dict | list | tuple)
+    return [kind for child in (children if nested else ()) for kind in unsaved_types(child)]
 
 
 def _exact(value: Any) -> Any:
@@ -277,7 +275,7 @@ class RandomSnapshot(NamedTuple):
 
 def random_snapshot(of: Iterable[torch.device]) -> RandomSnapshot:
     """The states now; of accelerators those of `of`."""
-    numpy = sys.modules.get("numpy.random")
+    numpy = sys.modules.get("numpy.random")  # a model cannot have drawn from what is not imported
     return RandomSnapshot(
         torch.get_rng_state(),
         devices.random_states(of),
@@ -313,12 +311,15 @@ class ObservedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     writes: list[tuple[Tensor, int]]
-    """The tensors in the arguments, and how often each was written to before the call."""
+    """The tensors in the arguments, and how often each was written to before the call.
+
+    An input that is changed in place later is noted in the file, not copied at every step.
+    """
     random: RandomSnapshot
     autocast: list[tuple[str, bool, torch.dtype]]
-    has_nan: list[Tensor | bool]
+    has_nan: list[Tensor | bool] = field(default_factory=list)
     """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
-    gradients: list[list[Tensor]]
+    gradients: list[list[Tensor]] = field(default_factory=list)
     """Per tensor in the output that needs a gradient: those that arrived."""
 
 
@@ -333,6 +334,7 @@ class StepCapture(StepListener):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._model = original_module(model)
+        # In order: the first one is that of the model in the file
         devices = dict.fromkeys(p.device for p in model.parameters())
         self._devices = list(devices) or [torch.device("cpu")]
         self._kinds = list(dict.fromkeys((self._devices[0].type, "cpu")))
@@ -364,8 +366,8 @@ class StepCapture(StepListener):
 
     def outputs_with_nan(self) -> Iterator[str]:
         """The small outputs of the step with a NaN: a NaN need not reach the gradients."""
-        for n, found in ((n, x) for call in self._calls for n, x in enumerate(call.has_nan)):
-            if found:
+        for n, has_nan in ((n, x) for call in self._calls for n, x in enumerate(call.has_nan)):
+            if has_nan:
                 yield f"output {n} of the model"
 
     def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
@@ -386,7 +388,7 @@ class StepCapture(StepListener):
         if not self._calls and not self._noted:
             raise ValueError(f"step {step} cannot be saved: the model was not called in it")
         with outside_of_modes():
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # in memory first: a file appears whole, or not at all
             torch.save(self._saved(step, reason, autocast).as_plain(), buffer)
         write_atomic(path, buffer.getvalue())
 
@@ -399,15 +401,9 @@ class StepCapture(StepListener):
         """A call that begins now; before the first one of a step, buffers are copied."""
         if not self._calls and not self._noted:
             self._buffers.update()
-        return ObservedCall(
-            args,
-            kwargs,
-            [(x, write_count(x)) for x in all_tensors((args, kwargs))],
-            random_snapshot(self._devices),
-            autocast_of(self._kinds),
-            [],
-            [],
-        )
+        writes = [(x, write_count(x)) for x in all_tensors((args, kwargs))]
+        random = random_snapshot(self._devices)
+        return ObservedCall(args, kwargs, writes, random, autocast_of(self._kinds))
 
     def on_forward_end(self, path: str, outputs: Any) -> None:
         call, self._open = self._open, None
@@ -419,7 +415,7 @@ class StepCapture(StepListener):
                 arrived: list[Tensor] = []
                 call.gradients.append(arrived)
                 handle = x.register_hook(arrived.append)
-                if x.is_leaf:
+                if x.is_leaf:  # hooks of other tensors die with the graph
                     self._of_leaves.append(handle)
 
     def _saved(self, step: int, reason: str, autocast: torch.dtype | None) -> SavedStep:

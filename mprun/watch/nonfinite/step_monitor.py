@@ -29,7 +29,7 @@ from mprun.watch.nonfinite.nonfinite_watcher import (
     Origins,
     kind_of,
     mark_reached,
-    memory,
+    memory_key,
 )
 from mprun.watch.nonfinite.op_call import is_finite, stats, value_range
 from mprun.watch.op_watcher import tensors_of
@@ -59,7 +59,7 @@ class StateCheck:
         watcher: NonfiniteWatcher,
     ) -> None:
         self._model, self._optimizers, self._watcher = model, optimizers, watcher
-        self._inputs: list[weakref.ref[Tensor]] = []
+        self._inputs: list[weakref.ref[Tensor]] = []  # weak: batches are the loop's
         self._labels: list[tuple[Tensor, str]] = []
         self._of_gradients: dict[str, Origins] = {}
         """Parameter to the origins of its gradient, if that is not finite in this step."""
@@ -80,10 +80,10 @@ class StateCheck:
 
     def name_of(self, x: Tensor) -> str | None:
         """The name of a tensor: parameter, buffer, gradient, the model's input."""
-        key = memory(x)
+        key = memory_key(x)
         named = [(item.tensor, item.label) for item in (*self._items(), *self._gradients())]
         named += [(given, "the model's input") for given in self._live_inputs()]
-        return next((name for x, name in (*self._labels, *named) if memory(x) == key), None)
+        return next((name for x, name in (*self._labels, *named) if memory_key(x) == key), None)
 
     def check_gradients(self, step: int) -> None:
         """Check the gradients before they are unscaled, clipped or used."""
@@ -103,7 +103,7 @@ class StateCheck:
             if is_finite(measured := value_range(item.tensor)):
                 continue
             bad.add(item.label)
-            if item.label not in self._bad:
+            if item.label not in self._bad:  # else reported by an earlier step, or a mask
                 # what spoiled a parameter spoils its state
                 origins = self._origins_of(item) or by_optimizer.get(item.owner)
                 origins = origins or self._by_optimizer(step, item, kind_of(measured))
@@ -128,9 +128,9 @@ class StateCheck:
     def _by_optimizer(self, step: int, item: StateTensor, kind: str) -> Origins:
         """The origin of numbers that an optimizer wrote, although the gradients are finite."""
         owner = dict(self._parameters()).get(item.owner)
-        held = [(x, p, group) for x, p, group in self._groups() if p is owner]
+        held = [row for row in self._groups() if row[1] is owner]
         optimizer = held[0][0] if held else next(iter(self._optimizers), None)
-        reason = next((text for found in held if (text := _eps_reason(*found))), None)
+        reason = next((text for row in held if (text := _eps_reason(*row))), None)
         if reason is not None and kind == "overflow":
             kind = "infinite"  # a division by 0, in any precision
         return self._unseen(step, item, "optimizer", kind, optimizer, reason)
@@ -208,6 +208,7 @@ def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str |
     eps = group.get("eps")
     if not isinstance(eps, float) or not eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
         return None
+    # A quotient by sqrt(moment) + eps, of which both are 0
     bad = ~torch.isfinite(p.detach())
     state = optimizer.state.get(p, {}).values()
     moments = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
@@ -234,7 +235,7 @@ class StepOutcome:
 
     step: int
     skipped: bool  # Whether dynamic loss scaling skipped it
-    exceptions: tuple[FpException, ...]  # In the order they arose, each with its verdict
+    exceptions: tuple[FpException, ...]  # In the order they occurred, each with its verdict
     new_findings: tuple[FpException, ...] = ()
     """Those that are findings, and the first of their kind."""
     dropped: bool = False  # Whether model and optimizer are as they were before the step
@@ -284,7 +285,7 @@ class Response:
 class StepMonitor(StepListener):
     """Inspects one step after another, and responds.
 
-    `watcher.following(..., listeners=[monitor])` tells it the model's inputs and outputs.
+    `watcher.following(..., listeners=[monitor])` gives it the model's inputs and outputs.
 
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
@@ -388,15 +389,16 @@ class StepMonitor(StepListener):
 
 
 def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpException | None:
-    """The exception with its verdict; None for a constant that did no harm."""
-    harmed = [what for what in origin.reached if not (origin.deliberate and what == OUTPUT)]
-    if origin.deliberate and not harmed:
+    """The exception with its verdict; None for a constant that reached no result."""
+    # Minus infinity in logits (actions that are not allowed) is meant: the loss must be reached
+    reached = [what for what in origin.reached if not (origin.deliberate and what == OUTPUT)]
+    if origin.deliberate and not reached:
         return None
-    harmful = harmed or origin.divided_by
+    has_effect = reached or origin.divided_by
     undone = skipped and not origin.lasts and _by_loss_scale(origin.exception, loss_scale)
     return replace(
         origin.exception,
-        verdict="absorbed" if not harmful else "expected" if undone else "finding",
+        verdict="absorbed" if not has_effect else "expected" if undone else "finding",
         reached=tuple(islice(origin.reached, REACHED)),
         reached_count=len(origin.reached),
         loss_scale=loss_scale,
@@ -416,6 +418,8 @@ def _by_loss_scale(exception: FpException, loss_scale: float | None) -> bool:
         return overflow or unknown
     if loss_scale is None or not overflow or exception.phase != "other":
         return False
+    # Scaling the loss multiplies by one number. It may be known by its float32 inverse alone, so to
+    # about 1e-7
     factors = (x.high for x in exception.inputs if x.low == x.high and x.high is not None)
     return exception.op == "mul" and any(isclose(x, loss_scale, rel_tol=1e-6) for x in factors)
 

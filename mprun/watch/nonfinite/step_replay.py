@@ -9,9 +9,9 @@ random states and autocast. Two ways lead backward:
     with `step`        a function that calls the model and computes the loss, as the loop did: then
                        the ops of the loss are inspected as well.
 
-An output may be computed from another one, as a loss from logits, both returned by the model. The
-gradient saved for the logits contains the loss's part. So only the last outputs start the backward
-pass; the gradient of an earlier one is put in its place when it is reached.
+An output may be computed from another one, as a loss from logits, both returned by the model. Only
+the last outputs start the backward pass; the gradient of an earlier one is put in its place when it
+is reached.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ReplayedStep:
             "hook, clipping; a script with step(model, batch) can run it"
         )
         yield (
-            "the model keeps a state outside of its parameters and buffers, such as a counter, or "
+            "the model has a state outside of its parameters and buffers, such as a counter, or "
             "draws from a random generator of its own"
         )
         yield f"the step ran on {saved.device} with torch {saved.versions.get('torch')}"
@@ -187,7 +187,7 @@ class RepeatedCalls(StepListener):
                 yield call, _as_batch(args, kwargs)
         for i, batch in enumerate(batches):
             _refuse_unsaved(batch, "the batch")
-            yield calls[min(i, len(calls) - 1)], self._moved(batch)
+            yield calls[min(i, len(calls) - 1)], map_tensors(lambda x: x.to(self._device), batch)
 
     def _inputs_of(self, call: SavedCall) -> tuple[list[Any], dict[str, Any]]:
         _refuse_unsaved([call.args, call.kwargs], "the model")
@@ -198,9 +198,6 @@ class RepeatedCalls(StepListener):
 
         args, kwargs = map_tensors(moved, (call.args, call.kwargs))
         return args, kwargs
-
-    def _moved(self, value: Any) -> Any:
-        return map_tensors(lambda x: x.to(self._device), value)
 
     def _backward(self, output: Any, call: SavedCall, number: int) -> None:
         outputs = [x for x in all_tensors(output) if x.requires_grad]
@@ -235,6 +232,8 @@ def go_backward(arrived: dict[Tensor, Tensor]) -> None:
     Args:
         arrived: outputs to their whole gradients, with the parts that come from other outputs.
     """
+    # The gradient saved for logits has the part of the loss that was computed from them: if both
+    # started the backward pass, it would count twice
     below = _nodes_below([x.grad_fn for x in arrived if x.grad_fn is not None])
     last = [x for x in arrived if x.grad_fn not in below]
     handles = [
@@ -264,6 +263,7 @@ def _nodes_below(roots: Sequence[Node]) -> set[Node | None]:
 def _put_in_place(saved: Tensor) -> Callable[[Tensor], Tensor | None]:
     def hook(g: Tensor) -> Tensor | None:
         with outside_of_modes():
+            # NaN equals NaN. An equal gradient stays, as the watcher knows its origins
             same = bool(torch.isclose(g, saved, rtol=0, atol=0, equal_nan=True).all())
         return None if same else saved
 
@@ -299,7 +299,7 @@ def _prepare(saved: SavedStep, model: nn.Module, device: torch.device) -> None:
         )
     with torch.no_grad():
         for name, x in own.items():
-            x.data = wanted[name].to(device)  # of any dtype
+            x.data = wanted[name].to(device)  # not `copy_`: the step may have another dtype
     for name, p in model.named_parameters():
         p.grad = None
         p.requires_grad_(name not in saved.frozen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,6 @@ def line_of(function: Callable[..., Any], code: str) -> str:
 
 def named(**layers: nn.Module) -> nn.Sequential:
     """Layers one after the other, by name."""
-    from collections import OrderedDict
-
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -85,12 +84,19 @@ def too_fast(model: Any, lr: float) -> list[dict[str, Any]]:
 # ---- forward -------------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    """Multiplies twice."""
+class Factor(nn.Module):
+    """Multiplies by a constant, forward and backward."""
 
     def __init__(self, by: float) -> None:
         super().__init__()
         self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Scale(Factor):
+    """Multiplies twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         large = x * self.by
@@ -282,17 +288,6 @@ def test_a_checkpointed_layer_is_named(reentrant: bool) -> None:
     e = found.findings[0]
     assert (e.op, e.phase, e.module) == ("mul", "forward", "kept.inner.scale")
     assert {x.key for x in found.findings} == {e.key}  # its recomputation is no other one
-
-
-class Factor(nn.Module):
-    """Multiplies by a constant, forward and backward."""
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
 
 
 def first_overflow(start: float, factors: list[float]) -> int | None:

@@ -36,7 +36,7 @@ VALUES = st.floats(width=16, allow_nan=True, allow_infinity=True)  # exact in al
 
 
 @given(st.lists(VALUES, min_size=1, max_size=70), st.sampled_from(FLOATS))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_limits_and_statistics_are_those_of_the_values(
     values: list[float], dtype: torch.dtype
 ) -> None:

@@ -144,51 +144,40 @@ def test_a_mask_beside_a_fault_is_not_blamed() -> None:
     def hot(scores: Tensor) -> Tensor:
         return filled(scores * 1e30)
 
-    class Plain(Attention):
-        pass
-
-    found = train(Plain(hot), scale=1.0, monitor=1)
+    found = train(Attention(hot), scale=1.0, monitor=1)
     assert [e.op for e in found.findings][:1] == ["mul"]
     assert "constant" not in {e.kind for e in found.findings}
 
 
-def test_a_constant_that_reaches_the_loss_is_a_finding() -> None:
-    class Unmasked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, LENGTH)
+class Unmasked(nn.Module):
+    """Some of its outputs are minus infinity."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return filled(self.linear(x))
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, LENGTH)
 
-    model = Unmasked()
+    def forward(self, x: Tensor) -> Tensor:
+        return filled(self.linear(x))
+
+
+def one_step(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> NonfiniteReport:
     optimizer = SGD(model.parameters(), lr=1e-2)
     with fp_exceptions(model, optimizer) as found:
-        model(X).mean().backward()
+        loss(model(X)).backward()
         optimizer.step()
-    (e,) = found.findings
+    return found
+
+
+def test_a_constant_that_reaches_the_loss_is_a_finding() -> None:
+    (e,) = one_step(Unmasked(), Tensor.mean).findings
     assert (e.kind, e.op, e.module_kind) == ("constant", "masked_fill", "Unmasked")
     assert e.reached == ("the model's output", "the loss")
 
 
 def test_a_constant_in_the_output_alone_is_none() -> None:
     """Actions that are not allowed get minus infinity; the loss looks at the others."""
-
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, LENGTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return filled(self.linear(x))
-
-    model = Policy()
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    with fp_exceptions(model, optimizer) as found:
-        F.cross_entropy(
-            model(X).flatten(0, 1), torch.zeros(2 * LENGTH, dtype=torch.long)
-        ).backward()
-        optimizer.step()
+    target = torch.zeros(2 * LENGTH, dtype=torch.long)
+    found = one_step(Unmasked(), lambda y: F.cross_entropy(y.flatten(0, 1), target))
     assert sum(found.counts.values()) == 0
 
 
@@ -205,11 +194,7 @@ def found_in(compute: Callable[[Tensor], Tensor]) -> NonfiniteReport:
             assert bool(torch.isfinite(gate).all())
             return x * gate
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gate())
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    with fp_exceptions(model, optimizer) as found:
-        model(X).sum().backward()
-        optimizer.step()
+    found = one_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Gate()), Tensor.sum)
     assert sum(found.counts.values()) == 1
     return found
 
@@ -239,16 +224,12 @@ def test_without_a_backward_pass_the_output_counts() -> None:
 
 
 def test_memory_that_nothing_was_written_to_is_not_looked_at() -> None:
-    def monitor() -> None:
+    with fp_exceptions(nn.Linear(WIDTH, WIDTH)) as found:
         for _ in range(50):  # some of it holds what was freed
             torch.full((64,), math.nan)
             torch.empty(64).copy_(torch.ones(64)).sum()
             torch.empty_like(torch.ones(64))
             torch.ones(64).new_empty(64)
-
-    model = nn.Linear(WIDTH, WIDTH)
-    with fp_exceptions(model) as found:
-        monitor()
     assert sum(found.counts.values()) == 0
 
 

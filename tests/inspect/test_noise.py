@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.inspect.gradients import FORMATS, SCALED, Noise, expected_db, noise_of
-from mprun.inspect.histograms import histogram
+from mprun.inspect.histograms import FORMATS, SCALED, Noise, expected_db, histogram, noise_of
 from mprun.precision.formats import (
     BY_NAME,
     E2M1,
