@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 QUESTION = '''"""`mprun width`: how wide numbers are.
 
     mprun width recipe=mnist width.bits=8
@@ -44,32 +42,32 @@ def prepare(given: Given) -> Prepared:
 QUESTION = Question("width", prepare, (WidthSettings,))
 '''
 START = """
-import sys
+import contextlib, io, sys
 from mprun import inspect
 inspect.__path__.append("new")
 from mprun.cli.main import main
-sys.exit(main(sys.argv[1:]))
+for words in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        status = main(words.split())
+    print("=====", status, out.getvalue(), sep="\\n")
 """
+CALLS: dict[str, tuple[int, list[str]]] = {
+    "--help": (0, ["  width           how wide numbers are\n", "  new-recipe "]),
+    "width --help": (0, ["mprun width recipe=mnist", "  width.bits = 16  Bits of a number."]),
+    "--completion bash": (0, [" new-recipe width)", "width.bits="]),
+    "width recipe=mnist width.bits=8": (0, ["mnist is narrow\n", "\nbits\n", "\n   8\n"]),
+    "width recipe=mnist width.bits=0": (2, ["width.bits=0: legal is 1 or more"]),
+    "width recipe=mnist width.bit=1": (2, ["there is no field 'width.bit'; did you mean"]),
+    "widht": (2, ["there is no command 'widht'", "did you mean 'width'"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "shown"),
-    [
-        ("--help", 0, ["  width           how wide numbers are\n", "  new-recipe "]),
-        ("width --help", 0, ["mprun width recipe=mnist", "  width.bits = 16  Bits of a number."]),
-        ("--completion bash", 0, [" new-recipe width)", "width.bits="]),
-        ("width recipe=mnist width.bits=8", 0, ["mnist is narrow\n", "\nbits\n", "\n   8\n"]),
-        ("width recipe=mnist width.bits=0", 2, ["width.bits=0: legal is 1 or more"]),
-        ("width recipe=mnist width.bit=1", 2, ["there is no field 'width.bit'; did you mean"]),
-        ("widht", 2, ["there is no command 'widht'", "did you mean 'width'"]),
-    ],
-)
-def test_help_completion_and_settings_find_it(words: str, status: int, shown: list[str]) -> None:
+def test_help_completion_and_settings_find_it() -> None:
     Path("new").mkdir()
     Path("new/width.py").write_text(QUESTION, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", START, *words.split()], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status
-    for text in shown:
-        assert text in done.stdout + done.stderr
+    command = [sys.executable, "-c", START, *CALLS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answers = done.stdout.split("=====\n")[1:]
+    for (words, (status, shown)), answer in zip(CALLS.items(), answers, strict=True):
+        assert answer.startswith(f"{status}\n"), words
+        assert [text for text in shown if text not in answer] == [], words
