@@ -77,4 +77,4 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info mprun/kernels/_prebuilt.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info mprun/precision/kernels/_prebuilt.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

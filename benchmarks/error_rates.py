@@ -6,7 +6,7 @@ For several distributions of a run's metric and numbers of seeds: the share of c
 equal variants that are found to differ, and of variants exactly one margin apart that are found
 equivalent, over 200,000 comparisons each (standard error at 5 %: 0.05 points). Both should be 5 %
 at most. Last: how often a mode is found equivalent that collapses on one seed in ten, which is
-always wrong. The tests are those of mprun/comparison/statistics.py, over arrays.
+always wrong. The tests are those of mprun/study/compare/statistics.py, over arrays.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Peer(NamedTuple):
 
 
 RAW = "raw loop"
-MPRUN = ("mprun.cli.main", "mprun.cli.train_command", "mprun.run")
+MPRUN = ("mprun.cli.main", "mprun.cli.train_command", "mprun.train.run")
 PEERS = {
     RAW: Peer(raw),
     "raw loop, channels-last": Peer(partial(raw, channels_last=True), images=True),

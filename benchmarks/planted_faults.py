@@ -150,7 +150,7 @@ def copy_checkout(to: Path, tests: str | None) -> None:
     """Copy the tracked files of the checkout; `tests` is the commit whose tests are taken."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
     files = [Path(name) for name in listed.stdout.decode().split("\0") if name]
-    files += [path.relative_to(ROOT) for path in ROOT.glob("mprun/kernels/_prebuilt.*")]
+    files += [path.relative_to(ROOT) for path in ROOT.glob("mprun/precision/kernels/_prebuilt.*")]
     for file in files:
         if (ROOT / file).is_file() and not (tests and file.parts[0] == "tests"):
             (to / file).parent.mkdir(parents=True, exist_ok=True)

@@ -173,18 +173,13 @@ def findings(_: str) -> str:
 
 PACKAGES = ("mprun.metrics", "mprun.numerics", "mprun.optim")
 CALLBACKS = ("transformers", "lightning")
-FUNCTIONS = {f"mprun.{name}": f"mprun.cli.functions.{name}" for name in ("run", "compare")}
 
 
 def python(_: str) -> str:
     """Where mkdocstrings puts the docstrings of the public names."""
     own = [f"mprun.{n}" for n in mprun.__all__ if f"mprun.{n}" not in PACKAGES and n[0] != "_"]
-    own += [f"mprun.train.observe.{name}.MprunCallback" for name in CALLBACKS]
-    own = [name for name in own if name not in FUNCTIONS]
+    own += [f"mprun.integrations.{name}.MprunCallback" for name in CALLBACKS]
     parts = ["## mprun\n"]
-    for name, path in FUNCTIONS.items():  # a module has the name, too
-        options = f"    options:\n      heading: {name}\n      toc_label: {name}\n"
-        parts.append(f'<a id="{name}"></a>\n\n::: {path}\n{options}')
     parts += map("::: {}\n".format, own)
     for package in PACKAGES:
         names = import_module(package).__all__

@@ -95,6 +95,6 @@ def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_modules_that_the_page_names_have_the_callback() -> None:
     text = YOUR_LOOP[0].read_text(encoding="utf-8")
     for name in ("transformers", "lightning"):
-        assert f"mprun.train.observe.{name}" in text
-        module = pytest.importorskip(f"mprun.train.observe.{name}")
+        assert f"mprun.integrations.{name}" in text
+        module = pytest.importorskip(f"mprun.integrations.{name}")
         assert module.MprunCallback

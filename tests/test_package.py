@@ -40,9 +40,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_files() -> set[str]:
     code = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun").rglob("*.py")}
-    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/report").glob("report.*")}
-    pages |= {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/report").glob("templates/*")}
-    pages |= {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/results").glob("*.yaml")}
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/study/report").glob("report.*")}
+    pages |= {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/study/report").glob("templates/*")}
+    pages |= {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/inspect/check").glob("*.yaml")}
     conf = {f"mprun/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
     return (
         code | pages | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}

@@ -120,11 +120,16 @@ def report(
         UsageError: the report cannot be written.
     """
     from mprun.study.report import comparison_report as shown
+    from mprun.study.report import published_rows
     from mprun.study.report.answer import headline
 
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
-    notes = shown.footer(comparison) if verbose else shown.short_notes(comparison)
+    notes = (
+        [*shown.footer(comparison), *published_rows.lines(comparison)]
+        if verbose
+        else shown.short_notes(comparison)
+    )
     most = len(notes) if verbose else shown.MOST_NOTES
     below = map(printable, notes[:most])  # names of folders in it may have any characters
     show(Result(comparison, [*sentences, table, *below]))

@@ -2,8 +2,8 @@
 
 A formula takes the parameter w, the gradient g and two moments m and v. It returns the change that
 is subtracted from w, and the new moments. `hyper` has the constants of a step; the gradient was
-already multiplied by the first one. The order of operations is that of `mprun/kernels/steps.h`, so
-that both give the same bits.
+already multiplied by the first one. The order of operations is that of
+`precision/kernels/steps.h`, so that both give the same bits.
 
 AdamW's decay is a part of the change. In a factor 1 - lr * weight_decay float32 would round a decay
 below 3e-8 to 0, and one of 1e-7 to 1.2e-7.

@@ -29,7 +29,7 @@ integer that counts the float32 patterns between the result and the number, so t
 the float32 number back exactly (in float16's subnormals: to 2^-38).
 
 `stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
-these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits. Emulation and
+these functions elsewhere. The compiled kernels (`kernels/`) give the same bits. Emulation and
 `MasterWeights` call it; the optimizers of `mprun.optim` round in `optim/engines.py`. The addition
 of random bits itself is `formats.add_and_truncate`.
 

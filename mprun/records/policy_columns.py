@@ -14,12 +14,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from msgspec import Meta
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-# Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`
 MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
+"""Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`."""
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
-COMPENSATED = ("kahan", "split")  # Roundings that keep a remainder beside a 16-bit parameter
-# The modes that give the products of linear layers a format of 8 bits or fewer
+COMPENSATED = ("kahan", "split")
+"""Roundings that keep a remainder beside a 16-bit parameter."""
 FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
+"""The modes that give the products of linear layers a format of 8 bits or fewer."""
 
 
 Row = TypeVar("Row", bound="PolicyColumns")
@@ -39,7 +40,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Number = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, lt=1)]  # Part of a whole that is not the whole
+Share = Annotated[float, Meta(ge=0, lt=1)]
+"""Part of a whole that is not the whole."""
 WorldSize = Annotated[int, Meta(ge=1, le=2**20)]
 FloatDtype = Annotated[str, Legal(*FLOAT_DTYPES)]
 MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
@@ -49,9 +51,12 @@ MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
 class PolicyColumns:
     """What a precision mode decides; dtypes by PyTorch's names."""
 
-    param_dtype: FloatDtype  # Dtype the parameters are stored in (Keras: variable dtype)
-    compute_dtype: FloatDtype  # Dtype matmuls and convolutions compute in
-    output_dtype: FloatDtype  # Dtype the model's outputs are cast to before the loss
+    param_dtype: FloatDtype
+    """Dtype the parameters are stored in (Keras: variable dtype)."""
+    compute_dtype: FloatDtype
+    """Dtype matmuls and convolutions compute in."""
+    output_dtype: FloatDtype
+    """Dtype the model's outputs are cast to before the loss."""
     casting: Annotated[str, Legal("none", "autocast", "op_lists")]
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Annotated[str, Legal(*ROUNDINGS)]
@@ -60,7 +65,8 @@ class PolicyColumns:
     """Where this rounding is used: update, for parameters and state; all, for every result."""
     overflow: Annotated[str, Legal("infinity", "saturate")] = "infinity"
     """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
-    accum_dtype: FloatDtype  # Dtype gradients are accumulated and stored in (PopTorch: accum_type)
+    accum_dtype: FloatDtype
+    """Dtype gradients are accumulated and stored in (PopTorch: accum_type)."""
     momentum_dtype: MomentDtype
     """Dtype of the optimizer's first moment; uint8: 8-bit codes (of 4096 numbers or more)."""
     variance_dtype: MomentDtype
@@ -69,7 +75,8 @@ class PolicyColumns:
     """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
     partials_dtype: Annotated[str, Legal("float32", "float16")] = "float32"
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
-    tf32: bool  # Whether float32 matmuls and convolutions use TensorFloat-32
+    tf32: bool
+    """Whether float32 matmuls and convolutions use TensorFloat-32."""
     gemms: Annotated[str, Legal("none", *FORMAT_MODES)] = "none"
     """Format of the products of inner linear layers; none: the compute dtype."""
     hadamard: bool = False
@@ -89,12 +96,12 @@ class PolicyColumns:
         return replace(self, partials_dtype=other.partials_dtype)
 
 
-# Columns that earlier versions did not have, with the value that changes nothing
 LATER_COLUMNS: dict[str, Any] = {
     x.name: x.default
     for x in fields(PolicyColumns)
     if x.default is not MISSING and x.name not in ("overflow", "partials_dtype")
 }
+"""Columns that earlier versions did not have, with the value that changes nothing."""
 
 
 def legal_values(schema: type = PolicyColumns) -> dict[str, tuple[Any, ...]]:

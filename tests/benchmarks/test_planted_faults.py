@@ -13,7 +13,7 @@ def test_every_line_of_the_table_is_read_and_names_are_unique() -> None:
     assert len(FAULTS) == 40
     assert len(TABLE.strip().splitlines()) == 2 * len(FAULTS)
     packages = Counter(fault.file.split("/")[1] for fault in FAULTS.values())
-    assert packages == {"precision": 14, "optim": 8, "compare": 8, "train": 10}
+    assert packages == {"precision": 14, "optim": 8, "study": 8, "train": 10}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import subprocess
 import sys
@@ -208,32 +207,21 @@ def test_what_cannot_be_compared_is_an_error() -> None:
 # ---- the names -----------------------------------------------------------------------------------
 
 
-def test_the_functions_are_there_before_and_after_the_modules_of_their_names() -> None:
+def test_the_functions_do_not_import_torch() -> None:
     code = (
         "import sys, mprun\n"
         "assert callable(mprun.compare) and 'torch' not in sys.modules\n"
-        "import mprun.run, mprun.study.compare.load\n"
         "from mprun import compare, run\n"
-        "assert callable(mprun.run) and callable(run) and callable(compare)\n"
-        "assert mprun.run.follow and mprun.study.compare.load\n"
+        "assert callable(run) and compare is mprun.compare\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("module", [mprun, mprun.run, mprun.compare])
+@pytest.mark.parametrize("value", [mprun, mprun.run, mprun.compare])
 def test_a_function_of_a_notebook_that_uses_it_can_be_sent_to_another_process(
-    module: object,
+    value: object,
 ) -> None:
-    assert pickle.loads(pytest.importorskip("cloudpickle").dumps(module)) is module
-
-
-@pytest.mark.parametrize("function", [mprun.run, mprun.compare])
-def test_a_notebook_shows_the_help_of_the_function(function: object) -> None:
-    from mprun.cli import functions
-
-    own = getattr(functions, function.__name__.removeprefix("mprun."))  # type: ignore[attr-defined]
-    assert inspect.signature(function) == inspect.signature(own)  # type: ignore[arg-type]
-    assert function.getdoc() == own.__doc__  # type: ignore[attr-defined]
+    assert pickle.loads(pytest.importorskip("cloudpickle").dumps(value)) is value
 
 
 @each(

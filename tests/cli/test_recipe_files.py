@@ -87,7 +87,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remember the memory of a step of the same code, wherever the file lies."""
-    monkeypatch.setattr("mprun.run.footprint", _footprint)
+    monkeypatch.setattr("mprun.train.run.footprint", _footprint)
 
 
 def _footprint(plan: Plan, *options: bool) -> tuple[dict[str, int], str | None]:

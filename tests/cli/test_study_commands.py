@@ -54,7 +54,7 @@ def test_a_sweep_ends_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 of 4 runs" in output
     assert output.endswith("all figures by mprun show s --verbose\nwritten to s: report.html\n")
     markdown = Path("s/comparison.md").read_text(encoding="utf-8").replace("\\", "")
-    answer = markdown.split("\n\n")[1]
+    answer = markdown.split("\n\n")[0]
     assert output.index(f"\n{answer}\n") < output.index("\nlinear: 2 variants, 2 seeds each; ")
 
 

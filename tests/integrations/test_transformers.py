@@ -227,7 +227,7 @@ def test_a_missing_package_is_one_line(package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "import mprun.train.observe\n"
-        f"try:\n    import mprun.train.observe.{package}\n"
+        f"try:\n    import mprun.integrations.{package}\n"
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run(

@@ -76,7 +76,7 @@ def test_fp16_mixed_equals_autocast_with_grad_scaler(
     words += ["recipe.model.units=64", "data.source=generated", "loss_scale=dynamic"]
     words += ["loss_scale.growth_interval=4", "loss_scale.value=1024"]
     # The footprint runs the step twice on fake tensors; those calls are not the run's.
-    monkeypatch.setattr("mprun.run.footprint", lambda plan: ({}, None))
+    monkeypatch.setattr("mprun.train.run.footprint", lambda plan: ({}, None))
     raw = raw_loop.of_recipe(Planted(64), raw_loop.rmsprop, 64, 14, validation_fraction=0.2)
     assert main([*words, *raw.words, f"recipe.target={__name__}.Planted"]) == 0
     monkeypatch.setattr(Planted, "calls", [])

@@ -13,13 +13,13 @@ from tests.server import Server
 
 FORKING = """
 import json, os, resource, signal, sys, time
-import torch, mprun.run
+import torch, mprun.train.run
 from mprun.cli.main import main
-from mprun.data import sources
+from mprun.train.data import sources
 
 sources.TRAIN_SAMPLES = 2048
 sources.draw()
-mprun.run.footprint = lambda *_: ({}, None)  # the memory of a step takes as long as a short run
+mprun.train.run.footprint = lambda *_: ({}, None)  # takes as long as a short run
 sync, apply = os.fsync, torch.nn.Sequential.forward
 
 def slow_sync(descriptor):

@@ -56,7 +56,7 @@ PLAIN = ["device=cpu", "speed=plain", "train.lr=0.1", "train.optimizer.name=sgd"
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs do not measure the memory of a step, which takes as long; `mprun memory` does so."""
-    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+    monkeypatch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
 
 
 def recipe(train: str, rest: str = '"validation": None', more: str = "") -> str:
@@ -311,14 +311,6 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert text in " ".join(error.split())
     assert "Traceback" not in error
-
-
-def test_batches_of_another_structure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    more = "def odd(rows): return default_collate(rows) if len(rows) > 2 else {'x': rows[0][0]}"
-    train = "DataLoader(TensorDataset(*samples()), 4, collate_fn=odd)"
-    assert main([recipe(train, more=more), "train.epochs=1", *PLAIN]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "the data gave a batch that is a dict of x, after one that was a list" in error
 
 
 def test_ctrl_c_ends_a_run_with_workers(forking: Forking) -> None:

@@ -103,7 +103,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed runs do not measure the memory of a step either."""
-    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+    monkeypatch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
 
 
 WORDS = ["--config-dir=conf", "recipe=planted", "device=cpu"]
@@ -116,7 +116,7 @@ def run(name: str, *words: str, status: int = 0, measured: bool = False) -> Summ
     """
     with pytest.MonkeyPatch.context() as patch:
         if not measured:
-            patch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+            patch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
         assert main([*WORDS, *words, f"run.dir={name}"]) == status
     summary = read_summary(Path(name))
     conforms(summary, Summary)

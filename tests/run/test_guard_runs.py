@@ -81,7 +81,7 @@ def run(
     """
     with pytest.MonkeyPatch.context() as patch:
         if not measured:
-            patch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+            patch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
         assert main([*WORDS, f"precision={mode}", *words, f"run.dir={name}"]) == status
     summary = read_summary(Path(name))
     conforms(summary, Summary)
@@ -247,7 +247,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     words = [f"debug.guard={action}"]
     whole = run("whole", *words)
     run("part", *words, "train.max_steps=2")
-    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+    monkeypatch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
     assert main(["run.resume=part", "train.max_steps=6"]) == 0
     part = read_summary(Path("part"))
     assert part.guard == whole.guard

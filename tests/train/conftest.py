@@ -12,9 +12,9 @@ from tests.server import Server
 
 FORKING = """
 import json, os, sys
-import mprun.run
+import mprun.train.run
 from mprun.cli.main import main
-from mprun.data import sources
+from mprun.train.data import sources
 from mprun.train.loop import Trainer
 
 step = Trainer.optimizer_step

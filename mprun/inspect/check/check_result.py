@@ -72,7 +72,7 @@ class Kind:
 
 def data_file(name: str, kind: type[T]) -> T:
     """The content of a YAML file of this package."""
-    text = files("mprun.inspect.check.check").joinpath(name).read_text(encoding="utf-8")
+    text = files("mprun.inspect.check").joinpath(name).read_text(encoding="utf-8")
     return convert(load_yaml(text), kind)
 
 

@@ -13,6 +13,7 @@ from mprun.records.run_record import Number, Scores, Summary, number
 from mprun.study.compare.comparison import Comparison, Variant
 from mprun.study.report import cells
 
+NOT_JUDGED = "published, used in no verdict"
 HEADINGS = ("figure", "published", "on", "source", "measured here")
 
 
@@ -28,16 +29,31 @@ class PublishedRow(NamedTuple):
 
 def rows(comparison: Comparison) -> list[PublishedRow]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
-    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
-    all_figures = figures(
-        {summary.recipe for summary in summaries},
-        {variant.precision for variant in comparison.variants},
-        {summary.data.name for summary in summaries},
-    )
     return [
         PublishedRow(f.what, f.text, f.hardware, f.source, _here(comparison, f))
-        for f in all_figures
+        for f in _all(comparison)
     ]
+
+
+def lines(comparison: Comparison) -> list[str]:
+    """A line for each kind of figure that is also measured here, without single epochs."""
+    groups: dict[str, list[Figure]] = {}
+    for figure in _all(comparison):
+        if figure.kind != "other" and figure.epoch is None:
+            groups.setdefault(figure.what, []).append(figure)
+    lines = []
+    for what, members in groups.items():
+        texts = "; ".join(f"{f.text} ({f.hardware}; {f.source})" for f in members)
+        here = next((h for f in members if (h := _here(comparison, f)) != cells.NONE), cells.NONE)
+        lines.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
+    return lines
+
+
+def _all(comparison: Comparison) -> list[Figure]:
+    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
+    precisions = {variant.precision for variant in comparison.variants}
+    recipes = {summary.recipe for summary in summaries}
+    return figures(recipes, precisions, {summary.data.name for summary in summaries})
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:

@@ -2,7 +2,7 @@
 
 All processes get the same command line. The first one carries the command out: it composes, plans,
 keeps records, prints. Wherever the command trains, it announces a job, and the others carry out the
-same job beside it (`mprun.run.follow`). So every command works in several processes, studies too,
+same job beside it (`train/run.py`). So every command works in several processes, studies too,
 and only training is parallel.
 
 A job ends in all processes, or in none. A loss that becomes NaN is the same number everywhere, so

@@ -1,4 +1,4 @@
-"""Floating-point exceptions: which op first made a NaN, an infinity or a saturated number.
+"""Floating-point exceptions: which op first made a NaN or an infinity.
 
 A loss of NaN shows that something went wrong, often many ops and steps earlier. So each op is
 inspected when it runs, in forward pass, loss, backward pass and optimizer. An op that reads finite

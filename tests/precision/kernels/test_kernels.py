@@ -523,7 +523,7 @@ def test_changed_sources_are_compiled_anew(fresh: pytest.MonkeyPatch, tmp_path: 
 
 PROGRAM = """
 import ctypes, json, sys
-from mprun import kernels
+from mprun.precision import kernels
 library = kernels.load("round.c", {"TO": "BF16"})
 count = 1000
 numbers = (ctypes.c_float * count)(*[1 + n / 997 for n in range(count)])

@@ -82,7 +82,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     prebuilt.library.cache_clear()
     if request.param == "installed" and not isinstance(prebuilt.library(), str):
         return prebuilt.FOLDER
-    return wheel(tmp_path_factory.mktemp("wheel")) / "mprun" / "kernels"
+    return wheel(tmp_path_factory.mktemp("wheel")) / "mprun" / "precision" / "kernels"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def fresh_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = folder / "cc"
     compiler.write_text(f'#!/bin/sh\nexec {shlex.join(kernels._compiler())} "$@" -O0\n')
     compiler.chmod(0o755)
-    return wheel(folder, CC=str(compiler)) / "mprun" / "kernels"
+    return wheel(folder, CC=str(compiler)) / "mprun" / "precision" / "kernels"
 
 
 def use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +243,8 @@ def test_an_installation_never_fails_for_want_of_a_compiler(tmp_path: Path) -> N
     for folder in folders:
         made = unpacked(folder)
         assert made.name.endswith("py3-none-any"), folder.name
-        assert not list((made / "mprun" / "kernels").glob("_prebuilt*")), folder.name
-        assert (made / "mprun" / "kernels" / "prebuilt.c").is_file()
+        assert not list((made / "mprun" / "precision" / "kernels").glob("_prebuilt*")), folder.name
+        assert (made / "mprun" / "precision" / "kernels" / "prebuilt.c").is_file()
 
 
 @needs_compiler

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-import mprun.run
+import mprun.train.run
 from mprun.cli.main import main
 from mprun.train.loop import Trainer
 from mprun.train.signals import StopSignals
@@ -43,7 +43,7 @@ def plant() -> None:
     if what == "wait":
         _heard_signals()
     if os.environ.get("FOOTPRINT") != "real":
-        mprun.run.footprint = lambda *_: ({}, None)  # type: ignore[attr-defined]
+        mprun.train.run.footprint = lambda *_: ({}, None)  # type: ignore[attr-defined]
     if folder := os.environ.get("DIGESTS"):
         _with_digests(Path(folder))
 
