@@ -157,7 +157,7 @@ class StepRecorder:
         self._wait = partial(devices.synchronize, plan.device)
         self._ops: list[RecordedOp] = []
         calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
-        wait = self._wait if is_timed else lambda: None
+        wait: Callable[[], None] = self._wait if is_timed else lambda: None
         self._recorder = OpRecorder(self._ops.append, calls.current, wait)
         arithmetic = watched_arithmetic(build_arithmetic(plan), self._recorder)
         self._parts = build_parts(plan, build_precision(plan, _caster(plan, calls), arithmetic))
