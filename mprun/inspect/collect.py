@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from mprun.inspect.histograms import Histogram, Noise, histogram, noise_of
 from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
-from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.inspect.numerics import ScaleVerdict
 from mprun.precision._torch import (
     in_backward,
     node_number,
@@ -62,7 +62,7 @@ from mprun.watch.updates import (
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
-INPUT = "(input)"
+INPUT = "(input)"  # The row of the model's inputs, which are no module's output
 
 
 ROOT = "(model)"  # The name of the model itself, whose path is empty
@@ -253,6 +253,7 @@ class Statistics(StepListener):
         self._formats, self._kinds, self._further = formats, kinds, further
         self._names = {p: name for name, p in model.named_parameters()}
         self._active = self._new_step = False
+        # by id, which a freed tensor leaves to another: so a weak reference beside it
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """Outputs that were counted in this call, by `id`, and their number of writes."""
         self._updates: dict[nn.Parameter, ExactUpdate] = {}
@@ -300,9 +301,9 @@ class Statistics(StepListener):
                 self._given.clear()
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
-        if in_backward():  # a recomputation
+        if in_backward():  # a recomputation of activation checkpointing
             return
-        self._active = torch.is_grad_enabled()
+        self._active = torch.is_grad_enabled()  # an evaluation is no step
         if not self._active:
             return
         self.scales.append(scale_of(self._loss_scale))
@@ -324,6 +325,7 @@ class Statistics(StepListener):
         whole = viewed(x) if viewed(x).numel() == x.numel() else x
         # An `id` may be given out again, and a ReLU in place changes the numbers of a tensor
         reference, writes = self._given.get(id(whole), (None, 0))
+        # the write count: a tensor that was changed in place since has other numbers
         if reference is not None and reference() is whole and writes == write_count(whole):
             return
         self._given[id(whole)] = (weakref.ref(whole), write_count(whole))
@@ -351,7 +353,7 @@ class Statistics(StepListener):
                 stacklevel=2,
             )
             return
-        with outside_of_modes():
+        with outside_of_modes():  # a mode that rounds or records must not see the copy's step
             self._updates = exact_updates(optimizer)
 
     def on_update_end(self, optimizer: Optimizer) -> None:

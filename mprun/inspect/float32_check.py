@@ -6,8 +6,8 @@ nothing. So the loss of a pass is compared with float64's. They may also differ 
 computes something else in float64: code that branches on dtypes, or random numbers that are not
 followed. It is the same model if it runs the same ops, and gives its float32 loss again.
 
-The op is found from the loss backwards: of the ops whose numbers an inexact result was made of, the
-one that is as inexact and made of exact numbers.
+The op is searched from the loss backwards. Of the ops whose numbers an inexact result was made of,
+it is the one that is as inexact and made of exact numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
-from mprun.inspect.numerics_result import Float32Loss
+from mprun.inspect.numerics import Float32Loss
 from mprun.inspect.passes import in_float64
 from mprun.inspect.tolerance import DEFAULT
 from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.watch.nonfinite.op_call import op_spec
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
-MAX_NUMBERS = 2**25  # Results that are kept: 256 MiB in float64. Beyond them no op is named.
+MAX_NUMBERS = 2**25  # Numbers held: 256 MiB in float64. Beyond them no op is named.
 
 Region = Callable[[nn.Module], AbstractContextManager[object]]
 # Runs a forward and backward pass of a model inside of a region, and returns its loss
@@ -45,14 +45,14 @@ class _Computed(NamedTuple):
 
 
 class ForwardResults(OpWatcher):
-    """Keeps the results of the ops of a pass, without those of the backward pass."""
+    """Holds the results of the ops of a pass, without those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.results: list[_Computed] = []
         self.names: list[str] = []
         self.is_whole = True
-        """Whether every result was kept."""
+        """Whether every result is held."""
         self._numbers = 0
         self._made: dict[int, int] = {}
         """A storage to the index of the last result in it."""
@@ -132,11 +132,11 @@ def _recorded(run: Pass, region: Region) -> tuple[float, ForwardResults]:
 def _origin(low: ForwardResults, exact: ForwardResults) -> tuple[str, str]:
     """The op that loses the loss, and its module."""
     errors = [_error(a.numbers, b.numbers) for a, b in zip(low.results, exact.results, strict=True)]
-    scalars = [i for i, x in enumerate(low.results) if x.numbers.numel() == 1]
+    scalars = [i for i, x in enumerate(low.results) if x.numbers.numel() == 1]  # a loss is one
     bad = [i for i in scalars if errors[i] > DEFAULT.loss]
     if not bad:
         return "", ""
-    at = bad[-1]
+    at = bad[-1]  # the last inexact scalar is the loss, or what it was computed from
     while worse := [i for i in low.results[at].made_of if errors[i] > DEFAULT.loss and i != at]:
         at = max(worse, key=lambda i: errors[i])
     return low.results[at].op, low.results[at].module

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mprun.inspect.numerics_result import ExponentCounts
+from mprun.inspect.numerics import ExponentCounts
 from mprun.precision.formats import (
     BF16,
     E4M3,
@@ -42,7 +42,7 @@ BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's ca
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
-_BIAS = {torch.float32: 127, torch.float64: 1023}
+_BIAS = {torch.float32: 127, torch.float64: 1023}  # IEEE 754: the field of exponent 0
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def histogram(x: Tensor) -> Histogram:
     x = x if x.dtype in _INTEGER else x.float()  # exact
     bits = _MANTISSA_BITS[x.dtype]
     patterns = x.reshape(-1).view(_INTEGER[x.dtype])
-    fields = 2 * (_BIAS[x.dtype] + 1)
-    infinity = (fields - 1) << bits
+    fields = 2 * (_BIAS[x.dtype] + 1)  # how many values the exponent's field has
+    infinity = (fields - 1) << bits  # the last field without mantissa; with one it is NaN
     counts = torch.zeros(2 * fields, dtype=torch.int64, device=x.device)
     largest, small = patterns.new_zeros(1), []
     # On a GPU all at once: each block would start some kernels
     for block in patterns.split(BLOCK if x.device.type == "cpu" else len(patterns)):
-        magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)
+        magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)  # without the sign's bit
         # Even: values of an exponent's field; odd: those of them without mantissa.
         index = (magnitude >> bits) * 2 + ((magnitude & ((1 << bits) - 1)) == 0)
         counts += torch.bincount(index, minlength=2 * fields)
@@ -137,7 +137,7 @@ def histogram(x: Tensor) -> Histogram:
     return Histogram(
         dict(exponents),
         {e: n for e, n in powers.items() if n},
-        zero=int(counts[1]),
+        zero=int(counts[1]),  # field 0 without mantissa
         infinite=int(counts[-1]),
         nan=int(counts[-2]),
         largest=float(largest.view(x.dtype).item()),

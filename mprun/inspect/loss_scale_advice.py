@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mprun.inspect.histograms import Histogram, Noise, expected_db, pooled
-from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.inspect.numerics import ScaleVerdict
 from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
 
@@ -96,6 +96,7 @@ def in_words(scale: float) -> str:
 def largest_power(limit: float) -> float:
     """The largest power of two at or below `limit`, within `BOUNDS`."""
     low, high = BOUNDS
+    # frexp, not log2, which rounds: it would give 2^16 for the float below
     return min(max(2.0 ** (math.frexp(limit)[1] - 1), low), high)
 
 

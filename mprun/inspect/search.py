@@ -29,7 +29,7 @@ from mprun.inspect.format_search import (
     GemmGroups,
     gemm_sizes,
 )
-from mprun.inspect.numerics_result import unjudged
+from mprun.inspect.numerics import unjudged
 from mprun.inspect.op_candidates import op_candidates
 from mprun.inspect.op_search import CandidateSearch, Sensitivity
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes

@@ -90,34 +90,28 @@ def test_a_folder_is_written_by_the_model_with_tied_weights(
     assert main([*words[:-1], "run.dir=next", "train.init_from=tied.safetensors"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "takes a run and a file, not 0 names"),
-        (["run"], "write mprun export RUN FILE"),
-        (["nope", "x.pt"], "nope is not a run's folder"),
-        (["run", "x.onnx"], "legal is NAME.safetensors"),
-        (["run", "there.pt"], "already exists"),
-        (["run", "folder"], "Linear has no save_pretrained"),
-        (["empty", "x.pt"], "summary.json"),
-        (["run", "no/such/x.pt"], "cannot be written"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+MISTAKES = [
+    ([], "takes a run and a file, not 0 names"),
+    (["run"], "write mprun export RUN FILE"),
+    (["nope", "x.pt"], "nope is not a run's folder"),
+    (["run", "x.onnx"], "legal is NAME.safetensors"),
+    (["run", "there.pt"], "already exists"),
+    (["run", "folder"], "Linear has no save_pretrained"),
+    (["empty", "x.pt"], "summary.json"),
+    (["run", "no/such/x.pt"], "cannot be written"),
+]
+
+
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(LINEAR) == 0
-    capsys.readouterr()
     Path("there.pt").touch()
     Path("empty").mkdir()
-    assert main(["export", *words]) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
-
-
-def test_a_run_without_a_checkpoint_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(LINEAR) == 0
+    for words, text in MISTAKES:
+        capsys.readouterr()
+        assert main(["export", *words]) == 2, words
+        error = capsys.readouterr().err
+        assert text in error
+        assert error.count("\n") == 1
     checkpoint.path_in(Path("run")).unlink()
     assert main(["export", "run", "x.pt"]) == 2
     assert "has no checkpoint" in capsys.readouterr().err

@@ -129,7 +129,6 @@ def test_a_run_is_shown_as_it_ended(capsys: Capture) -> None:
     )
 
 
-@pytest.mark.parametrize("verbose", [True, False])
 @pytest.mark.parametrize(
     "words",
     [
@@ -139,17 +138,17 @@ def test_a_run_is_shown_as_it_ended(capsys: Capture) -> None:
     ],
     ids=["sweep", "advise", "double"],
 )
-def test_a_study_is_shown_as_it_was_compared(
-    words: list[str], verbose: bool, capsys: Capture
-) -> None:
-    shown = ["--verbose"] if verbose else []
-    first, _ = run(capsys, *words, *shown, "run.dir=s")
-    written = {path: path.stat().st_mtime_ns for path in Path("s").rglob("*")}
-    again, _ = run(capsys, "show", "s", *shown)
-    lines = without_paths(first)
-    assert without_paths(again) == lines[-len(without_paths(again)) :]
-    assert "page: s/report.html\n" in again
-    assert written == {path: path.stat().st_mtime_ns for path in Path("s").rglob("*")}
+def test_a_study_is_shown_as_it_was_compared(words: list[str], capsys: Capture) -> None:
+    compared = [x for x in words if x.startswith("compare.")]
+    resumed = [words[0], "run.resume=s", *compared]  # all runs have ended: they are compared again
+    for command, shown in (([*words, "run.dir=s"], ["--verbose"]), (resumed, [])):
+        first, _ = run(capsys, *command, *shown)
+        written = {path: path.stat().st_mtime_ns for path in Path("s").rglob("*")}
+        again, _ = run(capsys, "show", "s", *shown)
+        lines = without_paths(first)
+        assert without_paths(again) == lines[-len(without_paths(again)) :]
+        assert "page: s/report.html\n" in again
+        assert written == {path: path.stat().st_mtime_ns for path in Path("s").rglob("*")}
     if words[0] == "sweep":
         Path("s/comparison.json").unlink()  # as of a sweep that was stopped
         assert "linear: 2 variants" in run(capsys, "show", "s")[0]

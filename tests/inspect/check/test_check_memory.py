@@ -7,8 +7,8 @@ import pytest
 from mprun.inspect.check.check import plan_check
 from mprun.inspect.check.check_memory import fits
 from mprun.inspect.check.check_result import CheckSettings, Finding
-from mprun.inspect.memory import memory_of_modes, plan_modes
-from mprun.inspect.memory_result import MemorySettings
+from mprun.inspect.memory import MemorySettings
+from mprun.inspect.memory_of_modes import memory_of_modes, plan_modes
 from mprun.records.run_record import MEMORY_CATEGORIES
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
