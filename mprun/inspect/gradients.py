@@ -44,7 +44,7 @@ from mprun.precision.formats import (
     exponent,
     quantise,
 )
-from mprun.precision.sqnr import ratio_db
+from mprun.precision.rounding import ratio_db
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
 
