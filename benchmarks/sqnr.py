@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mprun.config import compose
 from mprun.precision import backend_flags
-from mprun.precision.sqnr import sqnr_db
+from mprun.precision.rounding import sqnr_db
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.machine.machine import cpu_name
 

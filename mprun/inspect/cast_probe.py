@@ -35,7 +35,7 @@ from mprun.errors import NotMeasurableError
 from mprun.inspect.passes import FLOAT32, CastPlan, Pass, Passes
 from mprun.inspect.search_result import Deviation
 from mprun.inspect.tolerance import gradient_error, loss_shares
-from mprun.precision.sqnr import sums_db
+from mprun.precision.rounding import sums_db
 from mprun.watch.updates import RoundingErrors, weights_moved
 
 # Loss scales that are tried, the largest first; other dtypes need none

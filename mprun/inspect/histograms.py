@@ -36,7 +36,7 @@ from mprun.precision.formats import (
     exponent,
     quantise,
 )
-from mprun.precision.sqnr import ratio_db
+from mprun.precision.rounding import ratio_db
 
 BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
 

@@ -60,7 +60,7 @@ from mprun.inspect.search_result import Deviation
 from mprun.inspect.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_shares
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
-from mprun.precision.sqnr import ratio_db
+from mprun.precision.rounding import ratio_db
 from mprun.watch.updates import LostUpdates, RoundingErrors, power
 
 EITHER, FP32 = "either", "needs fp32"

@@ -1,6 +1,6 @@
 """The distance from float32 that a 16-bit dtype may have: the one criterion of every command.
 
-The size of an error is its SQNR (`precision/sqnr.py`).
+The size of an error is its SQNR (`precision/rounding.py`).
 
 Two kinds of error are tolerated in any case.
 

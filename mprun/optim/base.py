@@ -19,7 +19,7 @@ for its `unscale_`. `scaled_step` also checks them for infinities and clips them
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, TypedDict
@@ -216,7 +216,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         seed: int = 0,
         engine: str | None = None,
     ) -> None:
-        _check("engine", engine, (None, *ENGINES))
+        check_option("engine", engine, (None, *ENGINES))
         defaults |= {
             "rounding": rounding,
             "momentum_dtype": momentum_dtype,
@@ -231,6 +231,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; raises `ValueError` as the constructor."""
+        # First, because PyTorch fills in the options that the group lacks
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -240,10 +241,10 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             raise
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        _check("rounding", group["rounding"], ROUNDINGS)
-        _check("momentum_dtype", group["momentum_dtype"], MOMENT_DTYPES)
-        _check("variance_dtype", group["variance_dtype"], MOMENT_DTYPES)
-        _check("overflow", group["overflow"], OVERFLOWS)
+        check_option("rounding", group["rounding"], ROUNDINGS)
+        check_option("momentum_dtype", group["momentum_dtype"], MOMENT_DTYPES)
+        check_option("variance_dtype", group["variance_dtype"], MOMENT_DTYPES)
+        check_option("overflow", group["overflow"], OVERFLOWS)
         if self.second is None and group["variance_dtype"] != torch.float32:
             raise ValueError(f"variance_dtype: {type(self).__name__} keeps no second moment")
         if group["rounding"] in COMPENSATED and group["overflow"] == "saturate":
@@ -300,6 +301,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         """What the step updates; all of it is checked before any of it changes."""
         updates, position = [], 0
         for group in self.param_groups:
+            # Skipped steps count too: it numbers random bits alone, and no device has to be asked
             group["attempts"] += 1
             for p, given in zip(group["params"], _given_names(group), strict=True):
                 if p.grad is not None:
@@ -344,7 +346,8 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             state[scale_name(first)] if storage.first == formulas.DTYPE else None,
             state[scale_name(second)] if storage.second == formulas.DTYPE else None,
         ]
-        in_place = engine == "c" and all(map(_is_in_one_piece, tensors))
+        # The C loops take memory in its order; others are copied to one range and back
+        in_place = engine == "c" and all(x is None or x.is_contiguous() for x in tensors)
         flat = tensors if in_place else [_flat(x) for x in tensors]
         drawn = (
             keys((group["seed"], group["attempts"], number), SITES) if storage.draws else NO_KEYS
@@ -369,6 +372,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
 
     def _on_host(self, update: _Update, factor: Tensor | None) -> Tensor:
         """The formula's constants, computed in float64, as float32 [HYPERS]."""
+        # A parameter without a gradient takes no step, so those of a group may differ in number
         known = id(update.group), update.state["step"].item()
         if known not in self._hypers:
             values = [1.0 if factor is None else factor.item()]
@@ -387,6 +391,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         for _, alike in groupby(updates, lambda update: (id(update.group), update.p.device)):
             same = list(alike)
             steps = devices.wide(torch.stack([update.state["step"] for update in same]))
+            # In float64 where there is one: in float32 `1 - beta2**step` has few digits at first
             hypers = steps.new_zeros(len(same), HYPERS)
             constants = [1.0 if factor is None else factor, *self.hyper(same[0].group, steps)]
             for column, x in zip(hypers.unbind(1), constants, strict=False):
@@ -448,10 +453,6 @@ def kept_in(dtype: torch.dtype, p: Tensor) -> torch.dtype:
 _storage = lru_cache(Storage)  # One object for all tensors that are stored in the same way
 
 
-def _is_in_one_piece(tensor: Tensor | None) -> bool:
-    return tensor is None or tensor.is_contiguous()
-
-
 def _flat(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous().view(-1)
 
@@ -463,6 +464,6 @@ def _given_names(group: dict[str, Any]) -> list[str] | list[None]:
     return given if len(given) == len(group["params"]) else [None] * len(group["params"])
 
 
-def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
+def check_option(name: str, value: object, legal: Collection[object]) -> None:
     if value not in legal:
         raise ValueError(f"{name}={value!r}; legal: {', '.join(repr(x) for x in legal)}")

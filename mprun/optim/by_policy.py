@@ -171,8 +171,10 @@ def rounding_columns(optimizer: Optimizer, stored: Sequence[torch.dtype]) -> dic
     if not isinstance(optimizer, LowPrecisionOptimizer):
         return row
     group = optimizer.param_groups[0]
+    # The one whose moments are in 8 bits if those of any are: small ones are in float32
     largest = max((p for g in optimizer.param_groups for p in g["params"]), key=Tensor.numel)
     momentum, variance = (kept_in(group[f"{m}_dtype"], largest) for m in ("momentum", "variance"))
+    # SGD without momentum stores none
     first = momentum if optimizer.keeps_first(group) else torch.float32
     second = torch.float32 if optimizer.second is None else variance
     low = (*LOW, formulas.DTYPE)

@@ -58,6 +58,17 @@ class Operands(NamedTuple):
         )
 
 
+class _Work(NamedTuple):
+    """A part of a parameter whose random bits have one key, and how it is updated: see `run`."""
+
+    storage: Storage
+    operands: Operands
+    hyper: Tensor
+    keys: tuple[Key, ...]
+    skip: Tensor | None
+    first: int  # The index of its first element, which the random bits are counted from
+
+
 def fastest(device: torch.device, formula: str, storage: Storage | None = None) -> str:
     """The fastest engine of a device; c for a formula that `kernels/steps.h` has.
 
@@ -99,24 +110,18 @@ def run(
     Raises:
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
-    work = _WORK[engine]
-    count = operands.param.numel()
+    by, count = _ENGINES[engine], operands.param.numel()
+    # The common case, without slices: all elements have one key
     if 0 < count <= BLOCK - start:
-        work(storage, operands, hyper, keys, skip, start)
+        by(_Work(storage, operands, hyper, keys, skip, start))
         return
     for begin, end, block, first in spans(start, count):
-        part = operands.part(begin, end)
-        work(storage, part, hyper, tuple(k.at(block) for k in keys), skip, first)
+        part, own_keys = operands.part(begin, end), tuple(k.at(block) for k in keys)
+        by(_Work(storage, part, hyper, own_keys, skip, first))
 
 
-def _in_c(
-    storage: Storage,
-    operands: Operands,
-    hyper: Tensor,
-    keys: tuple[Key, ...],
-    skip: Tensor | None,
-    first: int,
-) -> None:
+def _in_c(work: _Work) -> None:
+    storage, operands, hyper, keys, _, first = work
     count = operands.param.numel()
     tables = formulas.tables() if storage.coded else None
     _library(storage)(
@@ -131,6 +136,7 @@ def _in_c(
 
 # The dtypes of moments as the kernels' macros name them
 MOMENT_C_TYPES = {**C_TYPES, formulas.DTYPE: "C8"}
+# Two words for each result that is rounded: parameter, first and second moment
 _KeyWords = ctypes.c_uint32 * 6
 
 
@@ -151,6 +157,7 @@ def _defines(storage: Storage) -> dict[str, str | None]:
     }
     flags = {
         f"RULE_{storage.rounding.upper()}": storage.param != torch.float32,
+        # A moment has no remainder: with kahan and split it is rounded stochastically
         "FIRST_STOCHASTIC": storage.rounding != "nearest",
         "HAS_FIRST": storage.first is not None,
         "HAS_SECOND": storage.second is not None,
@@ -164,14 +171,8 @@ def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
     return "S16" if scale != 1 else MOMENT_C_TYPES[dtype or torch.float32]
 
 
-def _eagerly(
-    storage: Storage,
-    operands: Operands,
-    hyper: Tensor,
-    keys: tuple[Key, ...],
-    skip: Tensor | None,
-    first: int,
-) -> None:
+def _eagerly(work: _Work) -> None:
+    storage, operands, hyper, keys, skip, first = work
     key_words = _key_words(keys, hyper)
     maps = formulas.maps(hyper) if storage.coded else None
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
@@ -206,6 +207,7 @@ def _update(
     old = o.param.float() if o.remainder is None else merged(o.param, o.remainder)
     m = _loaded(o.first, o.first_scales, storage.first_scale, maps, 0, hyper.device)
     v = _loaded(o.second, o.second_scales, storage.second_scale, maps, 1, hyper.device)
+    # Stored as the root, which needs half the exponents
     v = v * v if storage.root else v
     change, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
     v = root(v) if storage.root else v
@@ -218,6 +220,7 @@ def _update(
     ) -> None:
         if into is None:
             return
+        # A scaled moment saturates always: an infinite one would stop the update for good
         if into.dtype != torch.float32:
             overflow = "saturate" if storage.saturate or scale != 1 else "infinity"
             x = x if scale == 1 else x * scale
@@ -227,15 +230,10 @@ def _update(
                 x = round_nearest(x, into.dtype, overflow)
         _put(into, x, skip)
 
-    def store_moment(
-        into: Tensor | None,
-        scales: Tensor | None,
-        x: Tensor,
-        stochastic: bool,
-        site: int,
-        scale: float,
-    ) -> None:
+    def store_moment(into: Tensor | None, scales: Tensor | None, x: Tensor, site: int) -> None:
+        stochastic = site == 2 or storage.rounding != "nearest"
         if into is None or scales is None or maps is None:
+            scale = storage.first_scale if site == 1 else storage.second_scale
             store(into, x, stochastic, site, scale)
             return
         coded, of_blocks = formulas.encode(x, maps[site - 1], bits(site) if stochastic else None)
@@ -252,9 +250,8 @@ def _update(
         rounded, rest = split_master(w, dtype, bits(0)) if drawn else split(w, dtype)
         _put(o.param, rounded, skip)
         _put(o.remainder, rest, skip)
-    first_drawn = storage.rounding != "nearest"
-    store_moment(o.first, o.first_scales, m, first_drawn, 1, storage.first_scale)
-    store_moment(o.second, o.second_scales, v, True, 2, storage.second_scale)
+    store_moment(o.first, o.first_scales, m, 1)
+    store_moment(o.second, o.second_scales, v, 2)
 
 
 def _loaded(
@@ -270,6 +267,7 @@ def _loaded(
         return torch.zeros((), dtype=torch.float32, device=device)
     if scales is not None and maps is not None:
         return formulas.decode(moment, scales, maps[row])
+    # A power of two: exact
     return moment.float() if scale == 1 else moment.float() * (1 / scale)
 
 
@@ -277,14 +275,8 @@ def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:
     into.copy_(x if skip is None else torch.where(skip == 0, x, into))
 
 
-def _by_inductor(
-    storage: Storage,
-    operands: Operands,
-    hyper: Tensor,
-    keys: tuple[Key, ...],
-    skip: Tensor | None,
-    first: int,
-) -> None:
+def _by_inductor(work: _Work) -> None:
+    storage, operands, hyper, keys, skip, first = work
     words = _key_words(keys, hyper, first)
     maps = formulas.maps(hyper) if storage.coded else None
     _compiled(storage, first > 0)(hyper, words, skip, maps, *operands)
@@ -310,6 +302,7 @@ def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
         operands = Operands(param, *others)  # type: ignore[arg-type]
         _update(storage, operands, hyper, key_words, index, skip, maps)
 
+    # A name of its own makes a code object of its own
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
     _seen.append(storage)
     # Without the option Inductor removes a cast down and up again, which is the rounding.
@@ -319,4 +312,4 @@ def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
 
 _seen: list[Storage] = []
 
-_WORK = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}
+_ENGINES = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}

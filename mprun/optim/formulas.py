@@ -32,8 +32,6 @@ The details:
               Nearest rounding halves its error where gradients have a mean of 0. Where they do not,
               small moments stay where they are: with gradients of five decades in a block and
               beta1 = 0.99, weights were 16 % behind after 1,000 steps, and 0.3 % stochastically.
-    small     tensors of fewer than 4096 numbers keep float32 moments, as in bitsandbytes and
-              torchao: biases and norms are sensitive, and the memory is elsewhere.
 
 Blocks are counted in the tensor, so a shard has other blocks than the whole: shards are refused.
 """
@@ -54,7 +52,7 @@ from mprun.records.policy_columns import COMPENSATED
 
 Results = tuple[Tensor, Tensor, Tensor]
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
-HYPERS = 9  # Entries of `hyper`; a formula that needs fewer leaves the rest at 0
+HYPERS = 9  # Entries of `hyper`: AdamW needs all; a formula that needs fewer leaves the rest at 0
 SCALE = 2.0**6
 """The factor of a moment in float16, if the update is a quotient of moments.
 
@@ -75,6 +73,7 @@ def root(x: Tensor) -> Tensor:
 
     PyTorch's own on a CPU is a vector library's, off by one unit for one number in six.
     """
+    # Through float64, whose root rounded to float32 is the correctly rounded one
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         return x.double().sqrt().float()
     return x.sqrt()
@@ -154,8 +153,10 @@ class Storage:
 
 DTYPE = torch.uint8
 PER_SCALE = 256  # Numbers that share a scale
-SMALL = 4096  # Tensors of fewer numbers keep float32 moments
-DECADES = 7
+# Tensors of fewer numbers have float32 moments, as in bitsandbytes and torchao: biases and norms
+# are sensitive, and the memory is elsewhere
+SMALL = 4096
+DECADES = 7  # Of magnitude, as in Dettmers et al.: gradients within a tensor differ by millions
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITE = 0x7F800000
 
@@ -243,16 +244,20 @@ def encode(x: Tensor, values: Tensor, bits: Tensor | None) -> tuple[Tensor, Tens
     low = values[below]
     rest, gap = ratio - low, values[above] - low
     if bits is None:
+        # A tie goes up, as in C
         up = rest >= gap * 0.5
     else:
+        # The middles of 2^16 equal parts of 0 to 1: never 0, so a value of the map stays itself
         up = rest > (shift_right(bits, 16).float() * 2.0**-16 + 2.0**-17) * gap
     codes = torch.where(up, above, below)
+    # The map of roots: a positive root is divided by, so it never becomes 0
     floor = (ratio > 0) & (values[0] == 0)
     return torch.where(floor, codes.clamp(min=1), codes).to(DTYPE), scales
 
 
 def _scales(x: Tensor) -> Tensor:
     """The number of largest magnitude of each block; NaN where one is not finite."""
+    # Zeros are never the number of largest magnitude of a block that has another
     words = pad(x, (0, -x.numel() % PER_SCALE)).view(torch.int32).view(-1, PER_SCALE)
     largest = (words & _MAGNITUDE).amax(1)
     # Words of negative numbers are negative.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.optim.base import GradScaledOptimizer
+from mprun.optim.base import GradScaledOptimizer, check_option
 from mprun.optim.state import check_operands
 from mprun.precision._torch import is_fake, parameters_replaced
 from mprun.precision.products import LOW
@@ -38,6 +38,7 @@ Masters = dict[nn.Parameter, nn.Parameter]  # Float32 masters, each with its 16-
 def masters_of(parameters: Iterable[nn.Parameter]) -> Masters:
     """A float32 master of each 16-bit parameter; tied parameters have one."""
     masters: Masters = {}
+    # Each once, however many modules share it
     for p in dict.fromkeys(p for p in parameters if p.dtype in LOW):
         master = nn.Parameter(p.detach().float())
         setattr(master, NAME, getattr(p, NAME, None))
@@ -86,12 +87,8 @@ class MasterWeights(GradScaledOptimizer, MasteredOptimizer):
         overflow: str = "infinity",
         seed: int = 0,
     ) -> None:
-        for name, value, legal in (
-            ("rounding", rounding, [x for x in ROUNDINGS if x != "split"]),
-            ("overflow", overflow, OVERFLOWS),
-        ):
-            if value not in legal:
-                raise ValueError(f"{name}={value!r}; legal: {', '.join(map(repr, legal))}")
+        check_option("rounding", rounding, [x for x in ROUNDINGS if x != "split"])
+        check_option("overflow", overflow, OVERFLOWS)
         self.inner = inner
         self.rounding = "stochastic" if rounding == "stochastic" else "nearest"
         self.overflow, self._seed = overflow, seed
@@ -176,6 +173,7 @@ class MasterWeights(GradScaledOptimizer, MasteredOptimizer):
                 held.grad = gradient
             yield {held: p for p, held in self._pairs()}
         finally:
+            # During a step alone: gradients take as much memory as the masters
             for master in self._master_of.values():
                 master.grad = None
             for p, before in own:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 @formula
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
+    # h: 1 and 2 beta1 and the rest to 1, 3 and 4 the same of beta2, 5 lr * weight_decay, 6 and 7
+    # the bias corrections of m (with lr) and of the root of v, 8 eps
     m = m * h[1] + g * h[2]
     v = v * h[3] + (g * g) * h[4]
     decay = torch.where(torch.isfinite(w), w * h[5], 0.0)  # infinity less infinity would be NaN
@@ -59,12 +61,14 @@ class AdamW(LowPrecisionOptimizer):
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         decays = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"]]
+        # As in PyTorch, the root is corrected before eps is added
         return [*decays, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, group["eps"]]
 
 
 @formula
 def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """SGD with momentum, as in PyTorch."""
+    # h: 1 weight_decay, 2 momentum, 3 lr, 4 one less dampening
     g = g + w * h[1]
     m = m * h[2] + g * h[4]
     return h[3] * m, m, v
@@ -98,17 +102,9 @@ class SGD(LowPrecisionOptimizer):
                 f"nesterov with momentum={momentum}, dampening={dampening}; legal is a momentum "
                 "above 0 without dampening"
             )
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-            },
-            **storage,
-        )
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, **storage)
 
     def formula_of(self, group: dict[str, Any]) -> str:
         return "nesterov" if group["nesterov"] else "sgd"
@@ -124,6 +120,7 @@ class SGD(LowPrecisionOptimizer):
 @formula
 def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """RMSprop (Hinton, lecture 6e, 2012), eps outside the root, momentum as in PyTorch."""
+    # h: 1 weight_decay, 2 and 3 alpha and the rest to 1, 4 momentum, 5 eps, 6 lr
     g = g + w * h[1]
     v = v * h[2] + (g * g) * h[3]
     m = m * h[4] + g / (root(v) + h[5])
@@ -146,17 +143,9 @@ class RMSprop(LowPrecisionOptimizer):
         momentum: float = 0.0,
         **storage: Unpack[StorageOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "alpha": alpha,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-            },
-            **storage,
-        )
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults, **storage)
 
     def formula_of(self, group: dict[str, Any]) -> str:
         return "rmsprop"

@@ -60,6 +60,7 @@ def complete_state(
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     state["step"] = state["step"].to(p.device)
     name_of_second = second_name(second, storage)
+    # The option `variance_dtype` may have changed, or the state is torch.optim's
     if storage.second and name_of_second not in state:
         _change_root(state, f"{second}")
     if storage.first:
@@ -111,6 +112,7 @@ def _write_moment(
         coded, state[scale_name(name)] = formulas.encode(x.reshape(-1), values, None)
         state[name] = coded.view(x.shape)
     else:
+        # Saturated, because an infinite moment stays infinite
         state[name] = x if dtype == torch.float32 else round_nearest(x, dtype, "saturate")
 
 
@@ -166,14 +168,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def not_finite(gradients: Iterable[Tensor], device: torch.device, combine: Combine) -> Tensor:
     """1 where a gradient holds an infinity or NaN, else 0: a float32 scalar on `device`."""
-    return combine.overflow(_not_finite(gradients, device))
-
-
-def _not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    # The largest magnitude is infinite or NaN where any number is: one pass, and no copy
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in gradients]
     if not largest:
-        return torch.zeros((), device=device)
-    return (~torch.isfinite(torch.stack(largest)).all()).float().to(device)
+        return combine.overflow(torch.zeros((), device=device))
+    return combine.overflow((~torch.isfinite(torch.stack(largest)).all()).float().to(device))
 
 
 def clipping_scale(
@@ -183,12 +182,10 @@ def clipping_scale(
     device: torch.device,
     combine: Combine,
 ) -> Tensor:
-    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more.
-
-    Norms are summed in float32: in float16 the squares of a few hundred overflow.
-    """
+    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more."""
     total = devices.wide(combine.total_norm(_norm(gradients, device)))
     divisor = torch.ones_like(total) if scale is None else devices.wide(scale)
+    # 1e-6 as in PyTorch's clip_grad_norm_; `total` is that of scaled gradients
     wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
     return wide
 
@@ -197,6 +194,7 @@ def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The L2 norm of all gradients together, a float32 scalar on `device`."""
     if not gradients:  # of this process, but others wait for its norm
         return torch.zeros((), device=device)
+    # In float32: in float16 the squares of a few hundred overflow
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

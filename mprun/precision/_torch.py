@@ -158,7 +158,7 @@ def recurrent_layers_take_any_dtype() -> Iterator[None]:
         torch.set_autocast_enabled(_NO_DEVICE, False)
 
 
-_NO_DEVICE = "hpu"
+_NO_DEVICE = "hpu"  # Gaudi: without Habana's package there are no kernels to cast for
 
 
 def backward_node() -> int | None:
@@ -185,6 +185,7 @@ def in_recomputation() -> bool:
     if not in_backward():
         return False
     for frame in calling_frames():
+        # Both kinds of checkpointing run the forward pass again in a function of that file
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         if is_backward_call(frame.f_code):  # the innermost backward pass
@@ -215,6 +216,7 @@ def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     """
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     own = device_type.upper()
+    # "Implicit" kernels are made of differentiable ops, "explicit" ones have a formula of their own
     keys = [] if has(op.name(), own) else ["CompositeImplicitAutograd"]
     if backend:
         keys += [own, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"]
@@ -310,6 +312,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
     flag has no value: the step is taken.
     """
     if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        # The attributes by which GradScaler hands them to a fused optimizer
         optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -350,6 +353,7 @@ def onednn_has_lstm(dtype: torch.dtype) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` made the module, or its own `compile` was called."""
+    # The field of the wrapper that `torch.compile` makes
     return compiles_itself(module) or hasattr(module, "_orig_mod")
 
 
@@ -426,6 +430,7 @@ def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
         yield
 
 
+# The dictionaries in which nn.Module stores its hooks
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
@@ -444,6 +449,7 @@ def copied_without_hooks(model: nn.Module, package: str) -> Iterator[None]:
     """
 
     def is_own(hook: object) -> bool:
+        # With the dot, so that another package whose name only begins alike is none
         return f"{getattr(hook, '__module__', '')}.".startswith(f"{package}.")
 
     def without(state: Any) -> Any:
@@ -453,10 +459,10 @@ def copied_without_hooks(model: nn.Module, package: str) -> Iterator[None]:
             return state
         rows = {name: state[name] for name in (*_HOOKS, *_HOOK_FLAGS) if name in state}
         own = {key for row in rows.values() for key, hook in row.items() if is_own(hook)}
-        kept = {name: value for name, value in state.items() if name != "__reduce_ex__"}
+        rest = {name: value for name, value in state.items() if name != "__reduce_ex__"}
         for name, row in rows.items():
-            kept[name] = OrderedDict((key, x) for key, x in row.items() if key not in own)
-        return kept
+            rest[name] = OrderedDict((key, x) for key, x in row.items() if key not in own)
+        return rest
 
     def reduces(module: nn.Module) -> Callable[[Any], Any]:
         return lambda protocol: without(type(module).__reduce_ex__(module, protocol))
@@ -500,12 +506,13 @@ def outside_of_modes() -> Iterator[None]:
 def node_number(node: Node) -> int | None:
     """The number autograd gave a node as it was made; None for a parameter's, which has none."""
     number = int(node._sequence_nr())
+    # The node of a parameter has the largest number, 2^64 - 1, so that it runs as soon as it can
     return None if number > 2**63 else number
 
 
 def storage_key(x: Tensor) -> int:
     """A number of a tensor's storage: the same for views, never that of another live storage."""
-    return int(x.untyped_storage()._cdata)
+    return int(x.untyped_storage()._cdata)  # its address in C++
 
 
 def write_count(x: Tensor) -> int:
@@ -518,6 +525,7 @@ def add_to_all(targets: list[Tensor], number: float | Tensor) -> None:
 
     A tensor as the scalar of PyTorch's function would be read on the host.
     """
+    # As many tensors as targets: PyTorch's function then adds them on the device
     numbers: Any = [number] * len(targets) if isinstance(number, Tensor) else number
     torch._foreach_add_(targets, numbers)
 
@@ -539,12 +547,13 @@ SCALER_CHECK: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.de
 
 def is_backward_call(code: CodeType) -> bool:
     """Whether a stack frame with this code starts a backward pass."""
+    # All of torch.autograd's functions start the engine through this one
     return code.co_name == "_engine_run_backward"
 
 
 def local_tensor(x: Tensor) -> Tensor:
     """The part of a sharded tensor on this device; `x` itself where it is not sharded."""
-    local: Tensor = getattr(x, "_local_tensor", x)
+    local: Tensor = getattr(x, "_local_tensor", x)  # of a DTensor
     return local
 
 
@@ -575,6 +584,7 @@ def started(loader: Iterable[Any]) -> Iterator[Any]:
         trace = error.__traceback__
         while trace is not None:
             made: Any = trace.tb_frame.f_locals.get("self")
+            # The field that PyTorch's own ending reads, and that a half-made iterator lacks
             if hasattr(made, "_shutdown_workers") and not hasattr(made, "_workers_status"):
                 made._workers_status = [True] * len(made._workers)
                 end_workers(made)

@@ -65,6 +65,7 @@ class BackendSwitches:
             ("none",) * len(_FP32_LEVELS),
             dict.fromkeys(_FP32_SWITCHES, fp32),
             dict.fromkeys(_REDUCTION_SWITCHES, reduced),
+            # PyTorch's names of TF32 and of IEEE float32
             "high" if fp32 == "tf32" else "highest",
             fp32 == "tf32",
         )
@@ -96,6 +97,7 @@ def backend_switches() -> BackendSwitches:
     get, put = torch._C._get_fp32_precision_getter, _SETTERS["_set_fp32_precision_setter"]
     levels = []
     for key in _FP32_LEVELS:
+        # Taken away: an op without a setting would read as its level, and get a setting of its own
         levels.append(get(*key))
         put(*key, "none")
     fp32 = {name: get(*key) for name, key in _FP32_SWITCHES.items()}
@@ -106,6 +108,7 @@ def backend_switches() -> BackendSwitches:
             put(*key, "ieee")
         precision = torch._C._get_float32_matmul_precision()
         try:
+            # See above: it raises an error where it disagrees
             cudnn = torch._C._get_cudnn_allow_tf32()
         except RuntimeError:
             cudnn = True
@@ -129,6 +132,7 @@ def set_backend_switches(switches: BackendSwitches) -> None:
         _SETTERS["_set_fp32_precision_setter"](*_FP32_SWITCHES[name], value)
     for name, value in switches.reductions.items():
         setter = _SETTERS[f"_set_cublas_{name}"]
+        # A pair where split-K is set as well: whether less than float32 is allowed, and split-K
         setter(*value) if isinstance(value, tuple) else setter(value)
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ from mprun.precision.arithmetic import (
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.convert import accumulate_in, convert
+from mprun.precision.execution import (
+    chosen_arithmetic,
+    chosen_caster,
+    device_of,
+    loss_scale_of,
+    policy_of,
+)
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
@@ -61,14 +68,6 @@ from mprun.precision.layers import (
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, disable_casts
-from mprun.precision.op_lists.table import anything_casts
-from mprun.precision.plain_arguments import (
-    chosen_arithmetic,
-    chosen_caster,
-    device_of,
-    loss_scale_of,
-    policy_of,
-)
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.switches import backend_flags
@@ -220,8 +219,11 @@ class Precision:
         layers = resolve(model, self._layers)
         named = layer_precisions(layers, self.policy)
         dtype = torch_dtype(self.policy.param_dtype)
+        # A model that is prepared again keeps its number. A second model has a prefix, so that its
+        # parameters get other random bits than those of the same names in the first one.
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
         prefix = "" if number == 1 else f"model {number}: "
+        # First, because all that follows looks at the dtypes of the new parameters
         convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
         self._give_formats(model, layers, prefix)
         if named:
@@ -294,6 +296,7 @@ class Precision:
         with self.arithmetic.region():
             with self._caster.region():
                 output = model(*args, **kwargs)
+            # Inside the arithmetic, which sees this cast as an op, and outside of the caster
             return to_dtype(output, self._output_dtype)
 
     def _warn_of_compiled(self, model: Callable[..., Any]) -> None:
@@ -348,6 +351,7 @@ class Precision:
             gradients = torch.autograd.grad(scaled, inputs, start, create_graph=create_graph)
         wide = to_dtype(gradients, self._output_dtype)
         scale = self.loss_scale.tensor
+        # By the reciprocal, as in PyTorch's recipe for gradient penalties with a GradScaler
         return wide if scale is None else tuple(g * (1 / scale) for g in wide)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -383,7 +387,7 @@ class Precision:
         self._stepped = True
         self.arithmetic.end_step()
         self._caster.end_step()
-        with disable_casts() if anything_casts() else nullcontext():
+        with disable_casts():  # an optimizer may step inside the caller's own region
             skipped = self.loss_scale.step(optimizer, self._clip)
         for guard in self._guards.values():
             guard.after(skipped)
@@ -406,7 +410,7 @@ class Precision:
         if dist.is_available() and dist.is_initialized():
             return  # in a pipeline only the process with the loss scales it
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            self._has_scaled = True  # said once
+            self._has_scaled = True  # warn once
             warnings.warn(NOT_SCALED, stacklevel=3)
 
     def update(self) -> None:

@@ -9,7 +9,7 @@ float16 on a CPU: some kernels are reference loops, 20 to 700 times slower than 
 (convolution's backward on every CPU we tried, matmuls on CPUs without AVX512-FP16). oneDNN trains
 no LSTM in float16, and in bfloat16 on some CPUs only. The fallback computes such an op in float32
 and rounds its result once. The trade-off: a kernel may sum in another order or round partial sums
-as well (`accumulation.py` measures it), so the bits can differ.
+as well (`partials.py` measures it), so the bits can differ.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ class EmulatedProducts(Arithmetic):
         self.bits, self.guard = StepBits(seed), guard
         reason = "emulated: factors rounded to the format, products and sums in float32"
         self.substitutions = (OpSubstitution("linear", gemms, reason),)
+        # No mode sees the layers that compute it: they are replaced, and each one runs at every
+        # step
         self.occurred.add("linear")
 
     def begin_step(self, step: int) -> None:
@@ -270,6 +272,7 @@ class LstmFallback(WrappedArithmetic):
 
     def __init__(self, inner: Arithmetic, dtypes: Set[torch.dtype]) -> None:
         fallback = {packet.default: dtypes for packet in LSTM}
+        # The set is not read: the products are listed by the arithmetic inside
         super().__init__(inner, lambda: _KernelMode(set(), fallback, self._on_fallback))
 
     def _on_fallback(self, op: Any, dtype: torch.dtype) -> None:

@@ -6,9 +6,7 @@ evaluation is NaN. So after a skipped step, elements of floating buffers that be
 their values from before it. The others keep what the step wrote: if only the backward pass
 overflowed, the statistics of the forward pass are good.
 
-After a step that was taken nothing is restored. A restored buffer would stop following the
-activations while training continues, and nobody would notice. `overflows` reports such an overflow
-as an event.
+After a step that was taken nothing is restored: `overflows` reports such an overflow as an event.
 
 **Copies** let emulation widen the same numbers once. Emulation computes in float32 and stores in 16
 bits. Taken literally, each op widens its inputs and rounds its result: two passes over memory for
@@ -83,8 +81,11 @@ class _BufferGroup:
         became = torch.isfinite(self._saved) & ~torch.isfinite(now)
         if skipped is not None:
             dropped = skipped.to(now.device) > 0
+            # Only on a CPU the flag is read without a wait for the device; a fake one has no value
             if now.device.type != "cpu" or is_fake(now) or bool(dropped):
                 self._write(torch.where(became & dropped, self._saved, now))
+            # Reported only where the step was taken. Nothing is restored there: the buffer would
+            # stop following the activations while training continues, and nobody would notice.
             became = became & ~dropped
         if self._first is None:
             self._first = torch.zeros_like(became, dtype=torch.int32)
@@ -178,6 +179,7 @@ class WideCopies:
 
     def keep(self, low: Tensor, wide: Tensor) -> None:
         """`wide` has the values of `low`, its strides, and a storage of its own; both are whole."""
+        # At the storage, so that views share the copy, and it lives no longer
         copy = _WideCopy(wide, write_count(low), self, self._generation)
         setattr(low.untyped_storage(), ATTRIBUTE, copy)
 
@@ -206,6 +208,7 @@ class WideCopies:
         copy: _WideCopy | None = getattr(storage, ATTRIBUTE, None)
         if copy is None or copy.owner is not self or copy.generation != self._generation:
             return None
+        # A storage that is resized itself, as FSDP does, counts no write
         resized = copy.wide.numel() * low.element_size() != storage.nbytes()
         return None if resized or copy.writes != write_count(low) else copy
 

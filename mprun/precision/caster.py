@@ -92,6 +92,7 @@ class AutocastCaster(Caster):
     def step_region(self) -> AbstractContextManager[object]:
         if not self._keep:
             return nullcontext()
+        # An outer region that casts nothing: the cache of cast weights lives until it ends
         return torch.autocast(self._device_type, enabled=False)
 
     def layer_region(self, dtype: torch.dtype) -> RegionFactory:
@@ -126,6 +127,7 @@ class OpListRegion:
             if self._own is not None:
                 self._own.forget()
 
+    # It has nothing of the model: a copied model can share it
     def __deepcopy__(self, memo: object) -> OpListRegion:
         return self
 
@@ -172,6 +174,7 @@ class OpListCaster(Caster):
                 yield
         finally:
             self._depth -= 1
+            # Without gradients no training step, and so no `end_step`, will drop the copies
             if not self._depth and not (self._keep and torch.is_grad_enabled()):
                 self._casts.forget()
 

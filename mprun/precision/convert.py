@@ -4,10 +4,8 @@
 fake tensors, on which mprun counts memory, cannot be converted in place. Convert a model before its
 optimizer is made.
 
-Running statistics of PyTorch's batch and instance norms stay in float32. They are a few numbers per
-layer, and 16 bits are not enough for them: a variance above 65,504 overflows in float16, and a
-moving average that is rounded at each step stops up to 4 % before its mean in bfloat16. Training
-does not use those values, evaluation does.
+Running statistics of PyTorch's batch and instance norms stay in float32. Training does not use
+those values, evaluation does.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from torch import Tensor, nn
 from mprun.precision._torch import BatchNorm, InstanceNorm, own_parameters
 
 T = TypeVar("T")
+# In float32, a few numbers per layer: a variance above 65,504 overflows in float16, and a moving
+# average that is rounded at each step stops up to 4 % before its mean in bfloat16
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -119,10 +119,12 @@ def convert(
         for name, tensor in [*module.named_parameters(**every), *module.named_buffers(**every)]:
             target = wide if name in STATISTICS else wanted
             setattr(module, name, to_target(tensor, target, f"{path}.{name}"))
+        # A model may be prepared twice
         own_forward = isinstance(vars(module).get("forward"), Float32Statistics)
         if wide != wanted and not own_forward:
             module.forward = Float32Statistics(module)
         if isinstance(module, nn.RNNBase):
+            # cuDNN takes an RNN's weights as one range of memory, which new parameters are not
             module.flatten_parameters()
     return model
 
@@ -167,4 +169,5 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the gradients of 16-bit parameters in `dtype` where that is wider than their own."""
     for p in model.parameters():
         if p.requires_grad and p.dtype != torch.float32 and dtype == torch.float32:
+            # By this field autograd takes a gradient of another dtype
             p.grad_dtype = dtype

@@ -61,10 +61,11 @@ def accelerator() -> torch.device | None:
     """The accelerator that this machine has, without a number; None if there is none."""
     for backend in BACKENDS.values():
         if backend.package is not None and importlib.util.find_spec(backend.package.split(".")[0]):
+            # PyTorch knows the kind only after this import
             with suppress(ImportError):
                 importlib.import_module(backend.package)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or found.type not in BACKENDS else torch.device(found.type)
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return None if here is None or here.type not in BACKENDS else torch.device(here.type)
 
 
 def find(wanted: str) -> torch.device:
@@ -103,6 +104,7 @@ def in_use() -> list[torch.device]:
     here = torch.accelerator.current_accelerator()
     if here is None or here.type not in BACKENDS:
         return []
+    # Not every kind's module can say so
     has_begun = getattr(torch.get_device_module(here), "is_initialized", lambda: True)
     count = torch.accelerator.device_count() if has_begun() else 0
     return [torch.device(here.type, number) for number in range(count)]
@@ -120,6 +122,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
+    # A kind that is not known, such as meta, has the CPU's row
     if device.type != "cpu" and backend(device) is not BACKENDS["cpu"]:
         torch.accelerator.synchronize(device)
 
@@ -160,14 +163,14 @@ def name(device: torch.device) -> str:
 
 def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
     """The states of the random numbers of accelerators, by the device's name."""
-    found = {}
+    states = {}
     for device in devices:
         if device.type == "cpu":
             continue
         get, index = torch.get_device_module(device).get_rng_state, _number(device)
         state = get() if device.type == "mps" else get(index)  # MPS has one device
-        found[f"{device.type}:{index}"] = state
-    return found
+        states[f"{device.type}:{index}"] = state
+    return states
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:

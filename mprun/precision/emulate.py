@@ -13,7 +13,7 @@ one test accuracy.
 
 The format and the width of the sums are emulated, not the bits of some hardware. Ops that only move
 or select numbers are not rounded, because their results are exact. Mixed dtypes are promoted or
-refused like in PyTorch's kernels (`result_dtypes.py`).
+refused like in PyTorch's kernels (`products.py`).
 """
 
 from __future__ import annotations
@@ -42,29 +42,27 @@ from mprun.precision.buffers import WideCopies, forget, is_dense, is_plain, is_w
 from mprun.precision.fused import FUSED, FusedKernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
+    COMMUNICATION,
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
     FAST_PATHS,
     LOW,
-    is_float32,
-    opened,
-    recorded_name,
-    unfused,
-    variants,
-)
-from mprun.precision.random_bits import BLOCK as MOST
-from mprun.precision.random_bits import Key, key
-from mprun.precision.result_dtypes import (
-    COMMUNICATION,
     NORMS,
     UNTOUCHED,
+    is_float32,
     leaves,
     mapped,
+    opened,
+    recorded_name,
     result_dtype,
+    unfused,
+    variants,
     widen,
     written,
     written_arguments,
 )
+from mprun.precision.random_bits import BLOCK as MOST
+from mprun.precision.random_bits import Key, key
 from mprun.precision.rounding import round_nearest, round_twice, stochastic
 
 aten = torch.ops.aten
@@ -152,6 +150,7 @@ class Emulated16(Arithmetic):
             dtype: float16 or bfloat16.
             ours: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
         """
+        # An index of random bits has 31 bits, so one key serves as many numbers as `MOST`
         if not is_plain(x) or x.numel() > MOST or not is_dense(x):
             return self.round(x, dtype)
         wide = x if ours and is_whole(x) else torch.empty_like(x)
@@ -261,7 +260,7 @@ class _BlockedMode(DispatchMode):
 
 
 class _Facts(NamedTuple):
-    """What decides how the mode treats an op, found out once."""
+    """What decides how the mode treats an op, looked up once."""
 
     op: Any
     is_view: bool
@@ -277,20 +276,18 @@ _KNOWN: dict[int, _Facts] = {}
 
 
 def _facts(func: Any) -> _Facts:
+    # `t_` and its like change a shape in place: their schemas do not call them views
     is_view = func.is_view or torch.Tag.inplace_view in func.tags
     name = func.name().removeprefix("aten::").partition(".")[0]
     may_open = name in OPENED or kernel_key(func, "cpu", False) is not None
     untouched, writes = func.overloadpacket in UNTOUCHED, written_arguments(func)
+    # What is sent was rounded before. Any argument may be written to: the schemas do not tell.
     if func.namespace in COMMUNICATION:
         untouched = True
         writes = tuple(enumerate(x.name for x in schema_of(func).arguments))
     facts = _Facts(func, is_view, untouched, may_open, writes, FUSED.get(func))
     _KNOWN[id(func)] = facts
     return facts
-
-
-def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _forget_all(argument: Any) -> None:
@@ -323,6 +320,7 @@ class _EmulationMode(DispatchMode):
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if facts.may_open and (kernel := opened(func, args, OPENED)) is not None:
+            # PyTorch switches a mode off inside its own call, and the kernel's ops must be seen
             with self:
                 return kernel(*args, **kwargs)
         if facts.fused is not None and args[0].dtype in LOW:
@@ -344,8 +342,11 @@ class _EmulationMode(DispatchMode):
         # What is written to must not be a copy that other ops read.
         widened = widen if writes or in_blocks else self._widened
         wide_args, wide_kwargs = mapped(widened, args), mapped(widened, kwargs)
-        call = self._in_blocks if in_blocks else _called
-        result = call(func, wide_args, wide_kwargs)
+        if in_blocks:
+            result = self._in_blocks(func, wide_args, wide_kwargs)
+        else:
+            result = func(*wide_args, **wide_kwargs)
+        # An op that writes returns what it wrote: callers must get their own 16-bit tensor
         stored: dict[int, Tensor] = {}
         if writes:
             for low, wide in written(func, (args, kwargs), (wide_args, wide_kwargs)):
@@ -399,6 +400,7 @@ class _EmulationMode(DispatchMode):
         op = VARIANTS.get(func, func)
         if op not in SUPPORTED:
             return func(*args, **kwargs)
+        # An op in place has no `out`: it writes to its first argument
         out = kwargs.pop("out", args[0]) if op is not func else None
         result = blocked(op, args, lambda x: self._round(x, torch.float16), kwargs)
         return result if out is None else out.resize_(result.shape).copy_(result)

@@ -4,28 +4,38 @@ Native execution takes PyTorch's kernels for the dtype. Emulation computes each 
 rounds its result. Some modes can only be emulated: `half_sr_full` everywhere, `tf32` without the
 hardware. Where both are possible, `auto` takes native kernels unless they are so slow that float32
 with rounding is faster.
+
+The second half makes the parts of a `Precision` from the plain arguments of anyone's own loop: what
+is not given is decided by the policy and the machine, as in a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from mprun.precision import devices
 from mprun.precision.arithmetic import (
     Arithmetic,
     EmulatedProducts,
     Float16Fallback,
     NativeArithmetic,
 )
+from mprun.precision.caster import Caster, caster_of
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import GEMMS, gemms_of, why_not_native
-from mprun.precision.policy import Policy
+from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
+from mprun.precision.op_lists import OpLists
+from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
+from mprun.precision.policy import Policy, policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import EmulatedTf32, has_tf32
-from mprun.records.layer_values import product_formats
+from mprun.records.layer_values import computes_float16, product_formats
 
 EXECUTIONS = ("native", "emulated")
 # How many times as long as float32 native kernels take where emulation is taken instead. A step of
@@ -70,6 +80,7 @@ def choose_execution(
         raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
     if wanted != "auto" and wanted not in can:
         raise ValueError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
+    # Before the trial below, which takes time: who chose needs none
     if wanted != "auto":
         return ExecutionChoice(wanted)
     if can[0] == "emulated":
@@ -80,16 +91,12 @@ def choose_execution(
     if device.type == "cpu" and may_emulate:
         times = slowdown(torch.bfloat16, device)
         if times >= EMULATED_FROM:
-            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times), True)
+            why = (
+                "bfloat16 is computed in float32 and rounded: native bfloat16 kernels here take "
+                f"{times:.1f} times as long as float32 (execution=native takes them)"
+            )
+            return ExecutionChoice("emulated", times, why, is_choice=True)
     return ExecutionChoice("native")
-
-
-def _computed_in_float32(policy: Policy, times: float) -> str:
-    dtype = policy.compute_dtype
-    return (
-        f"{dtype} is computed in float32 and rounded: native {dtype} kernels here take "
-        f"{times:.1f} times as long as float32 (execution=native takes them)"
-    )
 
 
 def executions(
@@ -119,14 +126,8 @@ def executions(
                 f"guard={guard} judges those factors, and native products do not show theirs "
                 "(debug.guard=off takes native ones)"
             )
-        return (
-            (both, "")
-            if why is None
-            else (
-                emulated,
-                f"products are computed in float32, of factors rounded to their format: {why}",
-            )
-        )
+        how = "products are computed in float32, of factors rounded to their format"
+        return (both, "") if why is None else (emulated, f"{how}: {why}")
     if policy.tf32:
         no = f"{device.type} here has no TensorFloat-32"
         return (both, "") if has_tf32(device) else (emulated, no)
@@ -153,13 +154,8 @@ def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: tor
     native = execution == "native" and policy.compute_dtype == "float16"
     if speed == "plain" or not native or device.type != "cpu":
         return "none"
-    return "backward" if _has_float16_matmuls(device) else "all"
-
-
-def _has_float16_matmuls(device: torch.device) -> bool:
-    """Whether matmuls have float16 instructions, by their time."""
-    # With their own instructions they run near float32's speed, reference loops 50 times slower.
-    return accelerated(torch.float16, device, tolerance=4.0)
+    # With instructions matmuls run near float32's speed, as reference loops 50 times slower.
+    return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"
 
 
 def arithmetic_for(
@@ -192,3 +188,141 @@ def arithmetic_for(
     if fp32_fallback != "none":
         return Float16Fallback(matmuls=fp32_fallback == "all")
     return NativeArithmetic(watch=watch and policy.is_low)
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """A policy itself, or that of a mode's name.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: no mode has this name.
+    """
+    if not isinstance(given, Policy | str):
+        raise TypeError(
+            f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
+            "'bf16_sr', or what mprun.policy(name) gives"
+        )
+    return given if isinstance(given, Policy) else policy(given)
+
+
+def device_of(given: torch.device | str | None) -> torch.device:
+    """The device; None is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    if given == torch.device("meta"):  # shapes alone, of a plan that nothing computes
+        return torch.device("meta")
+    return devices.find("auto" if given is None else str(given))
+
+
+def chosen_caster(
+    policy: Policy, given: OpLists | Caster | str | None, device_type: str
+) -> tuple[Policy, Caster]:
+    """The policy, which casts by op lists if lists are given, and what decides the casts.
+
+    Args:
+        policy: casts, if lists are given.
+        given: lists, the name of shipped ones, or the caster itself; None: as the policy says.
+        device_type: see `shipped_lists`.
+
+    Raises:
+        ValueError: no lists have this name, the mode casts nothing, or its casting needs lists.
+    """
+    if isinstance(given, Caster):
+        return policy, given
+    if given is None:
+        if policy.casting == "op_lists":
+            raise ValueError(
+                f"precision={policy.name} with casting=op_lists needs op_lists=...; legal: "
+                f"{', '.join(map(repr, SHIPPED))}, or what mprun.precision.op_lists(...) gives"
+            )
+        return policy, caster_of(policy, device_type)
+    if not policy.casts:
+        raise ValueError(
+            f"op_lists with precision={policy.name}, which casts no op; legal: bf16_mixed, "
+            "fp16_mixed"
+        )
+    lists = shipped_lists(given, device_type) if isinstance(given, str) else given
+    policy = replace(policy, casting="op_lists")
+    return policy, caster_of(policy, device_type, lists)
+
+
+def loss_scale_of(
+    given: LossScale | str | float, policy: Policy, layers: Iterable[str], device: torch.device
+) -> LossScale:
+    """The loss scale that is asked for.
+
+    Args:
+        given: auto (dynamic if the mode or a layer computes in float16, else none), none, static,
+            dynamic, or the factor of a static one.
+        policy: the mode.
+        layers: dtypes or modes of layers.
+        device: where the gradients are.
+
+    Raises:
+        ValueError: none of those; or a dynamic one with `overflow="saturate"`.
+    """
+    if isinstance(given, LossScale):
+        return given
+    if isinstance(given, int | float):
+        if not given > 0:
+            raise ValueError(f"loss_scale={given}; legal is a number above 0")
+        return StaticLossScale(float(given), device)
+    kind = given
+    if kind == "auto":
+        needed = policy.compute_dtype == "float16" or any(map(computes_float16, layers))
+        kind = "dynamic" if needed else "none"
+    if kind not in LOSS_SCALES:
+        raise ValueError(
+            f"loss_scale={given!r}; legal: auto, {', '.join(LOSS_SCALES)}, or the factor of a "
+            "static one"
+        )
+    if kind == "dynamic" and policy.overflow == "saturate":
+        raise ValueError(
+            f"precision={policy.name} with overflow=saturate and a dynamic loss scale, which needs "
+            "to see the overflows that saturation hides; legal: loss_scale='static' or 'none'"
+        )
+    return loss_scale_of_kind(kind, None, device)
+
+
+def chosen_arithmetic(
+    policy: Policy,
+    execution: Arithmetic | str,
+    device: torch.device,
+    seed: int,
+    layers: Collection[str] = (),
+    guard: GemmGuard = NO_GUARD,
+) -> Arithmetic:
+    """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
+
+    Args:
+        policy: the mode.
+        execution: auto, native (every kernel for the dtype, however slow) or emulated; or the
+            arithmetic itself.
+        device: where.
+        seed: of stochastic rounding of every result.
+        layers: values of `precision.layers`.
+        guard: judges products with formats of 8 bits or fewer; a warning says if there are none.
+
+    Raises:
+        ValueError: the execution is impossible for the mode on this device.
+    """
+    if isinstance(execution, Arithmetic):
+        return execution
+    chosen = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
+    if guard.action != "off" and policy.gemms == "none":
+        warnings.warn(
+            f"guard={guard.action!r} has no effect: precision={policy.name} has no products in "
+            "formats of 8 bits or fewer",
+            stacklevel=3,
+        )
+    if chosen.why_emulated is not None:
+        warnings.warn(
+            f"precision={policy.name} is emulated: {chosen.why_emulated}; execution='emulated' "
+            "does so without this warning",
+            stacklevel=3,
+        )
+    speed = "plain" if execution == "native" else "auto"
+    fallback = choose_fp32_fallback(speed, policy, chosen.name, device)
+    return arithmetic_for(policy, chosen.name, fallback, seed, watch=False, guard=guard)

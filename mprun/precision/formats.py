@@ -20,23 +20,6 @@ A **block format** adds scales: numbers of few bits have a small range, so block
 factor. Larger blocks cost fewer bits for scales; smaller ones let an outlier spoil fewer
 neighbours.
 
-    fp8_tensorwise  E4M3, one float32 factor for the tensor, which brings its largest number to 448
-                    (torchao's: the quotient of both in float64, rounded to float32)
-    fp8_rowwise     a factor for each row, the power of two below that quotient
-    mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest)): the
-                    largest number of a block may be beyond the format's, and saturates
-    mxfp8_rceil     the power of two at or above largest / 448, so that nothing saturates, which
-                    training needs (Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025)
-    nvfp4           E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale for the tensor
-                    (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025)
-
-**Rounding to nearest**, ties to even, has two ways. For a format with float32's exponents all
-neighbours are 2^(23 - M) float32 bit patterns apart, so an integer addition and a mask do it, also
-for infinities. For a smaller exponent range, adding and subtracting 1.5 2^(23 - M) times the power
-of two below the value does it: a float32 of that size has the spacing of the format as its last
-bit, so the hardware's own rounding is the one needed. Below the smallest normal number 2^n that
-power is 2^n.
-
 **Stochastic rounding** adds random bits to the 23 - M that are cut off, and cuts them off: the
 upper neighbour is taken with a probability that is the distance to the lower one. Below 2^n that
 number is added first, which gives all values there the spacing of the format. The addition rounds
@@ -45,14 +28,7 @@ to 2^(n - 24): nothing below a 2^(M - 24)th of the spacing is ever rounded up.
 **Weights that leave float16's range** are counted here, too. bfloat16 has float32's eight exponent
 bits, float16 has five. Weights that were trained in bfloat16 or float32 can lie outside of what
 float16 holds. Training that continues in float16 then fails without a message: an infinite weight
-makes the loss NaN, and a zero one has lost what it learned. By IEEE 754, rounding to nearest and
-ties to even, a magnitude m becomes
-
-    infinite    from 65520 on: halfway between the largest float16, 65504, and the next one, 65536
-    zero        up to 2^-25: half of the smallest subnormal, 2^-24; the tie goes to zero
-    subnormal   between, below 2^-14: fixed steps of 2^-24 instead of 11 significant bits
-
-What rounds up to 2^-14, the smallest normal number, is normal: from 2^-14 - 2^-25 on.
+makes the loss NaN, and a zero one has lost what it learned.
 """
 
 from __future__ import annotations
@@ -88,7 +64,7 @@ class Format:
     bias: int
     specials: Specials = "ieee"
     overflow: Overflow = "special"
-    """What a conversion makes of too large numbers, unless told otherwise."""
+    """What a conversion makes of too large numbers, unless its caller says otherwise."""
 
     @property
     def bits(self) -> int:
@@ -109,6 +85,7 @@ class Format:
     def largest(self) -> float:
         """The largest number."""
         top = 2**self.exponent_bits - 1 - self.bias
+        # The top exponent holds infinities and NaN, no numbers
         if self.specials == "ieee":
             top -= 1
         below = 2 if self.specials == "fn" else 1  # the top code is no number
@@ -125,6 +102,7 @@ class Format:
         """The smallest magnitude that becomes infinite; the largest number if it saturates."""
         if self.overflow == "saturate":
             return self.largest
+        # Halfway to what would be the next number: it is even, so IEEE 754 rounds this tie up
         return self.largest + 2.0 ** (self.largest_exponent - self.mantissa_bits - 1)
 
     @property
@@ -186,28 +164,25 @@ class BlockFormat:
         )
 
 
+# One float32 factor for the tensor brings its largest number to the format's (448); of torchao
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")
 FP8_TENSORWISE_E5M2 = BlockFormat("fp8_tensorwise_e5m2", E5M2, "tensor", "float32")
+# A factor for each row, the power of two below that quotient; of torchao
 FP8_ROWWISE = BlockFormat("fp8_rowwise", E4M3, "row", "power_of_two")
+# OCP's scale, from 2^floor(log2(largest)): the largest number of a block may be beyond the format's
+# range, and saturates
 MXFP8 = BlockFormat("mxfp8", E4M3, 32, "e8m0")
+# The power of two at or above largest / 448: nothing saturates, which training needs (Mishra et
+# al., "Recipes for Pre-training LLMs with MXFP8", 2025)
 MXFP8_RCEIL = BlockFormat("mxfp8_rceil", E4M3, 32, "e8m0_up")
 MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, "e8m0")
 MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2, 32, "e8m0")
 MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3, 32, "e8m0")
 MXFP4 = BlockFormat("mxfp4", E2M1, 32, "e8m0")
+# NVIDIA, "Pretraining Large Language Models with NVFP4", 2025
 NVFP4 = BlockFormat("nvfp4", E2M1, 16, "e4m3")
-BLOCK_FORMATS = (
-    FP8_TENSORWISE,
-    FP8_TENSORWISE_E5M2,
-    FP8_ROWWISE,
-    MXFP8,
-    MXFP8_RCEIL,
-    MXFP8_E5M2,
-    MXFP6_E3M2,
-    MXFP6_E2M3,
-    MXFP4,
-    NVFP4,
-)
+BLOCK_FORMATS: tuple[BlockFormat, ...] = (FP8_TENSORWISE, FP8_TENSORWISE_E5M2, FP8_ROWWISE, MXFP8)
+BLOCK_FORMATS += (MXFP8_RCEIL, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4)
 
 BY_NAME: dict[str, Format | BlockFormat] = {x.name: x for x in (*FORMATS, *BLOCK_FORMATS)}
 
@@ -245,6 +220,9 @@ def quantise(
     if bits is not None:
         rounded = _stochastic(x, bits, normal, dropped)
     elif overflow != "none" and normal == SMALLEST_NORMAL:
+        # With float32's exponents all neighbours are 2^dropped patterns apart, so an integer
+        # addition rounds. It adds just less than half of that, and 1 more where the last bit that
+        # stays is odd: only then a tie is carried, to the even neighbour.
         half = ((x.view(torch.int32) >> dropped) & 1).add_((1 << (dropped - 1)) - 1)
         rounded = add_and_truncate(x, half, dropped)
     elif normal > 101 + to.mantissa_bits:  # half of the smallest number is above all values
@@ -253,6 +231,7 @@ def quantise(
         rounded = _nearest(x, to, shift, overflow)
     if overflow != "none":
         rounded = _limited(rounded, to, shift, overflow)
+    # -0 + 0 is 0, as fnuz has no -0. Elsewhere a negative number that became 0 gets its sign back.
     return rounded.add_(0.0) if to.specials == "fnuz" else rounded.copysign_(x)
 
 
@@ -260,10 +239,15 @@ def _nearest(x: Tensor, to: Format, shift: int, overflow: Overflow) -> Tensor:
     """To nearest, by an addition that drops the right bits."""
     bounded = x
     if overflow != "none":  # larger ones, infinities too, are as much too large as the bound
+        # At most 2^100, so that `magic` is finite: 1.5 * 2^23 times it is below 2^124
         bound = 2.0 ** min(to.largest_exponent + 2 - shift, 100)
         bounded = x.clamp(-bound, bound)
+    # The bits of the exponent alone: the power of two at or below the magnitude
     power = (bounded.view(torch.int32) & 0x7F800000).view(torch.float32)
     normal, dropped = to.smallest_normal - shift, MANTISSA_BITS - to.mantissa_bits
+    # A float32 of this size has the format's spacing as its last bit, so the addition rounds as
+    # needed, ties to even. 1.5 and not 1: with a negative addend the sum stays in the same binade.
+    # Below the smallest normal number the spacing is constant, hence the clamp.
     magic = power.clamp(min=2.0**normal).mul_(1.5 * 2.0**dropped)
     return (bounded + magic).sub_(magic)
 
@@ -286,6 +270,7 @@ def _limited(rounded: Tensor, to: Format, shift: int, overflow: Overflow) -> Ten
         return rounded.clamp_(-largest, largest)
     if to.specials == "ieee" and to.smallest_normal - shift == SMALLEST_NORMAL:
         return rounded  # infinities have float32's code
+    # No float32 number is above it
     if largest > torch.finfo(torch.float32).max:
         return rounded
     return rounded.masked_fill_(rounded.abs() > largest, to.beyond)
@@ -295,8 +280,10 @@ def _in_blocks(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
     """Every block over its scale, rounded, times the scale."""
     if to.block == "tensor":
         return _scaled(x.reshape(1, -1), to, bits).view(x.shape)
+    # A row of at most one block needs no padding
     if to.block == "row" or x.shape[-1] <= to.block:
         return _scaled(x, to, bits)
+    # Zeros do not change the largest number of the last block
     missing = -x.shape[-1] % to.block
     blocks = torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, to.block))
     if bits is not None:
@@ -311,8 +298,10 @@ def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
     largest = x.abs().amax(-1, keepdim=True)
     if to.scale in ("float32", "power_of_two"):
         bad = ~torch.isfinite(largest)
+        # In float64, rounded once to float32: torchao's order of operations, so its bits
         factor = (to.element.largest / devices.wide(largest).clamp_min(SMALLEST_SCALED)).float()
         if to.scale == "power_of_two":
+            # Without its mantissa the factor is the power of two below: nothing saturates
             factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
         return torch.where(bad, math.nan, quantise(x * factor, to.element, bits=bits) / factor)
     scale = scales(largest, to)
@@ -339,11 +328,14 @@ def scales(largest: Tensor, to: BlockFormat) -> Tensor:
         else:
             part, after = torch.frexp(largest / to.element.largest)
             power = after - (part == 0.5).int()  # a power of two itself
+        # The range of E8M0, which has no sign and no zero
         power = power.clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), power)
         scale = torch.where(largest > 0, scale, 2.0**-127)
     else:
+        # A block that is not finite must not decide the scale of all others
         known = torch.where(bad, 0.0, largest)
+        # At least the smallest normal float32: a tensor of zeros is not divided by 0
         outer = (known.amax() / (to.element.largest * E4M3.largest)).clamp_min(2.0**-126)
         scale = quantise(known / (to.element.largest * outer), E4M3) * outer
     return torch.where(bad, math.nan, scale)
@@ -362,8 +354,11 @@ def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:
     return torch.where(torch.isnan(x), x, pattern.view(torch.float32))
 
 
+# Halfway between the largest float16, 65504, and what would be the next one, 65536
 OVERFLOWS_FROM = 65520.0
-ZERO_UP_TO = 2.0**-25
+ZERO_UP_TO = 2.0**-25  # Half of the smallest subnormal, 2^-24: the tie goes to zero, which is even
+# From here on a number rounds to 2^-14, the smallest normal one, or above it. Below, the spacing is
+# 2^-24, so fewer than 11 significant bits are left.
 NORMAL_FROM = 2.0**-14 - 2.0**-25
 
 

@@ -132,6 +132,7 @@ class LstmLayer(torch.autograd.Function):
         """Bfloat16 [steps, batch, inputs], first states [batch, size], weights [4 size, ...]."""
         dtype = x.dtype
         with no_dispatch():
+            # Without dispatch: the emulation would round the result of each op in here
             wide = x.float() @ of_inputs.float().t()
             if biases:  # PyTorch hands oneDNN their sum, in 16 bits
                 first, second = biases
@@ -166,6 +167,7 @@ class LstmLayer(torch.autograd.Function):
                 of_h = of_h + of_output[step].float()
                 squashed = cells[step + 1].float().tanh()
                 of_c = of_c + of_h * o * (1 - squashed * squashed)
+                # Before the activations, in the order of the gates: input, forget, cell, output
                 changes = (
                     of_c * g * i * (1 - i),
                     of_c * cells[step].float() * f * (1 - f),
@@ -211,11 +213,14 @@ def attention(
     """
     dtype = query.dtype
     scores = _scores(query, key, is_causal, attn_mask, scale)
+    # A row that is masked as a whole has -inf alone, and -inf less -inf would be NaN
     largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     exponents = (scores - largest).exp_()
     total = exponents.sum(-1, keepdim=True)
+    # Rounded before the division: the kernel multiplies these, and divides the sum of products
     low = round_(exponents, dtype).float()
     output = low @ _heads(value, query)
+    # A query that may see no key gets 0, as from the kernel
     output = torch.where(total > 0, output / total, 0.0)
     # As the kernel's, [batch, queries, heads, size] in memory.
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
@@ -241,10 +246,12 @@ def attention_backward(
     keys, values = _heads(key, query), _heads(value, query)
     scores = _scores(query, key, is_causal, attn_mask, scale)
     lse = logsumexp.unsqueeze(-1)
+    # Rows without a key have no finite logarithm
     probabilities = torch.where(lse.isfinite(), (scores - lse).exp_(), 0.0)
     wide = gradient.float()
     of_values = round_(probabilities, dtype).float().transpose(-1, -2) @ wide
     of_probabilities = wide @ values.transpose(-1, -2)
+    # FlashAttention-2's D: in each row the sum of probabilities times their gradients
     shared = (wide * output.float()).sum(-1, keepdim=True)
     of_scores = round_(probabilities * (of_probabilities - shared), dtype).float()
     factor = _scale(query, scale)

@@ -3,7 +3,7 @@
 A format of 8 bits or fewer is chosen for a whole training, but a single product of a single step
 may not tolerate it: an outlier takes the scale of its block, and what is much smaller becomes 0.
 The guard judges both factors of each product before it is computed, and where one passes a
-threshold, computes the product in the layer's own dtype instead, in the same step. What it found is
+threshold, computes the product in the layer's own dtype instead, in the same step. Its findings are
 the answer of the run: these products belong in bfloat16, all others tolerate the format.
 
 For each factor x, with q its rounding to nearest, there are two measures:
@@ -11,10 +11,8 @@ For each factor x, with q its rounding to nearest, there are two measures:
     underflow   the share of the numbers other than 0 that become 0
     error       the mean over rows of   sum of (x - q)^2 over lost numbers / sum of x^2
 
-A row lies along the dimension that is summed: its numbers meet in the same results. Rows below
-2^-24 of the largest do not count for the error: beside that one float32 cannot hold them either.
-(The gradient of a first query in causal attention is such a row, 0 but for noise.) A number is lost
-if it moved by more than half a step of the format's mantissa, |x - q| > 2^-(M + 1) |x|: it is
+A row lies along the dimension that is summed: its numbers meet in the same results. A number is
+lost if it moved by more than half a step of the format's mantissa, |x - q| > 2^-(M + 1) |x|: it is
 subnormal in the format, became 0, or saturated.
 
 NVIDIA's AutoswitchGemm (Transformer Engine, "Debugging with precision debug tools") switches a
@@ -78,7 +76,10 @@ class Loss(NamedTuple):
 # tensor: in healthy models up to 81 % (gradients behind a ReLU), with an error of up to 0.07; those
 # of 8 bits are NVIDIA's.
 THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.9, 0.2)}
-MIN_ROW = 2.0**-24  # Of the largest row: smaller ones have no error
+# Of the largest row: smaller ones do not count for the error. It is half of float32's last bit, so
+# beside that row float32 cannot hold them either. The gradient of a first query in causal attention
+# is such a row, 0 but for noise.
+MIN_ROW = 2.0**-24
 
 
 def thresholds(underflow: float | None = None, error: float | None = None) -> dict[int, Loss]:
@@ -113,8 +114,10 @@ def losses(x: Tensor, q: Tensor, half_step: float) -> Tensor:
     moved = (x - q).abs()
     lost = torch.where(moved > half_step * x.abs(), moved / size, 0.0).square().sum(1)
     whole = (x / size).square().sum(1)
+    # `whole` is 1 or more where a row has a number, whose largest is 1; the bound is for rows of 0
     shares = torch.where(counts, lost / whole.clamp_min(1.0), 0.0)
     error = shares.sum() / counts.sum().clamp_min(1)
+    # `q` alone is not finite: a number overflowed in the format
     error = torch.where(torch.isfinite(q).all(), error, torch.inf)
     return torch.where(torch.isfinite(x).all(), torch.stack([underflow, error]), 0.0)
 
@@ -154,7 +157,7 @@ class GemmGuard:
         """From now on, call `hear` with the findings of a step when it ends."""
 
     def begin_step(self, step: int) -> None:
-        """Training step number `step` begins: what is found until it ends counts."""
+        """Training step number `step` begins: the findings until it ends count."""
 
     def end_step(self) -> None:
         """Its gradients are complete."""
@@ -232,8 +235,9 @@ class ActiveGuard(GemmGuard):
         if not self._in_step:
             return
         self._in_step = False
-        found, self._found = self._share(merged(self._found)), []
-        for finding in merged(found):
+        # Of this process first, so that others get one row for each product
+        own, self._found = self._found, []
+        for finding in merged(self._share(merged(own))):
             self._count(finding)
             self._hear(finding)
 
@@ -242,10 +246,12 @@ class ActiveGuard(GemmGuard):
 
     def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
         with torch.no_grad():
+            # Both factors in one transfer: it waits for the device
             read = torch.stack([_of(x) for x in factors]).tolist()
         judged = {x.name: Loss(*values) for x, values in zip(factors, read, strict=True)}
         limits = {x.name: self._limits[x.format.element.bits] for x in factors}
-        passed = tuple(name for name, loss in judged.items() if _exceeds(loss, limits[name]))
+        pairs = [(name, loss, limits[name]) for name, loss in judged.items()]
+        passed = tuple(n for n, x, y in pairs if x.underflow > y.underflow or x.error > y.error)
         if not passed:
             return False
         if self._in_step:
@@ -287,14 +293,10 @@ def _of(factor: Factor) -> Tensor:
     return losses(factor.values, rounded, factor.format.half_step)
 
 
-def _exceeds(loss: Loss, limit: Loss) -> bool:
-    return loss.underflow > limit.underflow or loss.error > limit.error
-
-
-def merged(found: Sequence[GemmFinding]) -> list[GemmFinding]:
+def merged(findings: Sequence[GemmFinding]) -> list[GemmFinding]:
     """One finding for each product of a step: all its factors that passed, the worst measures."""
     of_product: dict[tuple[str, str], GemmFinding] = {}
-    for x in found:
+    for x in findings:
         before = of_product.setdefault((x.module, x.product), x)
         of_product[x.module, x.product] = x._replace(
             factors=tuple(dict.fromkeys([*before.factors, *x.factors])),

@@ -120,7 +120,7 @@ def gemms_of(formats: Mapping[str, str]) -> LinearGemms:
 SITE = 2**33  # Separates these random bits from those of results and of optimizer updates
 
 
-HADAMARD = 16  # Numbers that are transformed together
+HADAMARD = 16  # Numbers that are transformed together: a block of NVFP4
 
 
 class StepBits:
@@ -147,8 +147,10 @@ class StepBits:
         The mean squared error is not smaller: the outlier itself is no longer exact. K is filled up
         with zeros.
         """
+        # Step and site 0, which `words` never uses: the signs are the same in every step
         signs = key(self._seed, 0, SITE, 0)
         drawn = random_bits(signs, HADAMARD, x.device)
+        # The highest bit of a random word decides a sign
         matrix = _hadamard(HADAMARD).to(x.device) * (1.0 - 2.0 * (drawn < 0)).unsqueeze(1)
         blocks = nn.functional.pad(x, (0, -x.shape[1] % HADAMARD)).unflatten(1, (-1, HADAMARD))
         rotated: Tensor = (blocks @ matrix).flatten(1)
@@ -303,6 +305,7 @@ class FormattedLinear(ForwardWrapper):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
+        # Autocast would cast the rounded factors, which are float32, to 16 bits
         with torch.autocast(device, enabled=False):
             layer: Any = self._module
             parameters = layer.weight, layer.bias
@@ -335,13 +338,13 @@ def formatted_layers(
     Raises:
         ValueError: no layer is left.
     """
-    found = linear_layers(model)
-    inner = list(found)[1:-1]
-    fitting = [name for name in inner if fits(found[name])]
+    layers = linear_layers(model)
+    inner = list(layers)[1:-1]
+    fitting = [name for name in inner if fits(layers[name])]
     left = [name for name in fitting if not any(_is_inside(name, k) for k in left_out)]
     if not left and not may_be_none:
         raise ValueError(
-            f"no product of this model can have the mode's format: of {len(found)} linear layers "
+            f"no product of this model can have the mode's format: of {len(layers)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
             f"are not multiples of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
             "model with such layers between its first and last, precision.layers with a format "
@@ -360,15 +363,15 @@ def layer_gemms(model: nn.Module, named: Mapping[str, str]) -> dict[str, LinearG
     Raises:
         ValueError: a module with a format has no linear layer that can have it.
     """
-    found, given = linear_layers(model), dict[str, LinearGemms]()
+    layers, given = linear_layers(model), dict[str, LinearGemms]()
     for module in sorted(named, key=len):  # what is inside a named module comes after it
         formats = product_formats(named[module])
-        inside = [name for name in found if _is_inside(name, module)]
+        inside = [name for name in layers if _is_inside(name, module)]
         for name in inside:
             given.pop(name, None)
         if formats is None:
             continue
-        fitting = [name for name in inside if fits(found[name])]
+        fitting = [name for name in inside if fits(layers[name])]
         if not fitting:
             raise ValueError(
                 f"precision.layers: {module}: {named[module]} is a format of nn.Linear's products, "
@@ -451,6 +454,7 @@ def has_own_products(module: nn.Module) -> bool:
 
 
 def _converted(module: nn.Module) -> FormattedLinear | None:
+    # A dtype of the layer's own (`layers.InDtype`) may be around it
     forward = vars(module).get("forward")
     while forward is not None and not isinstance(forward, FormattedLinear):
         forward = getattr(forward, "before", None)

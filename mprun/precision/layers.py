@@ -100,8 +100,8 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
                 f"layer of precision={policy.name} cannot; legal: half_sr where the mode rounds "
                 f"stochastically, precision={value}"
             )
-    found = {name: layer_precision(value, policy.casting) for name, value in named.items()}
-    return {name: layer for name, layer in found.items() if layer is not None}
+    precisions = {name: layer_precision(value, policy.casting) for name, value in named.items()}
+    return {name: layer for name, layer in precisions.items() if layer is not None}
 
 
 def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
@@ -204,6 +204,7 @@ def keep_layers(
         layer_region: regions in which ops are cast to a dtype; float32: nothing is cast.
     """
     casts = stored is None or any(layer.casts for layer in named.values())
+    # A region costs time at each call; where nothing is cast there is none to switch off
     uncast: RegionFactory = disable_casts if casts else nullcontext
     for path, module in model.named_modules():
         around = LayerPrecision(stored, stored) if stored is not None else None
@@ -242,6 +243,7 @@ def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+# `Table.make` reads it: op lists report this cast under that name, and do not cast again
 to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
 
 
@@ -263,4 +265,5 @@ class InDtype(ForwardWrapper):
             return super().__call__(*args, **kwargs)
 
     def _cast(self, x: Tensor) -> Tensor:
+        # float64 stays, because it is used on purpose, and so do integers
         return to_layer(x, self._dtype) if x.dtype in LAYER_DTYPES else x

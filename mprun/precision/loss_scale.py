@@ -7,15 +7,9 @@ have an exponent range that needs no scale: their loss scale is the no-op.
 
 A scale that is too large overflows. The dynamic scale searches for the largest that does not. It
 starts high, is multiplied by `backoff` at every overflow (that step is skipped), and by `growth`
-after `interval` steps without overflow:
-
-    overflow:                        scale, tracker = max(scale * backoff, floor), 0
-    else, tracker + 1 == interval:   scale, tracker = scale * growth (unless infinite), 0
-    else:                            scale, tracker = scale, tracker + 1
-
-This is torch.amp.GradScaler's rule with a floor. If gradients are NaN at any scale, the scale would
-fall to zero; at the floor the run ends with an explanation. The transition is a pure function on
-tensors, so on CUDA the host never waits for it.
+after `interval` steps without overflow. This is torch.amp.GradScaler's rule with a floor. If
+gradients are NaN at any scale, the scale would fall to zero; at the floor the run ends with an
+explanation. The transition is a pure function on tensors, so on CUDA the host never waits for it.
 
 As in GradScaler an iteration may step several optimizers: `scale` any number of losses, `step`
 each optimizer, then `update` once, which moves the scale. All of them are unscaled by the same
@@ -37,7 +31,7 @@ from mprun.precision import devices
 from mprun.precision.update import ALONE, Clip, Combine, Unscaled, step_scaled, step_unscaled
 
 DEFAULT_STATIC = 1024.0
-DEFAULT_INITIAL = 2.0**16
+DEFAULT_INITIAL = 2.0**16  # GradScaler's
 STATIC_PATIENCE = 100  # Skipped steps in a row after which a static scale is called too high
 
 
@@ -159,17 +153,14 @@ class StaticLossScale(LossScale):
         return {"scale": self.tensor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_entries(state, self.state_dict(), self.kind)
+        needed = self.state_dict()
+        if {*state} != {*needed}:
+            raise ValueError(
+                f"loss_scale has {', '.join(state) or 'nothing'}; legal for a {self.kind} loss "
+                f"scale: {', '.join(needed)}; it is the state of another kind of loss scale"
+            )
         StaticLossScale.update(self)  # drops an unfinished iteration
         self.tensor = state["scale"].to(self.tensor.device)
-
-
-def _check_entries(state: dict[str, Any], needed: dict[str, Any], kind: str) -> None:
-    if {*state} != {*needed}:
-        raise ValueError(
-            f"loss_scale has {', '.join(state) or 'nothing'}; legal for a {kind} loss scale: "
-            f"{', '.join(needed)}; it is the state of another kind of loss scale"
-        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +185,9 @@ def next_state(
     lowered = (wide * rule.backoff).float().clamp_min(rule.floor)
     raised = (wide * rule.growth).float()
     grows = tracker + 1 >= rule.interval
+    # Infinite, it would never come back: half of infinity is infinity
     taken = torch.where(grows & torch.isfinite(raised), raised, scale)
+    # No branch: reading `overflow` on the host would wait for the device
     scale = torch.where(skipped, lowered, taken)
     tracker = torch.where(skipped | grows, 0, tracker + 1).to(torch.int32)
     return scale, tracker
@@ -217,6 +210,7 @@ class DynamicLossScale(StaticLossScale):
 
     def update(self) -> None:
         overflows = [*self._overflows.values()]
+        # An optimizer that was unscaled and not stepped counts too, as in GradScaler
         overflows += [u.overflow for o, u in self._unscaled.items() if o not in self._overflows]
         super().update()
         if overflows:

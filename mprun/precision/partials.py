@@ -3,7 +3,7 @@
 A matmul's output element is a sum of K products. The sum's dtype can differ from that of the
 inputs. Graphcore calls the running sums *partials*. Products of two float16 values
 are exact in float32 (11-bit significands give 22 bits), but their sum need not be. CPU kernels with
-16-bit instructions keep it in float32, some others do not (`accumulation.py` measures which).
+16-bit instructions keep it in float32, some others do not (`sum_of_ones` measures which).
 Hardware that keeps it in float16 is faster and loses digits.
 
 We emulate float16 partials by blocked accumulation. The K products are cut, in order, into blocks
@@ -33,11 +33,20 @@ dilation and number of groups:
     bias gradient     a sum of gradients, over (samples, output positions)
 
 Products with the zeros of padding and stuffing count towards the 64.
+
+**Which kernels do so** is measured. A kernel for 16-bit numbers should add up in float32, and most
+do. Some do not: the fallback for a convolution's backward pass, on CPUs without 16-bit
+instructions, adds up the samples' weight gradients in 16 bits. No list of processors or versions
+names them, so the op is run on ones. The sums run over what kernels divide among loops: the inner
+dimension of a matmul; channels and taps of a convolution; samples, positions and output channels of
+its backward pass. Another size may use another kernel, so the result is a lower limit for what is
+rounded, not a promise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -118,6 +127,7 @@ def _accumulate(left: Tensor, right: _Right, round_: Round) -> Tensor:
         raise RuntimeError(
             f"factors of sizes {tuple(left.shape)} and {right.shape} cannot be multiplied"
         )
+    # An iterator: all block sums at once would take K / 64 times the result's memory
     sums = _block_sums(left, right)
     if (first := next(sums, None)) is None:  # an empty sum
         return left.new_zeros(groups, m, right.shape[2])
@@ -263,6 +273,7 @@ def _transposed(
     stuffed = x.new_zeros(*x.shape[:2], *_extent(x.shape[2:], at.stride))
     elements: tuple[Any, ...] = (..., *[slice(None, None, s) for s in at.stride])
     stuffed[elements] = x
+    # A transposed convolution's weight has the input's channels first, within each group
     flipped = weight.unflatten(0, (at.groups, -1)).transpose(1, 2).flatten(0, 1)
     flipped = flipped.flip(tuple(range(2, 2 + rank)))
     reach = _extent(weight.shape[2:], at.dilation)
@@ -345,3 +356,99 @@ def _transposed_size(x: Tensor, weight: Tensor, at: _Geometry, extra: Any) -> tu
     extra = tuple(extra) * (len(reach) if len(extra) == 1 else 1)
     sides = zip(_extent(x.shape[2:], at.stride), at.padding, reach, extra, strict=True)
     return tuple(n - 2 * p + r - 1 + e for n, p, r, e in sides)
+
+
+# ---- which kernels accumulate in 16 bits ------------------------------------------------------
+
+# Ones in a sum; a matmul's longer sum of smaller numbers has this value too. float16 and bfloat16
+# hold it, but a running sum of ones stops at 2,048 in float16, where 1 is half of the distance to
+# the next number, and at 256 in bfloat16.
+TERMS = 4096
+# Running sums that a vector instruction may have side by side, in 16 bits: each must reach the stop
+LANES = 32
+# Products in a matmul's sum, of 1 / `LANES` each: as many as `TERMS` for each lane
+LONG = TERMS * LANES
+_SIDE = 64  # The square root of `TERMS`: an image of as many positions
+ROWS = 4  # Of a matmul, so that it is no vector product
+
+Shape = tuple[int, ...]
+# The shapes of an op's tensors, and its other arguments
+Case = tuple[tuple[Shape, ...], tuple[Any, ...]]
+
+_OPERANDS: dict[Any, list[Shape]] = {
+    aten.mm.default: [(ROWS, LONG), (LONG, ROWS)],
+    aten.bmm.default: [(2, ROWS, LONG), (2, LONG, ROWS)],
+    aten.addmm.default: [(ROWS,), (ROWS, LONG), (LONG, ROWS)],
+    aten.baddbmm.default: [(2, ROWS, ROWS), (2, ROWS, LONG), (2, LONG, ROWS)],
+    aten.addbmm.default: [(ROWS, ROWS), (2, ROWS, LONG // 2), (2, LONG // 2, ROWS)],
+    aten.mv.default: [(ROWS, LONG), (LONG,)],
+    aten.addmv.default: [(ROWS,), (ROWS, LONG), (LONG,)],
+    aten.dot.default: [(LONG,), (LONG,)],
+    aten.vdot.default: [(LONG,), (LONG,)],
+}
+# Stride, padding, dilation, transposed, output padding, groups
+_GEOMETRY = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+# Input and weight of convolutions whose outputs are sums over channels, over taps
+_FORWARD: list[tuple[Shape, Shape]] = [
+    ((1, TERMS, 1, 1), (1, TERMS, 1, 1)),
+    ((1, 1, _SIDE, _SIDE), (1, 1, _SIDE, _SIDE)),
+]
+# Gradient, input and weight where the gradients are sums over samples, positions, channels
+_BACKWARD: list[tuple[Shape, Shape, Shape]] = [
+    ((TERMS, 1, 1, 1), (TERMS, 1, 1, 1), (1, 1, 1, 1)),
+    ((1, 1, _SIDE, _SIDE), (1, 1, _SIDE, _SIDE), (1, 1, 1, 1)),
+    ((1, TERMS, 1, 1), (1, 1, 1, 1), (TERMS, 1, 1, 1)),
+]
+
+
+def _convolution_cases(op: Any) -> list[Case]:
+    if op in CONVOLUTIONS:
+        return [(shapes, (None, *_GEOMETRY)) for shapes in _FORWARD]
+    assert op in CONVOLUTION_BACKWARD, op
+    mask = [True, True, True]
+    return [(shapes, ([shapes[2][0]], *_GEOMETRY, mask)) for shapes in _BACKWARD]
+
+
+@cache
+def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
+    """The result of `op`'s kernel for sums that are `TERMS`; less if it accumulates in 16 bits.
+
+    Measured once in a process; the backend switches are those of the first call.
+
+    Args:
+        op: a matmul or convolution, an overload of `MATMULS`, `CONVOLUTIONS` or
+            `CONVOLUTION_BACKWARD`.
+        dtype: float16 or bfloat16.
+        device: whose kernel.
+
+    Returns:
+        The least of the sums that should be `TERMS`: over inner dimensions, channels, taps, samples
+        and positions.
+    """
+    if op in MATMULS:
+        return _least(op(*_matmul_ones(op, dtype, device)))
+    least = float(TERMS)
+    for shapes, rest in _convolution_cases(op):
+        ones = [torch.ones(s, dtype=dtype, device=device) for s in shapes]
+        exact = _tensors(op(*(x.cpu().double() for x in ones), *rest))
+        for sums, expected in zip(_tensors(op(*ones, *rest)), exact, strict=True):
+            # A backward pass has shorter sums as well, which say nothing about the accumulation
+            long = sums.cpu()[expected == TERMS]
+            least = min(least, _least(long)) if long.numel() else least
+    return least
+
+
+def _matmul_ones(op: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Operands whose product is `TERMS` everywhere; an addend is 0."""
+    operands = [torch.ones(s, dtype=dtype, device=device) for s in _OPERANDS[op]]
+    # A power of two: the products are exact, and their sum is `TERMS` again
+    operands[-1] /= LANES
+    return [torch.zeros_like(operands[0]), *operands[1:]] if len(operands) == 3 else operands
+
+
+def _least(sums: Tensor) -> float:
+    return sums.cpu().double().min().item()
+
+
+def _tensors(result: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [result] if isinstance(result, Tensor) else result

@@ -40,6 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# The hash is safe: no field can change after it is set
 @dataclass(kw_only=True, unsafe_hash=True)
 class Policy(PolicyColumns):
     """One precision mode; it cannot be changed.
@@ -94,7 +95,9 @@ class Policy(PolicyColumns):
             "output_dtype": tuple(dict.fromkeys(("float32", self.compute_dtype))),
             "rounding_scope": ("update", "all") if everywhere else ("update",),
             "overflow": ("infinity",) if self.rounding in COMPENSATED else ("infinity", "saturate"),
+            # Of gradients: as the parameter, or wider
             "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
+            # mprun rounds partials to float16 alone
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),
             "gemms": ("none", *formats),
@@ -110,11 +113,9 @@ class Policy(PolicyColumns):
         return plain and self.casting != "op_lists" and not self.tf32
 
     def __str__(self) -> str:
-        dtypes = zip(LETTERS, self._three(), strict=True)
+        three = self.param_dtype, self.compute_dtype, self.output_dtype
+        dtypes = zip(LETTERS, three, strict=True)
         return ",".join(f"{letter}={SHORT_DTYPES[dtype]}" for letter, dtype in dtypes)
-
-    def _three(self) -> tuple[str, str, str]:
-        return self.param_dtype, self.compute_dtype, self.output_dtype
 
     def columns(self) -> dict[str, Any]:
         """The row without its name, as in records."""
@@ -202,10 +203,10 @@ def _of_dtypes(text: str) -> Policy:
     params = given.get("p", "float32")
     compute = given.get("c", params)
     modes = [policy(name) for name in BY_DTYPES]
-    found = [x for x in modes if (x.param_dtype, x.compute_dtype) == (params, compute)]
-    if not found:
+    fitting = [x for x in modes if (x.param_dtype, x.compute_dtype) == (params, compute)]
+    if not fitting:
         raise ValueError(
             f"no mode has parameters in {params} and computes in {compute} ('{text}'); legal: "
             + ", ".join(f"{x} ({x.name})" for x in modes)
         )
-    return replace(found[0], output_dtype=given.get("o", "float32"))
+    return replace(fitting[0], output_dtype=given.get("o", "float32"))

@@ -18,9 +18,7 @@ on the host into two 32-bit keys (splitmix64's finalizer: Steele et al., 2014); 
     h = (h ^ high)    * 0xac4c1b51;  h ^= h >> 15
     h = h             * 0x31848bab;  h ^= h >> 14
 
-modulo 2^32, with the constants of Wellons' triple32 ("hash-prospector", 2018). Two keys are needed:
-with one, the sequences of two tensors or steps would be shifted copies of each other. Three
-products are needed: with two, the bits of elements 3072 apart are correlated. Not for cryptography.
+modulo 2^32. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 NAME = "_mprun_name"  # The attribute of a parameter that holds its name
 # That of a shard: the flat index of its first element in the whole parameter; 0 without it
 START = "_mprun_start"
+# Python's integers have no bound: products of the host are taken modulo 2^64
 MASK = 2**64 - 1
 # Elements hashed with one key: an index has 31 bits, what is above them enters the key
 BLOCK = 2**31
@@ -82,6 +81,7 @@ def _shared(*parts: int) -> int:
 
 
 def _splitmix(state: int) -> int:
+    # 2^64 over the golden ratio; the multipliers are those of splitmix64 (Steele et al., 2014)
     state = (state + 0x9E3779B97F4A7C15) & MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
@@ -91,6 +91,7 @@ def _splitmix(state: int) -> int:
 @lru_cache(maxsize=2**16)
 def tensor_number(name: str) -> int:
     """The number, of 64 bits, of a tensor with a name."""
+    # Python's own hash of a text differs from process to process
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
@@ -164,11 +165,15 @@ def shift_right(word: Tensor, by: int) -> Tensor:
 
 def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     """32 random bits (int32) for each int32 `index`; keys as ints of 32 bits or int32 tensors."""
+    # int32, because PyTorch lacks most operations for uint32
     low = signed(low) if isinstance(low, int) else low
     high = signed(high) if isinstance(high, int) else high
+    # The constants of Wellons' triple32 ("hash-prospector", 2018). Two keys: with one, the
+    # sequences of two tensors or steps would be shifted copies of each other.
     word = (index ^ low) * signed(0xED5AD4BB)
     word = word ^ shift_right(word, 11)
     word = (word ^ high) * signed(0xAC4C1B51)
+    # Three products: with two, the bits of elements 3072 apart are correlated
     word = (word ^ shift_right(word, 15)) * 0x31848BAB
     return word ^ shift_right(word, 14)
 

@@ -8,11 +8,7 @@ formats.
 Calls that are compared take turns. A round times each call once, in alternating order, and a ratio
 is that of two times of the same round. A slowdown longer than a round affects both times; the
 median over rounds ignores a disturbance of a single time. One time is the mean of as many calls in
-a row as last a millisecond, so that the clock's resolution does not matter. On CUDA a call returns
-before its work is done: the time is that between two events on the stream, and calls in a row hide
-the cost of a launch.
-
-The backend switches are those of a run: float32 is IEEE, 16-bit matmuls add up in float32.
+a row as last a millisecond, so that the clock's resolution does not matter.
 """
 
 from __future__ import annotations
@@ -99,7 +95,10 @@ class Timer:
 
     def time_s(self) -> float:
         """The time of one call, the mean over `repeats`."""
+        # As in a run: float32 is IEEE unless `tf32`, and 16-bit matmuls add up in float32
         with switches(self.tf32):
+            # On CUDA a call returns before its work is done: the time is that between two events on
+            # the stream, and calls in a row hide the cost of a launch
             timed = _device_s if devices.backend(self.device).events else _host_s
             return timed(self.call, self.repeats, self.device) / self.repeats
 
@@ -123,6 +122,7 @@ def timer(
     Raises:
         torch.OutOfMemoryError: they do not fit the device.
     """
+    # Drawn on the CPU: the same numbers for each device and dtype
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(s, generator=generator).to(device, dtype) for s in op.shapes)
     inputs = [x.contiguous(memory_format=images) if x.dim() == 4 else x for x in drawn]
@@ -182,6 +182,7 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     The geometric mean over a matmul, a convolution and its gradients, each by the fastest of a few
     rounds, in one thread (see `accelerated`). A process tries once, so that its runs agree.
     """
+    # Small ones, because a slow kernel takes up to a hundred times as long as float32
     ops = (matmul(128), convolution(4, 16, 16), convolution_backward(4, 16, 16))
     ratios = [_times_float32(op, dtype, device, TRIAL_ROUNDS) for op in ops]
     return math.prod(ratios) ** (1 / len(ratios))
@@ -222,4 +223,4 @@ def _device_s(call: Callable[[], object], repeats: int, device: torch.device) ->
         call()
     end = devices.event(device)
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3  # of milliseconds

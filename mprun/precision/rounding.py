@@ -3,19 +3,14 @@
 A float32 is a sign, 8 bits of exponent and 23 of mantissa. Seen as an integer its magnitude grows
 with the number, and neighbours differ by one, across exponents too.
 
-**bfloat16** is the upper half: it keeps the exponent and 7 bits of mantissa, and its neighbours lie
-2^16 float32 patterns apart *everywhere*, subnormals included. To round stochastically, add a random
-16-bit integer r and clear the lower half: a number whose lower half is f is carried to the upper
-neighbour for exactly f of the 2^16 values of r, that is with probability f / 2^16, its distance to
-the lower neighbour, so the expected result is the number itself.
+**bfloat16** is the upper half of it, so its neighbours lie 2^16 float32 patterns apart everywhere.
+A number whose lower half is f is carried to the upper neighbour by f of the 2^16 integers that can
+be added, so with a probability of its distance to the lower one: the expected result is the number.
 
-**float16** keeps 10 bits of mantissa; among its *normals* (2^-14 and above) neighbours lie 2^13
-patterns apart, and 13 bits do the same. Its *subnormals* lie 2^-24 apart whatever the exponent: for
-2^-15 that is 2^14 float32 patterns, for 2^-16 2^15, and adding 13 bits would round to neighbours
-float16 does not have. So 2^-14 is added to a number below 2^-14 first. The sum lies in the binade
-whose spacing in float16 is 2^-24; it is rounded there with 13 bits, and 2^-14 is subtracted again.
-The addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
-2^-14th part of float16's spacing there; nothing below 2^-38 is ever rounded up.
+**float16** has 10 bits of mantissa. Its normal numbers (2^-14 and above) lie 2^13 patterns apart,
+its subnormal ones 2^-24, whatever the exponent. So 2^-14 is added to a number below 2^-14 first,
+and subtracted after the rounding. That addition rounds to a multiple of 2^-37: the expected result
+is off by at most 2^-38, the 2^-14th part of the spacing; nothing below 2^-38 is ever rounded up.
 
 Signed zeros, infinities and NaN do not change. A number that rounds beyond the largest finite one
 (for float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes
@@ -36,24 +31,14 @@ of random bits itself is `formats.add_and_truncate`.
 **Masters of 24 bits** are a 16-bit parameter, and 8 more bits beside it. Kahan's remainder has 16
 bits, so that parameter and remainder are a float32 number: 4 bytes. Most of what it saves is in the
 upper bits. With 8 of them, 3 bytes, the master's neighbours are 2^-15 (bfloat16) or 2^-18 (float16)
-of its size apart, 256 times closer than the parameter's. An update that is still smaller would be
-lost by rounding to nearest, so the master is rounded *stochastically*, and the parameter is the
-master rounded to nearest:
+of its size apart, 256 times closer than the parameter's:
 
     float32 result -> master of 24 bits (stochastic) -> parameter (nearest) and 8 bits
-
-Both 16-bit formats are the upper bits of an integer that grows with the number:
-
-    bfloat16   the bits of |x| in float32; the 16 upper ones of 32 are the number
-    float16    those bits with the exponent of float16, subnormals moved up by 2^-14 (as
-               when they are rounded), so that neighbours are 2^13 apart everywhere
-
-So a master is this integer without its lowest bits, and the remainder is the difference to the
-parameter's, in steps of 2^8 (bfloat16) or 2^5 (float16): -128 to 127, since ties go away from zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -62,14 +47,12 @@ import torch
 from torch import Tensor
 
 from mprun.precision import kernels
-from mprun.precision.formats import BF16, FP16, MANTISSA_BITS, quantise
+from mprun.precision.formats import BF16, FP16, quantise
 from mprun.precision.random_bits import Key, random_bits, shift_right, spans
 
 OVERFLOWS = ("infinity", "saturate")
 DTYPES = (torch.float16, torch.bfloat16)
 FORMATS = {torch.float16: FP16, torch.bfloat16: BF16}
-# How many bits decide a stochastic rounding; they are the upper ones of the 32 given
-RANDOM_BITS = {dtype: MANTISSA_BITS - to.mantissa_bits for dtype, to in FORMATS.items()}
 
 _SMALLEST_NORMAL = 2.0**-14
 
@@ -93,6 +76,7 @@ def round_stochastic(
     Returns:
         The rounded numbers in `dtype`; a number of `dtype` does not change.
     """
+    # No limit here: the cast to 16 bits makes the infinities
     rounded = quantise(x, FORMATS[dtype], overflow="none", bits=bits)
     return _saturated(rounded.to(dtype), x, overflow)
 
@@ -101,6 +85,7 @@ def _saturated(rounded: Tensor, x: Tensor, overflow: str) -> Tensor:
     if overflow == "infinity":
         return rounded
     largest = torch.finfo(rounded.dtype).max
+    # An infinity was not rounded: it stays infinite, as on Graphcore's IPU
     return torch.where(torch.isfinite(x), rounded.clamp(-largest, largest), rounded)
 
 
@@ -114,7 +99,10 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     if dtype == torch.bfloat16:
         pattern = x.view(torch.int32)
+        # Half of the distance between neighbours, then the lower half cleared: ties away from zero.
+        # To even, the remainder of a tie could be 0x8000, which int16 lacks.
         nearest = (pattern + 0x8000) & -0x10000
+        # The addition would carry some NaN over the top of int32
         nearest = torch.where(torch.isfinite(x), nearest, pattern & -0x10000)
         wide = torch.where(torch.isnan(x), x, nearest.view(torch.float32))
     else:
@@ -132,10 +120,13 @@ def _rest(x: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         remainder = x.view(torch.int32) - wide.view(torch.int32)
         return torch.where(torch.isfinite(x), remainder, 0).to(torch.int16)
+    # Moved up by 2^-14, subnormals have the spacing of the normal numbers above, 2^13 patterns: the
+    # remainder fits 16 bits
     shift = torch.full_like(x, _SMALLEST_NORMAL).copysign(x)
     small = wide.abs() < _SMALLEST_NORMAL
     remainder = torch.where(small, x + shift, x).view(torch.int32)
     remainder = remainder - torch.where(small, wide + shift, wide).view(torch.int32)
+    # Beside a number that became infinite a remainder would mean nothing
     return torch.where(torch.isfinite(wide), remainder, 0).to(torch.int16)
 
 
@@ -175,7 +166,9 @@ def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     rest = (a - (difference - back)) + (-b - back)  # exact (Knuth, "The Art ...", volume 2, 4.2.2)
     word = difference.view(torch.int32)
     apart = ((rest.view(torch.int32) ^ word) >> 31) & 1  # of unlike signs: the magnitude shrinks
+    # The next pattern is the next number in size, across exponents too
     neighbour = (word + (1 - 2 * apart)).view(torch.float32)
+    # The middles of 2^16 equal parts of 0 to 1: no bias, and never 0 or 1
     drawn = (bits & 0xFFFF).float() * 2.0**-16 + 2.0**-17
     return torch.where(rest.abs() > drawn * (neighbour - difference).abs(), neighbour, difference)
 
@@ -281,12 +274,15 @@ def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str, first: int) -> Non
         out[start : start + block] = round_stochastic(part, out.dtype, bits, overflow)
 
 
+# Bits of a master beside its parameter. In steps of 2^8 (bfloat16) or 2^5 (float16) the remainder
+# is -128 to 127, since ties go away from zero.
 REST_BITS = 8
 CUT = {torch.bfloat16: 16, torch.float16: 13}  # Bits of the integer below the parameter
 INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # The parameter's infinity
+# The float32 word without its sign; the sign of 16 bits, as an int16 that is negative
 _MAGNITUDE, _SIGN_BIT = 0x7FFFFFFF, -0x8000
 _NORMAL = 0x38800000  # The float32 word of 2^-14, float16's smallest normal number
-_BINADE = 2**23
+_BINADE = 2**23  # Float32 patterns from a power of two to the next one
 
 
 def split_master(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -303,13 +299,18 @@ def split_master(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Te
         the 8 bits are 0, and it stays an infinity.
     """
     unit = CUT[dtype] - REST_BITS
+    # Half of a unit rounds to nearest, ties away from zero; random bits below a unit stochastically
     drawn = 1 << (unit - 1) if bits is None else shift_right(bits, 32 - unit)
+    # Stochastically, because an update below half of a unit would be lost to nearest.
     master = (_integer(x, dtype) + drawn) >> unit  # of 24 bits with the sign
     parameter = (master + (1 << (REST_BITS - 1))) >> REST_BITS
     rest = master - (parameter << REST_BITS)
+    # The parameter may become infinite by its own rounding, too
     finite = torch.isfinite(x) & (parameter < INFINITE[dtype])
     parameter = torch.where(finite, parameter, INFINITE[dtype])
+    # All bits set is a NaN in both formats
     parameter = torch.where(x.isnan(), 0x7FFF, parameter)
+    # The integer is that of the magnitude; in 16 bits the sign is bit 15
     sign = (x.view(torch.int32) >> 16) & _SIGN_BIT
     rounded = (parameter | sign).to(torch.int16).view(dtype)
     return rounded, torch.where(finite, rest, 0).to(torch.int8)
@@ -330,6 +331,7 @@ def merge_master(parameter: Tensor, rest: Tensor) -> Tensor:
     own = parameter.view(torch.int16).int() & 0x7FFF
     master = (own << CUT[dtype]) + (rest.int() << unit)
     whole = torch.copysign(_number(master, dtype), wide)
+    # An infinity has no remainder, and one that belongs to another number may lead past zero
     return torch.where((own < INFINITE[dtype]) & (master >= 0), whole, wide)
 
 
@@ -339,6 +341,7 @@ def rest_beside(x: Tensor, parameter: Tensor) -> Tensor:
     unit = CUT[dtype] - REST_BITS
     own = parameter.view(torch.int16).int() & 0x7FFF
     master = (_integer(x, dtype) + (1 << (unit - 1))) >> unit
+    # Kahan's remainder just below half of a step rounds to 128 units, one more than int8 holds
     rest = (master - (own << REST_BITS)).clamp(-128, 127)
     return torch.where(own < INFINITE[dtype], rest, 0).to(torch.int8)
 
@@ -358,10 +361,11 @@ def converted(parameter: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _integer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The integer whose upper bits are the parameter; int32."""
+    """The integer that grows with the number, whose upper bits are the parameter; int32."""
     word = x.view(torch.int32) & _MAGNITUDE
     if dtype == torch.bfloat16:
         return word
+    # Subnormals of float16: see `_rest`. Others get float16's exponent, where 2^-14 has 1.
     low = (x.abs() + 2.0**-14).view(torch.int32) - _NORMAL
     return torch.where(word < _NORMAL, low, word - (_NORMAL - _BINADE))
 
@@ -373,3 +377,34 @@ def _number(integer: Tensor, dtype: torch.dtype) -> Tensor:
     low = (integer + _NORMAL).view(torch.float32) - 2.0**-14
     high = (integer + (_NORMAL - _BINADE)).view(torch.float32)
     return torch.where(integer < _BINADE, low, high)
+
+
+def sqnr_db(exact: Tensor, low: Tensor) -> float:
+    """The size of rounding errors: their SQNR, in dB; computed in float64.
+
+    10 log10(sum of squares of the exact values / sum of squares of the differences). Large elements
+    count most, as they do in every sum over the tensor.
+
+    Infinite if they are equal, minus infinity if only the exact one is zero, NaN if a value of
+    either is not finite.
+    """
+    exact, low = exact.double(), low.double()
+    return sums_db(exact.square().sum().item(), (low - exact).square().sum().item())
+
+
+def sums_db(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, which may be over several tensors, in dB."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    return ratio_db(signal, noise)
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; inf without noise, -inf without signal or with all noise."""
+    if noise == 0:
+        return math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    # A difference of logarithms: the quotient of a tiny signal and a huge noise may be 0.
+    # Each bit of precision is worth 6.02 dB (Bennett, "Spectra of Quantized Signals", 1948).
+    return 10 * (math.log10(signal) - math.log10(noise))

@@ -69,6 +69,7 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
         reduced: whether 16-bit matmuls may accumulate in less than float32.
     """
     before = backend_switches()
+    # Both interfaces at once: PyTorch raises an error where they disagree
     wanted = BackendSwitches.all_at("tf32" if tf32 else "ieee", reduced)
     reported: set[str] = set()
 
@@ -85,6 +86,7 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
 
     try:
         set_backend_switches(wanted)
+        # At once, because the model's code may compute with its own setting right after
         with on_backend_switch(restore):
             yield
         restore()  # switches that were set past the followed setters

@@ -80,6 +80,7 @@ class Clip:
         if self.max_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             gradients = [p.grad for p in parameters if p.grad is not None]
+            # Not `clip_grad_norm_`: the norm is that of all processes, which `combine` adds up
             norm = nn.utils.get_total_norm(gradients).to(device_of_gradients(optimizer))
             norm = self.combine.total_norm(norm)
             nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)

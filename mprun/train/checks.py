@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mprun.errors import RunFailedError
-from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.partials import TERMS, sum_of_ones
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import recorded_name
 from mprun.records.run_record import Status, Summary, page_fault_share

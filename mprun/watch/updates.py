@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from mprun.errors import first_line
 from mprun.precision import devices
-from mprun.precision.rounding import merge, merged, split
-from mprun.precision.sqnr import sums_db
+from mprun.precision.rounding import merge, merged, split, sums_db
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.step_records import Float32Gradients, LostShares, Reference
 

@@ -17,7 +17,7 @@ from mprun.inspect.cast_probe import LOSS_SCALES, CastProbe
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes, ready
 from mprun.inspect.search_result import Deviation
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
-from mprun.precision.sqnr import sqnr_db, sums_db
+from mprun.precision.rounding import sqnr_db, sums_db
 from mprun.watch.updates import MOVE, MOVED, weights_moved
 
 FP16 = CastPlan(AutocastCaster("cpu", torch.float16))

@@ -24,7 +24,7 @@ from mprun.precision.formats import (
     Format,
     quantise,
 )
-from mprun.precision.sqnr import ratio_db, sqnr_db
+from mprun.precision.rounding import ratio_db, sqnr_db
 from mprun.records.mode_names import FURTHER_FORMATS
 from tests.precision.test_formats import cast
 

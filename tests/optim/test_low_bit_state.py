@@ -237,17 +237,6 @@ def test_the_bytes_of_8_bit_state_are_those_counted_by_hand() -> None:
     optimizer.step()
     expected = sum(hand_count(p.numel()) for p in model.parameters())
     assert state_bytes(optimizer) == expected
-    quantised = sum(p.numel() for p in model.parameters() if p.numel() >= 4096)
-    rest = sum(p.numel() for p in model.parameters() if p.numel() < 4096)
-    assert expected == pytest.approx(2 * (quantised * (1 + 4 / 256) + 4 * rest), rel=0.01)
-
-
-def test_torchao_s_state_has_as_many_bytes() -> None:
-    """But for its map, which it keeps once for each tensor."""
-    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    theirs = subclass.OptimState8bit.zeros((64, 256), True, 256)
-    bytes_of = theirs.codes.numel() + 4 * theirs.scale.numel()
-    assert bytes_of == hand_count(64 * 256) // 2
 
 
 def test_moments_are_converted_between_dtypes_on_load() -> None:

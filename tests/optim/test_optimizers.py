@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mprun.optim import SGD, AdamW, LowPrecisionOptimizer, RMSprop
 from mprun.optim.formulas import SCALE
 from mprun.precision import Clip, DynamicLossScale, DynamicRule, kernels
-from mprun.precision.rounding import merge, round_nearest
+from mprun.precision.rounding import merge
 from tests.optim import (
     BRAIN,
     DTYPES,
@@ -395,7 +395,7 @@ def test_a_copied_optimizer_goes_on_with_the_same_bits(how: str, rounding: str) 
     assert unlike(whole, other) == []
 
 
-def test_groups_go_their_own_ways() -> None:
+def test_each_group_has_its_own_options() -> None:
     """Each group's options are those of an optimizer with that group alone."""
     start = [normal((100,), n, BRAIN) for n in range(3)]
     options: list[dict[str, Any]] = [
@@ -590,8 +590,8 @@ def test_a_power_of_two_changes_no_bit(name: str, dtype: torch.dtype, scale: flo
                     torch.rand(p.shape, generator=generator(step + n)) * 7.9 + 2.0**-4
                 )
                 p.grad = gradient.to(dtype) * (factor or 1.0)
-            told = optimizer.scaled_step(None if factor is None else torch.tensor(factor))
-            assert told is None if factor is None else told.item() == 0
+            skipped = optimizer.scaled_step(None if factor is None else torch.tensor(factor))
+            assert skipped is None if factor is None else skipped.item() == 0
         found.append(optimizer)
     assert unlike(*found) == []
 
@@ -631,10 +631,10 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(
         skips = step != 1
         if skips:
             made[2].grad[7] = planted
-        told = optimizer.scaled_step(scale)
-        assert told is not None
-        assert told.dtype == FLOAT
-        assert told.item() == (1.0 if skips else 0.0)
+        skipped = optimizer.scaled_step(scale)
+        assert skipped is not None
+        assert skipped.dtype == FLOAT
+        assert skipped.item() == (1.0 if skips else 0.0)
         for p, old, state in zip(made, *before, strict=True):
             assert same_bits(p.detach(), old) == skips
             if skips:
@@ -727,24 +727,12 @@ def test_a_norm_that_passes_clips_no_bit() -> None:
     assert unlike(*found) == []
 
 
-def test_scaled_steps_take_empty_parameters_and_missing_gradients() -> None:
-    """A gradient without elements has no largest one; it is finite all the same."""
-    made = parameters([torch.ones(3), torch.ones(0), torch.ones(2)])
-    optimizer = SGD(made, lr=1.0)
-    made[0].grad, made[1].grad = torch.ones(3), torch.ones(0)
-    told = optimizer.scaled_step(torch.tensor(2.0), max_norm=10.0)
-    assert told is not None
-    assert told.item() == 0
-    assert torch.equal(made[0].detach(), torch.full((3,), 0.5))
-    assert torch.equal(made[2].detach(), torch.ones(2))
-
-
 def test_without_any_gradient_nothing_happens() -> None:
     (p,) = parameters([torch.ones(3)])
     optimizer = AdamW([p])
-    told = optimizer.scaled_step(torch.tensor(2.0), max_norm=1.0)
-    assert told is not None
-    assert told.item() == 0
+    skipped = optimizer.scaled_step(torch.tensor(2.0), max_norm=1.0)
+    assert skipped is not None
+    assert skipped.item() == 0
     assert not optimizer.state[p]
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
@@ -773,13 +761,13 @@ def test_grad_scaler_drives_float16_parameters() -> None:
             optimizer.zero_grad()
         loss_scale.scale(model(x).float().square().mean()).backward()
         scaler.scale(other(x).float().square().mean()).backward()
-        told = loss_scale.step(ours, Clip())
+        skipped = loss_scale.step(ours, Clip())
         loss_scale.update()
         scaler.step(theirs)
         scaler.update()
-        assert told is not None
+        assert skipped is not None
         unmoved = [torch.equal(p, q) for p, q in zip(before, other.parameters(), strict=True)]
-        assert all(unmoved) == any(unmoved) == bool(told.item())
+        assert all(unmoved) == any(unmoved) == bool(skipped.item())
         assert scaler.get_scale() == loss_scale.tensor.item()
         assert unlike(ours, theirs) == []
         skips += all(unmoved)
@@ -1032,23 +1020,6 @@ def test_saturating_parameters_stop_at_the_largest(name: str, dtype: torch.dtype
         p.grad = torch.full((4,), -1.0, dtype=dtype)
         optimizer.step()
         assert torch.equal(p.detach().float(), torch.full((4,), expected))
-
-
-def test_float16_rounds_its_moments_root_where_squares_underflow() -> None:
-    """A gradient of 1e-5 has a square of 1e-10, nothing in float16; its root is kept."""
-    (p,) = parameters([torch.ones(1000)])
-    optimizer = AdamW([p], variance_dtype=HALF, betas=(0.9, 0.9))
-    p.grad = torch.full((1000,), 1e-5)
-    optimizer.step()
-    assert torch.tensor(1e-10, dtype=HALF) == 0
-    exact = 0.1**0.5 * 1e-5
-    kept = optimizer.state[p]["exp_avg_sq_root"].double()
-    # Between 2^-13 and 2^-12, where 64 times the root is, float16 numbers lie 2^-23 apart; 1000 of
-    # them are rounded with a mean error of some hundredths of that.
-    assert 2.0**-13 < SCALE * exact < 2.0**-12
-    assert ((kept - SCALE * exact).abs() < 2.0**-23).all()
-    assert abs(kept.mean().item() - SCALE * exact) < 4 * 0.5 * 2.0**-23 / 1000**0.5
-    assert torch.equal(round_nearest(kept.float(), HALF).double(), kept)
 
 
 QUOTIENTS: dict[str, Callable[[nn.Parameter, torch.dtype, str | None], LowPrecisionOptimizer]] = {

@@ -139,13 +139,6 @@ def test_shards_get_the_bits_of_the_whole_from_inductor(
             assert unlike_entries(*found) == [], start
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
-def test_shards_far_into_a_parameter_by_inductor() -> None:
-    for start in FAR:
-        check_far(start, BRAIN, "inductor")
-
-
 # ---- parameters of more than 2^31 elements ----
 
 FAR = (1, 63, BLOCK - 500, BLOCK - 1, BLOCK, BLOCK + 17, 5 * BLOCK - 301, 2**40 + 1)

@@ -88,11 +88,6 @@ def test_a_caster_may_swap_layers_for_other_modules() -> None:
     assert ours.columns["casting"] == "doubled"
 
 
-def test_output_dtype_can_be_left_as_computed() -> None:
-    ours, model = precision("bf16_mixed", output_dtype="bfloat16"), Spy()
-    assert ours.forward(model, torch.randn(2, 4)).dtype == torch.bfloat16
-
-
 @each("overflow", ["infinity", "saturate"])
 def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
     """Told by saturation, which native kernels do not have."""

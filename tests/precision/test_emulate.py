@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from mprun.precision import Emulated16, same_rounding
 from mprun.precision.convert import accumulate_in
 from mprun.precision.emulate import partials_substitutions
-from mprun.precision.result_dtypes import EXACT
+from mprun.precision.products import EXACT
 from tests.each import each
 from tests.precision import normal
 from tests.torch_version import torch_is
@@ -825,9 +825,9 @@ def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
 def test_activations_recomputed_with_other_bits_are_warned_of_once(reentrant: bool) -> None:
     arithmetic = emulated("stochastic")
     blocks = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
-    with pytest.warns(UserWarning, match="context_fn=mprun.precision.same_rounding") as told:
+    with pytest.warns(UserWarning, match="context_fn=mprun.precision.same_rounding") as caught:
         found = [blocks.gradients(arithmetic) for _ in range(2)]
-    assert sum("same_rounding" in str(x.message) for x in told) == 1
+    assert sum("same_rounding" in str(x.message) for x in caught) == 1
     expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
     assert torch.equal(found[0][0], expected[0])  # the loss
     assert not all(torch.equal(x, y) for x, y in zip(found[0], expected, strict=True))

@@ -379,7 +379,7 @@ def test_findings_of_other_processes_count_with_their_worst() -> None:
     assert [x.factors for x in heard] == [("input", "weight")] * 2
 
 
-def test_models_are_told_apart() -> None:
+def test_the_names_of_two_models_differ() -> None:
     precision = Precision("fp8_tensorwise", device="cpu", execution="emulated", guard="promote")
     models = [precision.prepare(planted(outlier=1e5)) for _ in range(2)]
     precision.begin_step()

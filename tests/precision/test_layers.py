@@ -99,19 +99,6 @@ def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp32" in capsys.readouterr().err
 
 
-def test_by_a_file() -> None:
-    from pathlib import Path
-
-    from mprun.records.run_record import read_summary
-
-    Path("layers.yaml").write_text("fc1: fp32\n", encoding="utf-8")
-    words = [*FASHION, "precision=bf16_mixed", "train.max_steps=1", "run.dir=run"]
-    assert main([*words, "precision.layers_file=layers.yaml"]) == 0
-    assert read_summary(Path("run")).effective.layers == {"fc1": "fp32"}
-    Path("layers.yaml").write_text("fc1: int4\n", encoding="utf-8")
-    assert main([*words, "precision.layers_file=layers.yaml"]) == 2
-
-
 @each("fails", [False, True])
 def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
     m, x = model(), torch.randn(2, 4)

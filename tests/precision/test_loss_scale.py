@@ -134,7 +134,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(planted: float) -> None:
             assert torch.equal(a, b)
 
 
-def test_trouble_is_told_at_the_floor_and_after_many_skips() -> None:
+def test_a_run_ends_at_the_floor_and_after_many_skips_in_a_row() -> None:
     dynamic = DynamicLossScale(1.0, DynamicRule(floor=0.5), CPU)
     assert dynamic.failure_reason(1.0, 5) is None
     assert "fell to its floor, 0.5" in str(dynamic.failure_reason(0.5, 6))
@@ -155,20 +155,6 @@ def test_state_goes_round() -> None:
 
 
 # ---- several optimizers, unscale apart from step: as GradScaler does ----
-
-
-def test_two_optimizers_of_an_iteration_are_unscaled_by_one_factor() -> None:
-    """Growing at every step: the scale used to move between the two, and the second got half."""
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([w], lr=1.0) for w in weights]
-    loss_scale = DynamicLossScale(1024.0, DynamicRule(interval=1), CPU)
-    loss_scale.scale(weights[0].sum() + weights[1].sum()).backward()
-    for optimizer in optimizers:
-        loss_scale.step(optimizer, Clip())
-        assert loss_scale.tensor.item() == 1024.0
-    loss_scale.update()
-    assert loss_scale.tensor.item() == 2048.0
-    assert [w.item() for w in weights] == [-1.0, -1.0]
 
 
 @each("unscales", [False, True])

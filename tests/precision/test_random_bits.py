@@ -267,16 +267,6 @@ def test_keys_as_tensors_give_the_words_of_keys_as_numbers() -> None:
 # ---- shards ----
 
 
-@given(
-    start=st.integers(min_value=0, max_value=5000),
-    count=st.integers(min_value=0, max_value=5000),
-)
-def test_a_shard_sees_the_bits_of_its_part_of_the_whole(start: int, count: int) -> None:
-    whole = random_bits(key(4, 5, 6, 0), 10_000)
-    shard = random_bits(key(4, 5, 6, 0), count, start=start)
-    assert torch.equal(shard, whole[start : start + count])
-
-
 def test_shards_across_a_block_see_the_bits_of_the_whole() -> None:
     words = key(4, 5, 6, 0)
     begin = 2 * BLOCK - 50

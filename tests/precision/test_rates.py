@@ -31,7 +31,7 @@ accelerated = accelerated_once.__wrapped__
 
 
 class Clock:
-    """Stands still unless told."""
+    """Stands still but for calls that take time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

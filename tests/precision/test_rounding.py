@@ -18,7 +18,6 @@ from torch import Tensor
 from mprun.precision.rounding import (
     DTYPES,
     OVERFLOWS,
-    RANDOM_BITS,
     merge,
     round_nearest,
     round_stochastic,
@@ -83,8 +82,8 @@ def exact_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def every_word(dtype: torch.dtype, seed: int = 0) -> Tensor:
     """All patterns of the bits that are used, each above other random bits that are not."""
-    unused = 32 - RANDOM_BITS[dtype]
-    used = torch.arange(2 ** RANDOM_BITS[dtype], dtype=torch.int64)
+    unused = 32 - DROPPED[dtype]
+    used = torch.arange(2 ** DROPPED[dtype], dtype=torch.int64)
     generator = torch.Generator().manual_seed(seed)
     return words((used << unused) | torch.randint(2**unused, used.shape, generator=generator))
 
@@ -172,6 +171,8 @@ def float16_subnormals() -> Tensor:
 
 def test_float16_subnormals_are_unbiased_to_two_to_the_minus_38() -> None:
     every = every_word(torch.float16)
+    exact = (float16_subnormals().double() * 2**37).frac() == 0
+    assert 100 < int(exact.sum()) < len(exact) - 100  # numbers of both kinds are compared
     for x in float16_subnormals().split(64):
         below, above, _ = neighbours(x, torch.float16)
         found = round_stochastic(
@@ -188,12 +189,6 @@ def test_float16_subnormals_are_unbiased_to_two_to_the_minus_38() -> None:
         assert (error <= 2.0**-38).all()
         exact = (x.double() * 2**37).frac() == 0
         assert (error[exact] == 0).all()
-
-
-def test_float16_has_exact_cases_among_the_subnormals() -> None:
-    """That the test above compares numbers of both kinds."""
-    exact = (float16_subnormals().double() * 2**37).frac() == 0
-    assert 100 < int(exact.sum()) < len(exact) - 100
 
 
 def test_nothing_up_to_two_to_the_minus_38_is_rounded_up_in_float16() -> None:
@@ -225,7 +220,7 @@ def test_a_stochastic_rounding_is_a_neighbour_and_the_word_decides_in_order(
         assert found.double().abs().item() in (below.item(), above.item())
         assert found.signbit().item() == x.signbit().item()
         if dtype == torch.bfloat16 or x.abs().item() >= 2.0**-14:
-            used = Fraction(word >> (32 - RANDOM_BITS[dtype]), 2 ** RANDOM_BITS[dtype])
+            used = Fraction(word >> (32 - DROPPED[dtype]), 2 ** DROPPED[dtype])
             up = used + Fraction(share.item()) >= 1
             expected = above if up else below
             assert found.double().abs().item() == expected.item()
@@ -236,7 +231,7 @@ def test_the_lower_bits_of_a_word_do_not_matter(dtype: torch.dtype) -> None:
     x = torch.cat([random_patterns(50_000, seed=1), torch.randn(50_000) * 1e-5])
     x = torch.where(x.isnan(), 1.0, x)
     upper = torch.randint(-(2**31), 2**31, x.shape, generator=torch.Generator().manual_seed(2))
-    unused = 2 ** (32 - RANDOM_BITS[dtype]) - 1
+    unused = 2 ** (32 - DROPPED[dtype]) - 1
     zeros, ones = words(upper & ~unused), words(upper | unused)
     found = [bits_of(round_stochastic(x, dtype, bits)) for bits in (zeros, ones)]
     assert torch.equal(*found)

@@ -109,9 +109,9 @@ def test_what_a_model_s_code_sets_is_put_back_and_warned_of_once(change: str) ->
         with backend_flags(policy("fp32")):
             for _ in range(2):
                 CHANGES[change]()
-        told = [str(w.message) for w in caught if "model's code" in str(w.message)]
+        texts = [str(w.message) for w in caught if "model's code" in str(w.message)]
     expected = f"the model's code set torch.backends.{change} during a run; the run keeps"
-    assert sum(x.startswith(expected) for x in told) == 1, told
+    assert sum(x.startswith(expected) for x in texts) == 1, texts
     after = switches(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     assert after == before
 

@@ -134,7 +134,7 @@ def test_no_product_of_any_op_escapes_forward_or_backward(
     failed, raised = holes(looked_at, count, monkeypatch, arithmetic)
     assert failed == {}
     assert raised <= RAISES
-    # What cannot be opened is said; of PyTorch's table that is the fused attention called by name.
+    # What cannot be opened is listed: of PyTorch's table the fused attention called by name.
     assert {s.op.removeprefix("aten.") for s in arithmetic.substitutions} <= CLOSED
 
 

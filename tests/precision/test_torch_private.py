@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mprun.precision import _torch, _torch_switches
 from mprun.watch import _torch_fakes
 
-MPRUN = Path(_torch.__file__).parent
+MPRUN = Path(_torch.__file__).parents[1]
 CHECKS: dict[str, Callable[[], None]] = {}
 
 

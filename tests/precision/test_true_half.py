@@ -419,6 +419,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["precision=bf16_mixed", "precision.param_dtype=bfloat16"],
         ["precision.param_dtype=bfloat16 with precision=bf16_mixed", "legal is float32"],
     ),
+    (["precision=bf16_mixed", "precision.compute_dtype=float16"], ["legal is bfloat16"]),
     (
         ["precision=half_sr", "precision.output_dtype=bfloat16"],
         ["precision.output_dtype=bfloat16", "legal is float32, float16"],

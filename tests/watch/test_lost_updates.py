@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun.optim import SGD
-from mprun.precision.rounding import RANDOM_BITS, merge, round_stochastic, split
+from mprun.precision.rounding import merge, round_stochastic, split
 from mprun.watch.updates import DTYPES, LostUpdates, exact_updates, lost_updates
+from tests.precision.test_rounding import DROPPED
 
 SIZES = st.floats(-8, 8, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
 
@@ -96,7 +97,7 @@ def test_stochastic_rounding_over_all_its_random_words(dtype: torch.dtype, scale
     weights, updates = drawn(scale=scale, seed=3)
     weights, updates = weights[::40], updates[::40].clamp(-1, 1)
     kept = weights.to(dtype)
-    bits = RANDOM_BITS[dtype]
+    bits = DROPPED[dtype]
     stays = torch.zeros(len(weights))
     moved = kept.float() + updates  # rounded to float32, as an optimizer's result is
     words = torch.arange(2**bits, dtype=torch.int64) << (32 - bits)

@@ -52,7 +52,7 @@ from mprun.inspect.divergence.side_by_side import (
 from mprun.precision.emulate import Emulated16
 from mprun.precision.nested import to_dtype
 from mprun.precision.policy import torch_dtype
-from mprun.precision.sqnr import sums_db
+from mprun.precision.rounding import sums_db
 from mprun.study.planned_run import EXACT
 from mprun.train.loss_terms import LossTerms
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power

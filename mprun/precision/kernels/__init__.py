@@ -39,12 +39,12 @@ HEADERS = ("formats.h", "blocks.h", "steps.h")
 FLAGS = (
     "-O3",
     "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
+    "-ffp-contract=off",  # A fused multiply-add rounds once, PyTorch's two ops round twice
+    "-fno-math-errno",  # `sqrtf` is one instruction, not a call that sets errno
+    "-fno-trapping-math",  # Both sides of a choice may be computed, so loops become vectors
     "-shared",
     "-fPIC",
-    "-std=c11",
+    "-std=c11",  # Of stdatomic.h
 )
 # Tried in turn: not every compiler and processor knows the flag
 VARIANTS = (("-mprefer-vector-width=512", "-lm"), ("-lm",))
@@ -99,12 +99,12 @@ def functions(source: str, defines: Defines) -> tuple[Callable[..., None], ...]:
         if isinstance(prebuilt.library(), str):
             raise
         return prebuilt.FUNCTIONS[source](defines)
-    found = []
+    made = []
     for name, types in ARGUMENTS[source].items():
         function: Any = getattr(library, name)
         function.argtypes, function.restype = types, None
-        found.append(function)
-    return tuple(found)
+        made.append(function)
+    return tuple(made)
 
 
 def functions_or_warn(source: str, defines: Defines) -> tuple[Callable[..., None], ...] | None:
@@ -191,12 +191,13 @@ def _compiled(
 ) -> Path:
     """The shared library, from the cache where it was made before."""
     texts = [(SOURCES / name).read_text(encoding="utf-8") for name in (*HEADERS, source)]
+    # All that decides on the machine code: another compiler or processor gets another file
     parts = (*texts, *compiler, *flags, *last, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder()
     stem = f"{Path(source).stem}-{name}"
-    if (kept := _kept(folder, stem)) is not None:
-        return kept
+    if (cached := _cached(folder, stem)) is not None:
+        return cached
     # Someone may have emptied the cache meanwhile.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_abandoned(folder)
@@ -210,10 +211,12 @@ def _compiled(
             text=True,
             errors="replace",
             timeout=PATIENCE_S,
+            # What a compiler that is killed leaves behind goes with the folder
             env={**os.environ, "TMPDIR": scratch, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
         )
         out.chmod(0o700)  # whatever the umask: see _is_ours
         with out.open("rb") as file:
+            # Else a crash could leave a whole name and no content
             os.fsync(file.fileno())
         library = folder / f"{stem}-{out.stat().st_size}.so"
         out.replace(library)  # atomic: two runs may compile at once
@@ -229,7 +232,7 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _kept(folder: Path, stem: str) -> Path | None:
+def _cached(folder: Path, stem: str) -> Path | None:
     """The library in the cache, if it is whole and ours; its size is the end of its name.
 
     A process that calls into one that was cut short, by a crash, ends at once with SIGBUS.

@@ -41,6 +41,7 @@ def library() -> ctypes.CDLL | str:
     for path in sorted(FOLDER.glob("_prebuilt.*")):
         try:
             found = ctypes.CDLL(str(path))
+            # An older library would give other bits, or read a `Storage` of another layout
             if ctypes.c_uint32(found.mprun_sources()).value == fingerprint():
                 return found
             reason = f"{path.name} was built from other sources: install mprun again"
@@ -52,6 +53,7 @@ def library() -> ctypes.CDLL | str:
 def fingerprint() -> int:
     """A number of the sources, which is compiled into the library."""
     texts = b"\0".join((FOLDER / name).read_bytes() for name in SOURCES)
+    # 32 bits: the library has them as one macro
     return int.from_bytes(hashlib.sha256(texts).digest()[:4], "little")
 
 
@@ -60,6 +62,7 @@ def levels() -> list[int]:
     made = library()
     if isinstance(made, str):
         return []
+    # PyTorch asks the processor, and has an environment variable to forbid a level
     best = LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0)
     return [n for n in (512, 256, 0) if n <= best and hasattr(made, f"mprun_update_{n}")]
 

@@ -173,6 +173,7 @@ def known() -> frozenset[str]:
     return frozenset(canonical | {t for targets in ALIASES.values() for t in targets})
 
 
+# Names in the searched namespaces that are helpers
 _NOT_OPS = {"Tensor", "boolean_dispatch", "handle_torch_function", "has_torch_function", "wraps"}
 
 
@@ -255,6 +256,7 @@ def op_lists(
                     warnings.warn(f"a name is left out: {unknown[entry.text]}", stacklevel=2)
             for name in canonical:
                 _put(entries, name, kind, entry)
+    # Of several meanings of a spelling, this version of PyTorch may have some only
     rules = {name: kind for name, (kind, _) in entries.items() if name in known()}
     return OpLists(rules, first_input, tuple(unknown.values()))
 
@@ -335,6 +337,7 @@ def custom_functions_cast(
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         region = None if torch.compiler.is_compiling() else current()
+        # PyTorch's functions and mprun's follow the dtypes that they get
         if region is None or cls.__module__.partition(".")[0] in ("torch", "mprun"):
             return before.__get__(None, cls)(*args, **kwargs)
         return before.__get__(None, _in_regions(cls, region, off))(*args, **kwargs)

@@ -36,6 +36,7 @@ from mprun.precision.nested import map_tensors, tensors_in
 # Dtypes that are ever cast; float64, integers, bool and complex stay what they are
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
+# float16 and bfloat16 are equally wide: neither holds all numbers of the other
 WIDTH = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 
 
@@ -65,6 +66,7 @@ class Casts:
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         key = (id(weight), dtype, torch.is_grad_enabled())
         if torch.is_inference_mode_enabled() or weight.is_inference():
+            # An inference tensor counts no writes: its copy could be an old one
             return weight.to(dtype)
         entry = self._copies.get(key)
         if entry is None or entry[0] is not weight or entry[1] != write_count(weight):
@@ -179,6 +181,7 @@ def indexed(writes: Handler) -> Handler:
     """`writes` where the index of `x[index] = y` holds tensors: `y` must then have `x`'s dtype."""
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # PyTorch casts `y` itself where the index has numbers and slices alone
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if any(isinstance(x, Tensor) for x in index):
             return writes(function, args, kwargs)
@@ -193,6 +196,7 @@ def unless_mutating(handler: Handler, writes: Handler) -> Handler:
     def either(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("inplace"):
             return writes(function, args, kwargs)
+        # An embedding then writes into its weight, and a cast copy would be written to instead
         if kwargs.get("max_norm") is not None:
             return function(*args, **kwargs)
         return handler(function, args, kwargs)

@@ -139,6 +139,7 @@ class Table:
             "first input": rules.first_input(cast),
             "as it is": rules.plain,
         }
+        # Made before anything is traced: torch.compile's guards fail where a table grows
         self.handlers: dict[Function, Handler | OpenedFunction] = {
             f: self.make(f) for f in _functions()
         }
@@ -152,10 +153,10 @@ class Table:
         return "first input" if self.lists.first_input else "as it is"
 
     def late(self, function: Function) -> Handler | OpenedFunction:
-        """The handler of a function that was not known, kept for its next call.
+        """The handler of a function that was not known, stored for its next call.
 
-        Not kept in `handlers`: torch.compile calls unknown functions while it traces, and its guard
-        on what it has read fails where that changes.
+        Not stored in `handlers`: torch.compile calls unknown functions while it traces, and its
+        guard on what it has read fails where that changes.
         """
         if function not in self._late:
             self._late[function] = self.make(function)
@@ -167,6 +168,7 @@ class Table:
         if isinstance(function, OpOverload) or function is torch.convolution:
             return rules.plain
         name = name_of(function)
+        # A cast of mprun's own, such as that of a layer
         own_rule = getattr(function, "cast_rule", None)
         if own_rule is not None or name in rules.EXPLICIT:
             return self._watched(name or function.__name__, own_rule or "explicit", rules.plain)
@@ -357,6 +359,7 @@ def calls_of(function: Any) -> frozenset[str]:
 
 def _computes(instruction: dis.Instruction) -> bool:
     """Whether it is an operator other than indexing."""
+    # BINARY_ADD up to Python 3.10, BINARY_OP from 3.11 on; x[i] is one of those from 3.14 on
     operator = instruction.opname.startswith(("BINARY_", "INPLACE_"))
     indexing = instruction.opname.endswith(("SUBSCR", "SLICE")) or instruction.argrepr == "[]"
     return operator and not indexing
@@ -442,6 +445,7 @@ def region(table: Table) -> Iterator[None]:
 def _custom_backward() -> Callable[[], AbstractContextManager[object]] | None:
     """Makes the region for the backward pass of a custom function called now; None: no casts."""
     mode = _current()
+    # Where casts are off a backward pass has none either
     return None if mode is None or mode.state.off else _region_factory(mode.state.table)
 
 
@@ -488,19 +492,14 @@ def disable_casts() -> Iterator[None]:
         @disable_casts()
         def penalty(weights): ...
     """
-    if not anything_casts():  # the common case, at every step of an optimizer
+    mode = _current()
+    by_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(ACCELERATOR)
+    if mode is None and not by_autocast:  # the common case, at every step of an optimizer
         yield
         return
-    mode = _current()
     off = nullcontext() if mode is None else _off(mode)
     with off, _autocast_off("cpu"), _autocast_off(ACCELERATOR):
         yield
-
-
-def anything_casts() -> bool:
-    """Whether the calling thread is in a region of op lists or of autocast."""
-    by_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(ACCELERATOR)
-    return by_autocast or _current() is not None
 
 
 def _autocast_off(device_type: str) -> AbstractContextManager[object]:

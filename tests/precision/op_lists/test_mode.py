@@ -429,15 +429,6 @@ def test_a_region_inside_disabled_casts_casts_again(kind: str) -> None:
         assert (a @ a).dtype == FP32
 
 
-def test_disable_casts_outside_of_any_region_changes_nothing() -> None:
-    a = normal(4, 4)
-    with disable_casts():
-        assert (a @ a).dtype == FP32
-        with caster().region():  # the inner region alone holds
-            assert (a @ a).dtype == BF16
-    assert no_mode_is_left()
-
-
 def test_disable_casts_reaches_python_functions_and_whole_layers() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
     x = normal(3, 2, 8)
