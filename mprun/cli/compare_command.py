@@ -64,6 +64,7 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
         relative_margin=settings.relative_margin,
         baseline=settings.baseline,
         split=settings.split,
+        # Processes on several machines may share a study; times are compared per machine
         mix=settings.mix if study is None else [*settings.mix, "hardware"],
         beside=() if study is None else others_in(study, runs),
     )
@@ -124,7 +125,7 @@ def report(
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = shown.footer(comparison) if verbose else shown.short_notes(comparison)
-    most = len(notes) if verbose else shown.MOST_NOTES
+    most = len(notes) if verbose else shown.MOST_NOTES  # the first ones matter most
     below = map(printable, notes[:most])  # names of folders in it may have any characters
     show(Result(comparison, [*sentences, table, *below]))
     more = f"{counted(len(notes) - most, 'more note')} and " if len(notes) > most else ""
@@ -153,7 +154,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
 
     paths, rest = [], []
     for text in args:
-        matches = expand(text)
+        matches = expand(text)  # a path first: a folder may be named `compare.margin=1`
         paths += matches
         if not matches:
             rest.append(text)

@@ -55,6 +55,7 @@ def ls_command(args: Sequence[str]) -> int:
             raise UsageError(f"there is no folder {folder}; write mprun ls FOLDER")
     records = [x for folder in folders or [OUTPUTS] if folder.is_dir() for x in listed(folder)]
     records.sort(key=lambda x: x.started_at, reverse=True)
+    # Sorting is stable: equal keys stay newest first
     records.sort(key=SORTS[own.sort])
     result = Result({"schema_version": 1, "records": records}, _parts(records, own.limit))
     if own.json:
@@ -102,6 +103,7 @@ def _values(record: ListedRecord) -> list[float]:
 
 
 def _metric(record: ListedRecord) -> str:
+    # The first and the last value, or the only one
     ends = dict.fromkeys(f"{x:.4f}" for x in _values(record)[:: len(_values(record)) - 1 or 1])
     return f"{readable(record.metric, 24)} {' to '.join(ends)}" if ends else "-"
 

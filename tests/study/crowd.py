@@ -21,7 +21,7 @@ from tests.waiting import wait_for
 FORKING = """
 import json, os, sys
 os.environ.pop("OMP_NUM_THREADS", None)  # a study shares the cores itself
-import torch, mprun.run, mprun.cli.compare_command, mprun.study.hydra_launch
+import torch, mprun.train.run, mprun.cli.compare_command, mprun.study.hydra_launch
 from mprun.cli.main import main
 
 torch.set_num_threads(1)
