@@ -43,13 +43,15 @@ if TYPE_CHECKING:
     from mprun.study.study import Study
 
 COMMAND = Command("advise", ("advise", "launcher", *STUDY))
-PRESET = "advised"
+PRESET = "advised"  # The option's name: preset=advised
 
 
 def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
+    # The command chooses them itself: fp32, and never the test set
     refused = ("compare.baseline", "compare.split")
     request = request_of(COMMAND, args, "advise", "launcher", refused=refused)
+    # It begins now: importing torch below is a part of it
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import compared
     from mprun.study.advise import (
@@ -64,13 +66,14 @@ def advise_command(args: Sequence[str]) -> int:
 
     own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
+    # Trials side by side on one machine slow each other: refused where times decide
     launcher = launcher_of(request, "advise.objective=time" if objective == "time" else "")
     study = study_of(request, new_advise_study)  # the answer says what was not tried
     ran = run_study(study, launcher, budget, screening, request.verbose)
     outcomes = ran.outcomes
     dropped = screening.drop(study)(outcomes)
     settings = for_choice(request, study, outcomes)
-    # without variants that were dropped: they have fewer runs, and are no candidates
+    # Without variants that were dropped: each would take power from Holm's tests of the rest
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)
     alarms = alarms_by_variant(comparison)

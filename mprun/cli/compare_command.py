@@ -120,13 +120,13 @@ def report(
         UsageError: the report cannot be written.
     """
     from mprun.study.report import comparison_report as shown
-    from mprun.study.report import published_rows
     from mprun.study.report.answer import headline
+    from mprun.study.report.exports import published_lines
 
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = (
-        [*shown.footer(comparison), *published_rows.lines(comparison)]
+        [*shown.footer(comparison), *published_lines(comparison)]
         if verbose
         else shown.short_notes(comparison)
     )

@@ -42,6 +42,7 @@ def double_command(args: Sequence[str]) -> int:
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
+    # Without a budget: the question needs every pair of runs
     ran = run_study(study, launcher_of(request), Budget(), verbose=request.verbose)
     settings = for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)

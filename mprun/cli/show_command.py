@@ -118,10 +118,11 @@ def _show_study(folder: Path, verbose: bool) -> None:
         margin = "relative_margin" if earlier.is_relative else "margin"
         terms: dict[str, Any] = {margin: earlier.margin, "split": earlier.split}
         settings = replace(settings, baseline=earlier.baseline, **terms)
+        # Only the names: the study's folder may have been moved since
         runs = (Path(x.path).name for v in earlier.variants for x in (*v.runs, *v.failed))
         comparison = replace(
             compared([folder / name for name in runs], settings),
-            notes=earlier.notes,
+            notes=earlier.notes,  # with what its budget left out, which the runs do not tell
             advice=msgspec.convert(earlier.advice, Advice | None),
             not_run=earlier.not_run,
         )

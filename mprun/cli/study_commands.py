@@ -1,6 +1,6 @@
-"""The one way of the commands that study many runs: arguments, runs, comparison, report.
+"""What `sweep`, `advise` and `double` have in common: arguments, runs, comparison, report.
 
-`sweep`, `advise` and `double` differ in their trials and in the sentence that answers.
+They differ in their trials and in the sentence that answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mprun.study.compare.comparison import Comparison
     from mprun.study.hydra_launch import Screening, StudyLauncher
     from mprun.study.study import Study, StudyResult
+    from mprun.study.study_progress import StudyProgress
     from mprun.study.trials import Outcome
 
 
@@ -39,7 +40,7 @@ def request_of(
     request = study_request(
         command.name, known.overrides, known.config_dir, *sections, refused=refused
     )
-    if request.listed_seeds:
+    if request.listed_seeds:  # `seed=1,2` is Hydra's way; a study has a setting of its own
         seeds = ", ".join(map(str, request.listed_seeds))
         note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")
     return replace(request, verbose=known.verbose)
@@ -100,12 +101,11 @@ def run_study(
     from mprun.train.signals import SignalReceivedError
 
     plan = study.plan
-    count = launcher.count
     variants, seeds = list(plan.variants), len(plan.seeds)
-    progress = StudyProgress(stdout_console(), variants, seeds, count, verbose)
+    progress = StudyProgress(stdout_console(), variants, seeds, launcher.count, verbose)
     progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
     stop = BudgetSignals(budget)
-    with stop:
+    with stop:  # a signal ends a run between two steps, with a checkpoint
         progress.start()
         try:
             result = run_launched(study, launcher, stop, progress, screening)
@@ -114,6 +114,18 @@ def run_study(
             raise StoppedError(stop.exit_status) from None
         finally:
             progress.stop()
+    _show_failures(study, result, budget, progress)
+    return result
+
+
+def _show_failures(
+    study: Study, result: StudyResult, budget: Budget, progress: StudyProgress
+) -> None:
+    """Show which runs the machine ended and which did not start.
+
+    Raises:
+        StoppedError: no run was completed.
+    """
     outcomes = result.outcomes
     # no fault of a mode: a full disk or too little memory says nothing about its precision
     ended = [o for o in outcomes if o.by_machine]
@@ -122,13 +134,13 @@ def run_study(
             f"{len(ended)} of {len(outcomes)} runs were ended by the machine and are no result: "
             f"{ended[0].error}; try them again with: {study.resume_command}"
         )
+    # A wrong setting fails in every run alike: one line for each reason
     unstarted = Counter(o.error for o in outcomes if o.summary is None and not o.by_machine)
     for reason, count in unstarted.items():
         progress.line(f"{count} of {len(outcomes)} runs failed to start: {reason}")
     if all(outcome.error is not None for outcome in outcomes):
         progress.line("; ".join(["no run was completed", *budget_note(study, result, budget)]))
         raise StoppedError(EXIT_FAILED)
-    return result
 
 
 def budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]:
@@ -148,7 +160,7 @@ def study_status(outcomes: Sequence[Outcome], comparison: Comparison, fail_if: s
     """
     from mprun.cli.compare_command import check
 
-    check(comparison, fail_if)
+    check(comparison, fail_if)  # raises: its status 3 outweighs a missing run
     missing = any(o.summary is None or o.by_machine for o in outcomes)
     return EXIT_FAILED if missing else EXIT_OK
 
@@ -170,6 +182,7 @@ def report_study(
     from mprun.cli.compare_command import report
     from mprun.study.study import log_report
 
+    # The study's command would run it again: `mprun show` reads its records
     again = f"by mprun show {shlex.quote(str(study.folder))}"
     files = report(comparison, settings, study.folder, verbose, answer, again)
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))

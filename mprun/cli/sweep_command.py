@@ -42,6 +42,7 @@ COMMAND = Command("sweep", ("sweep", "launcher", *STUDY))
 def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
     request = request_of(COMMAND, args, "sweep", "launcher")
+    # It begins now: importing torch below is a part of it
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import compared
     from mprun.study.study import new_sweep
@@ -52,6 +53,7 @@ def sweep_command(args: Sequence[str]) -> int:
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
     ran = run_study(study, launcher, budget, verbose=request.verbose)
+    # All runs in the folder: other processes may have run some of them
     settings = request.settings.compare
     comparison = compared([study.folder], settings)
     notes = (*budget_note(study, ran, budget), *comparison.notes)

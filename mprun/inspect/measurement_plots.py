@@ -21,7 +21,7 @@ from mprun.inspect.memory import NAMES, MemoryRecord, ModeMemory
 from mprun.inspect.numerics import NumericsResult, NumericsRow, fp16_db, number
 from mprun.records.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.study.report.plots.canvas import PictureFrame, figure, legend_above, picture_files
+from mprun.study.report.canvas import PictureFrame, figure, legend_above, picture_files
 from mprun.study.report.theme import FORMATS, LIGHT, MEMORY
 
 # Phases with a shaded background, to separate them from the others

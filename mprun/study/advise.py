@@ -9,7 +9,7 @@ A mode is a candidate if all of these are true:
 
 The candidate with the smallest ratio is taken; without a candidate, the baseline. A mode with an
 inconclusive result is no candidate: it was shown neither to be worse nor to be equivalent. What
-stands before the colon of a reason is the reason in short.
+stands before the colon of a reason is the reason in short: the short report cuts there.
 
 The advice is left as a preset: a YAML file with the overrides' values; `preset=NAME` applies it.
 """
@@ -39,11 +39,11 @@ from mprun.study.study import Study, StudyResult, held_out, new_study
 from mprun.study.trials import Outcome
 from mprun.train.assemble import DataCache, make_plan
 
-SAME_MEMORY = 1.01  # Peaks within this factor are the same
+SAME_MEMORY = 1.01  # Peaks within this factor are the same: 1 % is no reason to choose a mode
 # A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
-# stable by then
+# stable by then, and skips one step in 2000 when it tries a larger scale
 SKIPPED_SHARE = 0.05
-REFUSED = "cannot run here: "
+REFUSED = "cannot run here: "  # Before the error of a mode that makes no plan
 NEEDS = {"time": "step time", "memory": "peak memory"}  # What an objective minimizes
 
 
@@ -71,7 +71,7 @@ def new_advise_study(request: StudyRequest) -> Study:
             continue
         if not native:
             of_trials = held_out(composed, load)
-            if composed.config.train.max_steps is None:
+            if composed.config.train.max_steps is None:  # the user's own limit stays
                 of_trials.append(f"train.max_steps={request.settings.advise.max_steps}")
         native[name] = overrides
         if planned.policy.name == BASELINE:
@@ -83,6 +83,7 @@ def new_advise_study(request: StudyRequest) -> Study:
             f"there is nothing to choose from: only {next(iter(native))} can be tried"
             + "".join(f"; {', '.join(x)}: {why}" for why, x in by_reason(not_tried).items())
         )
+    # The first variant is the baseline of the study; sorting is stable, so the rest stays in order
     ordered = {name: native[name] for name in sorted(native, key=lambda n: n not in baselines)}
     return new_study(request, ordered, of_trials=of_trials, not_tried=not_tried, load=load)
 
@@ -261,6 +262,7 @@ def _notes(
         undecided = v.verdict.word == "inconclusive" and v.verdict.more_seeds
         counts = objective == "memory" or v.has_own_times
         if undecided and counts and _is_smaller(v, objective):
+            # Fresh seeds only: those that raised the question must not answer it
             seeds = len(v.runs) + (v.verdict.more_seeds or 0)
             fresh = 1 + max(run.summary.seed for run in v.runs)
             yield (
@@ -303,7 +305,7 @@ def screened(
         if o.error is None and o.summary is not None and need is not None:
             needs.setdefault(o.trial.variant, {})[o.trial.seed] = need
             summaries.setdefault(o.trial.variant, {})[o.trial.seed] = o.summary
-    base = needs.pop(baseline, {})
+    base = needs.pop(baseline, {})  # what is left in `needs` are the others
     known = (o.summary for o in outcomes if o.summary is not None)
     shared = overlapping([*(Run(Path(), summary) for summary in known), *beside])
     for variant, by_seed in needs.items():
@@ -315,6 +317,7 @@ def screened(
         both = [(summaries[variant][seed], summaries[baseline][seed]) for seed in common]
         if objective == "time" and artefacts(variant, baseline, both):
             continue  # its times are not those of its arithmetic
+        # Needing more in every pair is no test; it only saves trials of a mode that cannot win
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
             dropped.setdefault(
@@ -380,7 +383,7 @@ def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
 
 def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     # Each skipped step has a line; train.log_every may leave out others.
-    half = summary.steps // 2
+    half = summary.steps // 2  # a dynamic scale starts high, and skips the first steps on purpose
     late = summary.steps - half
     is_step = (line for line in lines if line.get("kind") == "step" and line["step"] > half)
     skipped = sum(bool(line.get("skipped")) for line in is_step)
@@ -428,7 +431,9 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
             groups.append({f"override /{key}": str(value)})
         else:
             _put(fields, key.split("."), value)
+    # Text of records may have line breaks, behind which it would be YAML
     comment = "".join(f"# {' '.join(line.split())}\n" for line in comments)
+    # Hydra reads the list of defaults first, so it stands first: keys are not sorted
     body = yaml.safe_dump({"defaults": groups, **fields}, sort_keys=False, allow_unicode=True)
     return f"# @package _global_\n{comment}{body}"
 

@@ -1,10 +1,9 @@
 """A limit on what a study may take: `advise.budget_min=10`.
 
-The number of trials of a study follows from its settings, not from the speed of the machine. With a
-budget, a part (a trial, a measurement) is not begun if it would end too late, judged by the longest
-part of its kind so far. A training that is under way at the end is interrupted; it has a
-checkpoint, so that a resumed study continues it. The study then answers with what it has, and says
-what it leaves open.
+With a budget, a part (a trial, a measurement) is not begun if it would end too late, judged by the
+longest part of its kind so far. A training that is under way at the end is interrupted; it has a
+checkpoint, so that a resumed study continues it. The study then answers with what it has, and
+reports what it leaves open.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from mprun.records.console import ReportPart
 from mprun.records.console.formatting import counted
 from mprun.train.signals import StopSignals
 
-REPORT_S = 10.0  # Left at the end for the comparison and its plots
-REPORT_SHARE = 0.1  # At most this share of the budget is left for them
+REPORT_S = 10.0  # Seconds that are left at the end for the comparison and its plots
+REPORT_SHARE = 0.1  # At most this share of a short budget is left for them
 
 
 class EndedEarlyError(MprunError):
@@ -39,13 +38,13 @@ class Budget:
         self,
         setting: str = "",
         minutes: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # a clock that is set back must not add time
     ) -> None:
         self.setting = setting
         self.text = "" if minutes is None else f"{setting}={minutes:g}"
         self._clock = clock
         limit_s = math.inf if minutes is None else 60 * minutes
-        self._limit_ends_at = clock() + limit_s
+        self._limit_ends_at = clock() + limit_s  # what the user allows; trials end before it
         self._ends_at = self._limit_ends_at - min(REPORT_S, REPORT_SHARE * limit_s)
 
     @property
@@ -111,6 +110,7 @@ class LimitedParts:
             EndedEarlyError: it must not.
         """
         budget, now_s = self.stop.budget, self.stop.budget.now_s
+        # `done` is 0 at the first part of another kind: how long that takes is not known yet
         self._longest_s = max(self._longest_s, now_s - self._began_s) if done else 0.0
         if self.stop.requested() or not budget.has_room(self._longest_s):
             self.ended_by = self.stop.name
@@ -122,8 +122,7 @@ class LimitedParts:
 class TrialBudget:
     """Decides which trials of a study begin.
 
-    A trial is expected to take as long as the longest of its variant so far, or of any variant if
-    its own had none.
+    A trial is expected to take as long as the longest of its variant so far.
 
     Args:
         budget: the study's.
@@ -144,6 +143,7 @@ class TrialBudget:
         return self._budget.has_room(self._expected_s(variant) + partner_s)
 
     def _expected_s(self, variant: str) -> float:
+        # A variant without a trial may be the slowest; with no trial at all, the first one begins
         return self._longest_s.get(variant, max(self._longest_s.values(), default=0.0))
 
     def took(self, variant: str, seconds: float) -> None:

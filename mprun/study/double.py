@@ -5,16 +5,9 @@ But an epoch then has half the steps, which may cost accuracy unless the learnin
 three learning rates are compared (times 1, the square root of 2, and 2), after equal epochs.
 
 `largest_size` searches the largest batch whose peak memory fits, over a function that grows with
-the batch. `mprun memory` counts the peak of a step on fake tensors. The peak is almost linear in
-the batch size (parameters and state, plus some bytes for each sample). So the next size is guessed
-from the line through two sizes, until one size fits and the next one does not. The line can bend,
-because another moment of the step can become the peak: guesses that make little progress alternate
-with halving.
-
-`mprun double` runs real steps, and a step that runs out of memory has no peak: its search doubles
-and halves. Here memory depends on more than the batch: allocators cache blocks, libraries need
-workspace, and later steps may need more than the first. So a margin is taken off the result, and
-the recommended batch is checked by `PROOF_STEPS` steps.
+the batch. `mprun memory` counts the peak of a step on fake tensors, and its search follows the line
+through two sizes. `mprun double` runs real steps, and a step that runs out of memory has no peak:
+its search doubles and halves.
 """
 
 from __future__ import annotations
@@ -42,7 +35,8 @@ from mprun.train.assemble import DataCache, Plan, make_plan
 
 Answer = Literal["double it", "don't", "inconclusive"]
 
-# The learning rate is multiplied by 1, 2, or the square root of 2
+# The learning rate is multiplied by 1, by 2 (Goyal et al. 2017), or by the square root of 2
+# (Krizhevsky 2014: the variance of an update stays equal)
 RULES = ("none", "linear", "sqrt")
 
 
@@ -61,6 +55,7 @@ def new_double_study(request: StudyRequest) -> Study:
     composed = compose([*overrides, "batch=double"], config_dir)
     _check_length(composed)
     planned = make_plan(composed.config, composed.given, load=load)
+    # `samples` is None for a stream, which has any number
     samples, doubled = planned.splits.train.samples, planned.batch.effective
     if samples is not None and doubled > samples:
         raise UsageError(
@@ -149,9 +144,12 @@ def _best(variants: Sequence[Variant], higher_is_better: bool) -> Variant:
     return max(variants, key=score)
 
 
-TRY_STEPS = 3  # Optimizer state exists from the second step on
+TRY_STEPS = 3  # Optimizer state exists from the second step on: two steps with all of it
+# The recommended batch is checked longer: allocators cache blocks, libraries need workspace, and
+# later steps may need more than the first
 PROOF_STEPS = 20
-# Real steps: the search ends when the interval is this many times smaller than the batch
+# Real steps: the search ends when the interval is this many times smaller than the batch. A finer
+# result is useless, as a margin of 10 % is taken off.
 RESOLUTION = 64
 
 # Whether a batch of the first trains for the second number of steps
@@ -201,8 +199,11 @@ def largest_size(
         tried[guess] = size
         fits = size is not None and (limit is None or size <= limit)
         low, high = (guess, high) if fits else (low, guess)
+        # The line bends where another moment of the step becomes the peak: a guess that leaves more
+        # than half of the interval is followed by a halving, so the search stays logarithmic
         halve = not halve and high in tried and low in tried and 2 * (high - low) > gap
         middle = (low + high) // 2 if high in tried else 2 * low
+        # Peaks are almost linear in the batch: parameters and state, plus bytes for each sample
         line = None if halve or limit is None else _on_line(tried, limit, low, high)
         guess = min(max(middle if line is None else line, low + 1), high - 1)
     return LargestSize(low, tried)
@@ -248,16 +249,17 @@ def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> Tra
         raise UsageError(f"train.batch_size={start} does not fit; start from a smaller one")
 
     def peak(size: int) -> int | None:
-        return 0 if fits(size, TRY_STEPS) else None
+        return 0 if fits(size, TRY_STEPS) else None  # any number: there is no limit to compare with
 
     size = largest_size(peak, None, 2 * start, most, start, RESOLUTION).size
+    # Without a margin where the whole training set fits: no larger batch exists
     batch = size if size == most else max(start, int(size * (1 - margin)))
     while not fits(batch, PROOF_STEPS):
         if batch == start:
             raise UsageError(
                 f"train.batch_size={start} fits for {TRY_STEPS} steps and not for {PROOF_STEPS}"
             )
-        batch = max(start, int(batch * 0.9))
+        batch = max(start, int(batch * 0.9))  # a tenth less until it fits, never below the start
     return TrainableBatch(size, batch, size == most)
 
 
@@ -289,7 +291,9 @@ def largest_batch(
         candidate = planned(f"train.batch_size={batch}")
         devices.reset_peak(candidate.device)
         trains = _trains(candidate, steps)
-        peak = (devices.peak_bytes(candidate.device) or 0) / 2**20
+        peak = (devices.peak_bytes(candidate.device) or 0) / 2**20  # in MiB
+        # Models are in cycles of references, and the allocator keeps their blocks: the next batch
+        # would run out of memory too early
         gc.collect()
         torch.accelerator.empty_cache()
         outcome = f"peak {peak:.0f} MiB" if trains else "out of memory"
@@ -303,7 +307,7 @@ def largest_batch(
             "system swaps or kills the process before PyTorch can report that memory is out; mprun "
             "memory counts the memory of a batch without running it"
         )
-    most = first.splits.train.samples or sys.maxsize
+    most = first.splits.train.samples or sys.maxsize  # a stream has no size
     batch = largest_that_trains(fits, first.batch.micro, most, margin)
     end = " (all of the training set)" if batch.is_limited_by_data else ""
     answer = (

@@ -4,9 +4,9 @@
     mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
 
 `launcher=joblib|submitit` and its fields are short for that. Each job helps with the study until no
-trial is open, so it does not matter which job takes which trial, or how many
-jobs start. Signals, logs and limits are the launcher's: a job that it ends leaves a checkpoint or
-the one before, and the study is resumed.
+trial is open, so it does not matter which job takes which trial, or how many jobs start. Signals,
+logs and limits are the launcher's: a job that it ends leaves its last checkpoint, and the study is
+resumed.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ class Screening:
         """The function that a study calls."""
 
         def dropped(outcomes: Sequence[Outcome]) -> Mapping[str, str]:
-            beside = _beside(study, outcomes)
+            beside = _other_runs(study, outcomes)
             return screened(outcomes, study.baseline, self.objective, self.pairs, beside)
 
         return dropped
 
 
-def _beside(study: Study, outcomes: Sequence[Outcome]) -> list[Run]:
+def _other_runs(study: Study, outcomes: Sequence[Outcome]) -> list[Run]:
     """The runs of a study without an outcome; those of other processes last until now."""
     folder, now = study.folder, datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     known = [Run(folder / o.trial.name, o.summary) for o in outcomes if o.summary is not None]
     names = {trial.name for trial in study.trials}
     others = others_in(folder, known)
     for run in others:
+        # Its record is as old as its last write, but it shares the machine until now. A run that
+        # was put aside is not a trial any more.
         if run.summary.status == "running" and run.path.name in names:
             run.summary.written_at = now
     return others
@@ -96,10 +98,12 @@ class StudyJob:
             torch.set_num_threads(self.threads)
         stop = BudgetSignals(Budget(self.budget, self.budget_min))
         with contextlib.ExitStack() as stack:
+            # submitit writes the output of a job into a log; that of joblib's would mix with ours
             has_log = self.launcher.startswith("submitit")
             out = sys.stdout if has_log else stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(stop)
             if SIGUSR2 is not None:
+                # A SIGTERM in its place: one way to stop, whose handler `stop` has installed
                 before = signal.signal(SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
                 stack.callback(signal.signal, SIGUSR2, before)
             try:
@@ -119,9 +123,9 @@ class StudyJob:
         return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]
 
 
-FOLLOW_S = 1.0  # Seconds between two looks at the records
+FOLLOW_S = 1.0  # Seconds between two looks at the records of the jobs
 JOBS_ENDED = "jobs that ended early"
-# `timeout_min` of submitit's jobs on this machine, where nothing else limits them
+# `timeout_min` of submitit's jobs on this machine, a week: its default of an hour would end them
 MAX_MIN = 7 * 24 * 60
 ELSEWHERE = ("slurm", "aws")  # Parts of the names of launchers whose jobs are on other machines
 
@@ -161,7 +165,7 @@ class StudyLauncher:
 
     @property
     def overrides(self) -> list[str]:
-        """What Hydra is told."""
+        """The overrides that Hydra gets."""
         defaults: dict[str, Any] = {}
         if self.name == "joblib":
             defaults["n_jobs"] = self.count
@@ -172,12 +176,13 @@ class StudyLauncher:
             }
         elif self.name == "submitit_slurm":
             defaults["name"] = "mprun"
+        # submitit's own names have these prefixes, the fields of Hydra's plugin have not
         options = {
             key.removeprefix("slurm_").removeprefix("local_"): value
             for key, value in self.settings.options.items()
         }
         fields = defaults | options
-        if self.name == "submitit_slurm":  # sbatch has more than the plugin has names for
+        if self.name == "submitit_slurm":  # sbatch has more options than the plugin has fields
             more = fields.keys() - {*launcher_fields(self.name)}
             fields |= {f"additional_parameters.{key}": fields.pop(key) for key in more}
         own = [launcher_override(key, value) for key, value in fields.items()]
@@ -199,6 +204,7 @@ class StudyLauncher:
         """PyTorch's threads in each job; None where the environment or the launcher decides."""
         if not self.is_side_by_side or "OMP_NUM_THREADS" in os.environ:
             return None
+        # More threads than cores slow every job: OpenMP threads wait actively
         return max(1, min(torch.get_num_threads(), usable_cores() // self.count))
 
 
@@ -259,16 +265,17 @@ def run_launched(
     drop = None if screening is None else screening.drop(study)
     if not launcher.name:
         return study.run(stop, progress, drop)
+    # A job has another working folder, and is pickled: without the samples loaded here
     there = replace(study, folder=study.folder.resolve(), load=DataCache())
     budget, each = stop.budget, launcher.threads_each
     job = StudyJob(there, launcher.name, screening, budget.setting, budget.minutes_left, each)
     threads = "" if each is None else f", {counted(each, 'thread')} each"
     progress.line(f"launcher={launcher.name}: {counted(launcher.count, 'job')}{threads}")
-    with _followed(study, progress):
+    with _following(study, progress):
         errors = _launch(launcher, job)
     for error in dict.fromkeys(errors):
         progress.line(f"warning: {error}")
-    if launcher.is_on_this_machine:
+    if launcher.is_on_this_machine:  # a job that was killed may have left trials open
         return study.run(stop, progress, drop)
     ran = study.run(BudgetSignals(Budget(minutes=0)), progress)  # reads records, begins nothing
     dropped = {} if drop is None else drop(ran.outcomes)
@@ -282,7 +289,8 @@ def _launch(launcher: StudyLauncher, job: StudyJob) -> list[str]:
     Raises:
         SignalReceivedError: a signal ended it.
     """
-    # A new folder: submitit unpickles the results in it.
+    # A new folder with a name that nobody can guess: submitit unpickles the results in it, and
+    # unpickling runs code
     logs = job.study.folder / LOGS / secrets.token_hex(8)
     try:
         ended = launch(launcher.name, launcher.overrides, logs, job, launcher.count)
@@ -304,16 +312,16 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _followed(study: Study, progress: StudyProgress) -> Iterator[None]:
+def _following(study: Study, progress: StudyProgress) -> Iterator[None]:
     """Inside, trials that jobs have ended are shown."""
     is_over = threading.Event()
 
     def follow() -> None:
         waiting = study.trials
         while not is_over.wait(FOLLOW_S):
-            waiting = [trial for trial in waiting if not _showed(study, trial, progress)]
+            waiting = [trial for trial in waiting if not _show_if_ended(study, trial, progress)]
 
-    thread = threading.Thread(target=follow, daemon=True)
+    thread = threading.Thread(target=follow, daemon=True)  # `launch` blocks until the jobs end
     thread.start()
     try:
         yield
@@ -322,7 +330,7 @@ def _followed(study: Study, progress: StudyProgress) -> Iterator[None]:
         thread.join()
 
 
-def _showed(study: Study, trial: Trial, progress: StudyProgress) -> bool:
+def _show_if_ended(study: Study, trial: Trial, progress: StudyProgress) -> bool:
     """Show a trial if it has ended, in whichever process; whether it has."""
     summary = settled_summary(study.folder / trial.name)
     if summary is not None:

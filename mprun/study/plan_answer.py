@@ -30,7 +30,7 @@ from mprun.train.assemble.optimizer import class_of, import_path, options_of
 from mprun.train.assemble.recipe_loading import source_of
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
-# The scale where the configuration names no value
+# The scale where the configuration names no value; 65536 is GradScaler's own initial scale
 INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
 
 
@@ -42,6 +42,7 @@ def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
         notes: where the answer comes from, a line each.
     """
     config, row = plan.config, plan.policy
+    # A mode of the user's own has no name that another program could look up: all columns are given
     shipped = policy(row.name).columns() if row.name in SHIPPED_MODES else None
     changes = {k: v for k, v in row.columns().items() if shipped and v != shipped[k]}
     if plan.op_lists is not None:
@@ -97,6 +98,7 @@ def _options(config: OptimizerConfig) -> dict[str, Any]:
     options, default = options_of(config, kind), inspect.signature(kind).parameters
     if config.target is not None:
         return options
+    # Short code; but AdamW's own default of weight_decay is 0.01, so a 0 there must be written
     return {k: v for k, v in options.items() if v or default[k].default}
 
 

@@ -1,8 +1,7 @@
 """A run that is planned but not trained: the commands that inspect a step use it.
 
 A `PolicyProbe` takes the run's forward and backward pass in another precision, with a model of its
-own. The run's weights, running statistics and random numbers stay as they are, and dropout draws
-the same numbers as in the run.
+own: the run's weights and running statistics stay as they are.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class PlannedRun:
         try:
             with self.plan.backend_flags():
                 yield
-        except MprunError:
+        except MprunError:  # it is a sentence for the user already
             raise
         except StopRequestedError:
             raise SignalReceivedError from None
@@ -106,6 +105,7 @@ def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict
     if reload:
         forget_changed()
     folder = composed.config.run.resume
+    # A resumed run keeps the execution and speed that were chosen when it began
     saved = None if folder is None else checkpoint.load(Path(folder))
     plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
     return (plan if saved else with_fastest(plan)), saved
@@ -125,7 +125,7 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
     return PlannedRun(command, composed, make_plan(composed.config, composed.given))
 
 
-EXACT = "fp32"  # The policy of reference passes
+EXACT = "fp32"  # The policy of the passes that others are compared with
 
 
 def policy_in(plan: Plan, short: str) -> Policy:
@@ -138,8 +138,9 @@ def policy_in(plan: Plan, short: str) -> Policy:
     old = plan.policy
     stored_low = old.casting == "none" and old.is_low
     policy = policy_of(f"{short}_{'true' if stored_low else 'mixed'}")
+    # Outputs are float32 if the run's are, else in the other 16-bit dtype
     output = policy.output_dtype if old.output_dtype == "float32" else policy.compute_dtype
-    casting = old.casting if plan.op_lists else policy.casting
+    casting = old.casting if plan.op_lists else policy.casting  # the run's own lists decide
     return replace(policy, casting=casting, output_dtype=output)
 
 
@@ -169,7 +170,7 @@ class PolicyProbe:
         self._loss = LossTerms(plan.recipe)
         self.loss = 0.0
         """The mean loss of the last pass, unscaled."""
-        self._scale = StaticLossScale(1.0, plan.device)
+        self._scale = StaticLossScale(1.0, plan.device)  # `gradients` sets it for each pass
         self._precision = Precision(
             policy,
             device=plan.device,
@@ -178,7 +179,7 @@ class PolicyProbe:
             layers=self._plan.layers,
             op_lists=build_caster(self._plan),
         )
-        with own_random_numbers([self._scale.tensor]):
+        with own_random_numbers([self._scale.tensor]):  # drawing weights must not move the run's
             model = model_of(plan.recipe)
         self.model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
 
@@ -199,15 +200,16 @@ class PolicyProbe:
             before_backward: is called with the loss of each micro-batch.
             inside: makes a region of the probe's model, with the run's weights, to compute in.
         """
-        self.model.load_state_dict(run.state_dict())
+        self.model.load_state_dict(run.state_dict())  # casts to the dtypes of the probe's policy
         self.model.train()
         self.model.zero_grad()
         self._scale.tensor.fill_(scale)
+        # Dropout draws the same numbers as the run's next step, and the run draws them again
         own_numbers = own_random_numbers([self._scale.tensor])
         with own_numbers, backend_flags(self._plan.policy), inside(self.model):
             self._pass(batch, before_backward)
             return {
-                name: p.grad.double() / scale
+                name: p.grad.double() / scale  # float64: unscaling must not round or underflow
                 for name, p in self.model.named_parameters()
                 if p.grad is not None
             }

@@ -3,9 +3,7 @@
 The folder contains `sweep.json` (the plan), a run's folder for each trial, and `.claims/`. Any
 number of processes may run it at once, on any machines that share the folder.
 
-Times are compared in pairs of equal seed on one machine. So a process first takes whole seeds that
-no other process works on. Then it helps with trials of other processes' seeds, and at last it waits
-until they have ended: if their process is killed, this one takes them over.
+Times are compared in pairs of equal seed on one machine, so processes share the work by seeds.
 """
 
 from __future__ import annotations
@@ -80,17 +78,25 @@ class StudyLoop:
         """
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
         while True:
-            for seed in filter(self._open, seeds):  # whole seeds first: their runs are one pair
+            # Whole seeds first: the runs of a seed are compared as pairs, and have one machine then
+            for seed in filter(self._open, seeds):
                 with self._claims.held(f"seed{seed}") as mine:
                     if mine:
                         self._run_seed(seed)
-            for seed in seeds:  # then single trials of other processes' seeds
+            for seed in seeds:  # then single trials of the seeds that other processes work on
                 self._run_seed(seed)
             waiting = [trial for seed in seeds for trial in self._open(seed)]
             if not waiting or self._stop.budget.is_over():
                 break
+            # The others run in other processes. If one is killed, its lock is free: the next round
+            # takes its trial.
             self._progress.wait_for([f"{trial.variant} seed {trial.seed}" for trial in waiting])
             time.sleep(POLL_S)
+        return self._result(waiting)
+
+    def _result(self, waiting: Sequence[Trial]) -> StudyResult:
+        """The outcomes, and the trials that are left, with what other processes did meanwhile."""
+        # A full disk or a kill is no result: another process may have run the trial again since
         by_machine = {trial for trial, outcome in self._outcomes.items() if outcome.by_machine}
         unfinished = [x for x in self._planned if x in {*self._left_out, *waiting, *by_machine}]
         for trial in unfinished:
@@ -116,6 +122,8 @@ class StudyLoop:
     def _run_seed(self, seed: int) -> None:
         """Carry out the open trials of a seed, except those that other processes run."""
         trials = self._open(seed)
+        # Before the baseline's trial, a trial may begin only if the budget has room for both: alone
+        # it would be no pair
         is_partner_open = self._baseline in {trial.variant for trial in trials}
         for trial in trials:
             is_partner_open &= trial.variant != self._baseline
@@ -144,7 +152,7 @@ class StudyLoop:
                 self._left_out.add(trial)
 
     def _run_in_budget(self, trial: Trial) -> None:
-        """Keep the outcome of a trial, unless the budget ends it.
+        """Run a trial and store its outcome, unless the budget ends it.
 
         Raises:
             StoppedError: a signal ended it.
@@ -153,16 +161,17 @@ class StudyLoop:
         try:
             outcome = self._trials.run(trial)
         except StoppedError:
-            if self._stop.received is not None:
+            if self._stop.received is not None:  # a signal, not the budget
                 raise
             self._left_out.add(trial)
             return
+        # A trial of an earlier process is only read here: its record says how long it took
         earlier_s = 0.0 if outcome.summary is None else outcome.summary.wall_time_s
         self._budget.took(trial.variant, max(self._stop.budget.now_s - began_s, earlier_s))
         self._outcomes[trial] = outcome
 
 
-# Temporary files of a study that are older than this belong to no process that still runs
+# Temporary files older than this belong to no process that still runs: a file is written in seconds
 LEFTOVER_S = 3600.0
 
 
@@ -231,7 +240,7 @@ class Study:
         """
         for o in outcomes:
             if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
-                held_out = o.summary.data.validation_samples
+                held_out = o.summary.data.validation_samples  # None for a stream
                 return o.summary.variant_hash, "train" if held_out == 0 else "validation"
         if self.baseline not in {o.trial.variant for o in outcomes}:
             raise RunFailedError(
@@ -255,6 +264,7 @@ def _check_recipe_file(study: Study, config: Config) -> None:
             summary = read_summary(study.folder / trial.name)
         except UsageError:  # it has not begun
             continue
+        # None: that run's recipe came by name, or the record is older than this field
         is_same = summary.recipe_sha256 in (None, source.sha256)
         if summary.recipe == config.recipe.name and not is_same:
             raise UsageError(
@@ -303,7 +313,7 @@ def new_study(
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
     if not (path / FILE).exists():
         raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
-    return replace(_joined(request, path, study_plan), load=load)
+    return replace(_join(request, path, study_plan), load=load)
 
 
 def _is_written(folder: Path, plan: StudyPlan) -> bool:
@@ -318,16 +328,18 @@ def _is_written(folder: Path, plan: StudyPlan) -> bool:
 def _foreign(folder: Path) -> str | None:
     """What is in a folder besides another process's draft of a plan; None if nothing is."""
     names = {path.name for path in folder.iterdir()}
+    # `write_study_plan` writes a draft of this name first, so that no process reads half a plan
     return next((name for name in sorted(names) if not name.startswith(f".{FILE}.")), None)
 
 
-def _joined(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
+def _join(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
     """The study in a folder, if it is the one that was asked for: this process helps with it.
 
     Raises:
         UsageError: it is another study.
     """
     study = resumed_study(request.command, folder, request.trust)
+    # Why a mode is not tried is a sentence with facts of the machine: it may differ elsewhere
     if replace(study.plan, not_tried=plan.not_tried) != plan:
         raise UsageError(
             f"run.dir={folder} has {FILE} of another study already; choose another folder, or "
@@ -360,6 +372,7 @@ def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
         UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
             it asks for more than a study that is not trusted may.
     """
+    # A link in a folder of someone else would make mprun write, or lock, files outside of it
     refuse_links(folder, [FILE, CLAIMS, LOGS])
     refuse_links(folder / CLAIMS, [path.name for path in (folder / CLAIMS).glob("*")])
     study_plan = read_study_plan(folder)
@@ -377,9 +390,11 @@ def _check_untrusted(folder: Path, plan: StudyPlan) -> None:
     """Refuse what someone who made the folder could do to the user who resumes it."""
     refuse_links(folder, [path.name for path in folder.iterdir()])
     trust = "if the study is yours, add run.trust=true"
+    # Names are shown on a terminal, where control characters could hide or fake output
     if not all(name.isprintable() for name in plan.variants):
         raise UsageError(f"{folder / FILE} is damaged: a variant has no name that can be printed")
     for text in (*plan.of_trials, *chain(*plan.variants.values())):
+        # These choose where files are written, and the server that a record is sent to
         if text.lstrip("+").startswith(("run.", "logger.uri")):
             raise UsageError(f"run.resume={folder}: {FILE} contains '{printable(text)}'; {trust}")
         if "${" in text:
@@ -403,7 +418,7 @@ def load_samples(
     load: DataCache,
     untrusted: Path | None = None,
 ) -> None:
-    """Load the samples before the first run: an error in them is an error in every run.
+    """Load the samples before the first run, because an error in them would end every run.
 
     Args:
         overrides: of a run.
@@ -423,6 +438,7 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
         UsageError: the run cannot be planned.
     """
     planned = make_plan(composed.config, composed.given, load=load)
+    # A test set on which a mode was selected is no test set any more
     overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
     takes_share = "data.validation_fraction" not in planned.recipe.ignores
     if planned.splits.validation.is_empty and takes_share:
@@ -444,6 +460,7 @@ def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None])
     config = compose(trial.overrides, study.config_dir).config
     logged = LoggedRun(
         folder=study.folder,
+        # The report is stored beside the trials, so that the logger lists them together
         store=LoggedRun(folder=study.folder / trial.name).store_folder,
         project=config.logger.project or config.recipe.name,
         name=f"comparison of {study.folder.name}",

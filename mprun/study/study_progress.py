@@ -15,7 +15,8 @@ from rich.text import Text
 from mprun.records.console import ProgressDisplay, duration
 from mprun.records.console.fitted_table import FittedTable, text_column
 from mprun.records.console.formatting import substitution_label
-from mprun.records.run_record import Summary, number
+from mprun.records.run_record import Summary
+from mprun.study.compare.load import SPLITS, score
 
 FIGURES = re.compile(r"\d[\d.,]*")  # What differs between warnings that are alike
 
@@ -54,13 +55,8 @@ class _VariantProgress:
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
     """A run's metric and its value on test data, else on validation data, else on training data."""
-    name = summary.metric.name
-    last = summary.history[-1] if summary.history else None
-    for scores in (summary.test, *((last.validation, last.train) if last else ())):
-        value = scores.value(name)
-        if value is not None:
-            return name, number(value)
-    return name, None
+    values = (score(summary, split) for split in SPLITS)
+    return summary.metric.name, next((x for x in values if x is not None), None)
 
 
 class StudyProgress(ProgressDisplay):
@@ -88,9 +84,10 @@ class StudyProgress(ProgressDisplay):
         self._ended: set[str] = set()
         self._processes = processes
         self._run, self._text, self._fraction = "", "", 0.0
-        self._verbose, self._told = verbose, set[str]()
+        self._verbose, self._shown = verbose, set[str]()
         self._warnings: dict[str, list[str]] = {}
         self._failed: dict[str, str] = {}
+        # Once a second: a redraw takes CPU time from the run that is measured
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
         super().__init__(console, live)
 
@@ -114,10 +111,11 @@ class StudyProgress(ProgressDisplay):
         runs = self._variants[variant]
         runs.add(summary, error)
         if error is not None:
+            # Often all runs of a mode fail alike: the reason is shown once
             first = self._failed.setdefault(FIGURES.sub("", error), self._run)
             why = f": {error}" if first == self._run else f", for the same reason as {first}"
             self.line(f"{self._run} failed{why}")
-        elif self._live is None:
+        elif self._live is None:  # no terminal: a line in place of the table
             _, ms, score = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
 
@@ -136,8 +134,8 @@ class StudyProgress(ProgressDisplay):
                 self._warnings.setdefault(alike, []).append(text)
             return
         texts += [f"{mode}, {speed}"] if speed else []
-        for text in dict.fromkeys(x for x in texts if x not in self._told):
-            self._told.add(text)
+        for text in dict.fromkeys(x for x in texts if x not in self._shown):
+            self._shown.add(text)
             self.line(text)
 
     def stop(self) -> None:
@@ -156,7 +154,7 @@ class StudyProgress(ProgressDisplay):
     def drop(self, variants: Iterable[str]) -> None:
         """These variants have no further runs."""
         for name in variants:
-            self._variants[name].planned = self._variants[name].ended
+            self._variants[name].planned = self._variants[name].ended  # else the time left is wrong
 
     def _remaining(self) -> str:
         """The number of runs that are done, and an estimate of the time left."""

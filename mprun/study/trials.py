@@ -1,20 +1,12 @@
 """Trials: the runs of a study, as one process carries them out, one after the other.
 
-Times of runs are compared in pairs of equal seed. The speed of a machine drifts: it warms up, or
-other programs use it. So the runs go seed by seed over all variants, and each seed starts with
-another variant. A slow drift then affects all variants equally (a Latin square over seeds and
-positions in the order).
-
 A study is interruptible and resumable. Completed trials stay, and so do those that failed by
 themselves. A trial that was interrupted, or ended by the machine (a full disk, too little memory, a
-kill), resumes from its checkpoint. One without a checkpoint starts again, and its old folder is
-renamed.
+kill), resumes from its checkpoint.
 
 Any number of processes may work on one study. A process that runs a trial holds a lock in the
-study's folder `.claims/`. The system releases it when the process ends, however it ends: a trial
-whose process was killed is open again, and another process resumes it. On several machines the
-folder has to be on a file system with locks for all of them (NFS has them; Lustre with the mount
-option `flock`).
+study's folder `.claims/`. On several machines the folder has to be on a file system with locks for
+all of them (NFS has them; Lustre with the mount option `flock`).
 """
 
 from __future__ import annotations
@@ -49,7 +41,9 @@ from mprun.train.stopwatch import Stopwatch
 
 WARM_UP_STEPS = 5  # Steps without a record: the first steps of a process run with cold caches
 ENDED = ("completed", "failed")  # The statuses of runs that are not run again
-LONGEST = 100  # The most characters of a variant's name that are part of a folder's name
+# Characters of a variant's name in a folder's name: file systems allow 255 bytes, and a seed and
+# the suffixes of temporary files follow
+LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,8 @@ def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> 
     names, slugs = list(variants), file_names(variants)
     trials: list[Trial] = []
     for i, seed in enumerate(seeds):
+        # A machine drifts: it warms up, or other programs use it. With another variant at the start
+        # of each seed (a Latin square) a slow drift affects all variants equally.
         first = i % len(names)
         order = names[first:] + names[:first]
         trials += [Trial(name, seed, tuple(variants[name]), slugs[name]) for name in order]
@@ -94,7 +90,7 @@ def file_names(variants: Iterable[str]) -> dict[str, str]:
     slugs: dict[str, str] = {}
     for variant in variants:
         safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
-        name, n = safe, 1
+        name, n = safe, 1  # two names may differ only in replaced characters, or behind the end
         while name in slugs.values():
             n += 1
             name = f"{safe}~{n}"
@@ -163,17 +159,19 @@ class Trials:
             trust = f"run.trust={str(self._untrusted is None).lower()}"
             composed = compose([f"run.resume={quoted(folder)}", trust], self._config_dir)
         else:
-            put_aside(folder)
+            put_aside(folder)  # a run that was killed before its first checkpoint
             own = [f"seed={trial.seed}", f"run.dir={quoted(as_text(str(folder)))}"]
             composed = compose([*trial.overrides, *own], self._config_dir)
         choices = saved["choices"] if saved else None
-        if not self._warm:  # it loads the data too, which is not a part of the first trial
+        # The first steps of a process compile and fill caches, and the data is loaded: without this
+        # the first trial would look slower
+        if not self._warm:
             with suppress(Exception):  # the run below fails in the same way and reports it
                 run_steps(self._plan(composed, choices), WARM_UP_STEPS)
             self._warm = True
         watch = Stopwatch()
         plan = self._plan(composed, choices)
-        plan = plan if choices else with_fastest(plan)
+        plan = plan if choices else with_fastest(plan)  # a resumed run keeps its earlier choice
         speed = (plan.speed_reason or "").removesuffix(KEPT)
         self._view.notices(plan.policy.name, plan.warnings, speed)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
@@ -237,7 +235,7 @@ class _TrialView(ProgressView):
         pass
 
 
-FOLDER = ".claims"
+FOLDER = ".claims"  # Hidden, so that `compare` does not search it for runs
 
 
 class TrialClaims:
@@ -264,6 +262,7 @@ class TrialClaims:
         Raises:
             UsageError: the folder cannot be written, or its file system has no locks.
         """
+        # The system releases it when the process ends, however it ends: the trial is open again
         lock = FileLock(self._folder / f"{name}.lock", timeout=0)
         try:
             lock.acquire()
@@ -272,7 +271,7 @@ class TrialClaims:
             return
         except OSError as error:
             raise UsageError(f"{self._folder} cannot be written ({error.strerror})") from None
-        except NotImplementedError:
+        except NotImplementedError:  # filelock's error where the file system has no flock
             raise UsageError(
                 f"{self._folder}: this file system has no locks; put the study on one that has them"
             ) from None

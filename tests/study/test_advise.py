@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from datetime import date, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mprun.config import compose
+from mprun.records.run_config import variant_hash
 from mprun.records.run_record import LossScaleRow, Summary
-from mprun.study.advise import advise, alarms, screened
+from mprun.study.advise import advise, alarms, preset_text, screened, write_preset
 from mprun.study.compare.comparison import EqualQuality, Estimate, Interval, Variant
 from mprun.study.compare.verdicts import compare
 from mprun.study.trials import Outcome, Trial
@@ -325,3 +328,32 @@ def test_a_loss_that_is_not_finite() -> None:
     summary: Summary = example()
     summary.history[0].validation.loss = "nan"
     assert alarms(summary, []) == ["a validation loss was not finite"]
+
+
+# ---- the preset ----------------------------------------------------------------------------------
+
+CASES = [
+    ["recipe=mnist", "precision=bf16_mixed"],
+    ["recipe=linear", "precision=half_sr", "loss_scale=static", "loss_scale.value=1024"],
+    ["recipe=mnist", "op_lists=hmp", "train.lr=2e-3", "precision.layers={0: fp32}"],
+    ["recipe=mnist", "precision=fp16_mixed", "train.clip_norm=null", "recipe.model.units=64"],
+    ["recipe=mnist", "batch=double", "batch.lr_rule=sqrt", "train.scheduler=cosine"],
+]
+
+
+@pytest.mark.representative(2, 4)
+@pytest.mark.parametrize("words", CASES, ids=lambda w: w[1])
+def test_a_preset_is_the_same_run_and_the_same_variant(words: list[str]) -> None:
+    path = write_preset(Path("made"), "advised", preset_text("advised", words, ["why\nso"]))
+    assert path == Path("made/preset/advised.yaml")
+    found, meant = compose(["preset=advised"], Path("made")).resolved, compose(words).resolved
+    assert found.pop("preset") == meant.pop("preset") | {"name": "advised"}
+    assert found == meant
+    assert variant_hash(found) == variant_hash(meant)
+
+
+def test_the_command_line_wins_over_a_preset() -> None:
+    write_preset(Path("made"), "advised", preset_text("advised", CASES[0], ["why"]))
+    words = ["preset=advised", "precision=fp32", "train.lr=1"]
+    config = compose(words, Path("made")).config
+    assert (config.precision.name, config.train.lr) == ("fp32", 1.0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,16 +23,11 @@ from mprun.study.study import Study, new_study, resumed_study
 from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import Outcome, Trial, TrialClaims, Trials
 from mprun.train.machine import machine
-from tests.study.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
-from tests.waiting import wait_for
+from tests.study.crowd import Crowd, a_crowd, starts, write_recipe
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
 
 SWEEP = ["sweep", "recipe=waiting.py", "precision=fp32,bf16_mixed", "run.dir=s"]
-LONG = [
-    *(*SWEEP, "train.max_steps=100", "train.checkpoint_every_steps=5", "seeds=2"),
-    "compare.report=false",
-]
 
 
 @pytest.fixture
@@ -81,28 +74,6 @@ def test_many_runs_by_four_processes_at_once(seeds: int, crowd: Crowd) -> None:
     assert other.no_time_verdict == OVERLAPPED
     assert other.step_time_ratio is not None
     assert other.step_time_ratio.interval is None
-
-
-@pytest.mark.exhaustive  # the same with processes of a launcher: test_launchers
-def test_what_a_killed_and_an_interrupted_process_leave_is_resumed_by_another(crowd: Crowd) -> None:
-    write_recipe(together=3)
-    pids = [crowd.start(LONG, f"{n}.txt") for n in range(3)]
-    under_way = running_trials("s", 3)
-    killed, stopped, other = pids
-    os.kill(killed, signal.SIGKILL)
-    os.kill(stopped, signal.SIGINT)
-    wait_for(lambda: not is_alive(stopped))
-    assert is_alive(other)
-    Path("go").touch()
-    assert crowd.statuses() == {killed: -signal.SIGKILL, stopped: 130, other: 0}
-    text = Path("1.txt").read_text(encoding="utf-8")
-    assert "stopped by Ctrl-C; resume with: mprun sweep run.resume=s" in text
-    begun = starts("s")
-    assert begun.pop(under_way[killed]) == [killed, other]
-    assert begun.pop(under_way[stopped]) == [stopped, other]
-    assert list(begun.values()) == [[other]] * 2
-    assert {(x.status, x.steps) for x in summaries("s").values()} == {("completed", 100)}
-    assert not list(Path("s").glob("*.abandoned-*"))  # both had a checkpoint
 
 
 # ---- the order of one process --------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from mprun.records.console.formatting import counted
 from mprun.records.run_record import Summary
 
 Outcome = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
@@ -57,8 +58,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.word == "inconclusive" and self.more_seeds:
-            plural = "s" if self.more_seeds > 1 else ""
-            return f"inconclusive: about {self.more_seeds} more seed{plural}"
+            return f"inconclusive: about {counted(self.more_seeds, 'more seed')}"
         return self.word
 
 

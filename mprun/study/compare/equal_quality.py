@@ -10,11 +10,8 @@ reached, and both runs are asked how many samples they needed:
     samples    steps x samples per step (skipped steps count: they take time and data)
     time       samples / samples per second, so evaluation is not part of it
 
-The worse of the two bests makes the target fair: noise of a validation helps neither side. Without
-a true difference both ratios are then equally likely above and below 1, so the t interval of their
-logarithms keeps its level. (The baseline's best alone would be a lucky draw that the other run must
-repeat.) The tolerance moves the target from the flat end of a curve, where noise decides on the
-step, to its slope.
+Without a true difference both ratios are then equally likely above and below 1, so the t interval
+of their logarithms has its level.
 
 Noise of a validation as large as the tolerance still pulls ratios towards 1, because the lowest
 loss so far is a lucky one: by 2 % for a true ratio of 1.2 and 2 % noise, by under 1 % for 1 % noise
@@ -22,10 +19,10 @@ loss so far is a lucky one: by 2 % for a true ratio of 1.2 and 2 % noise, by und
 
 A variant whose best loss lies beyond the tolerance above the baseline's best never reached the
 baseline's quality: the pair is `missed`. Its ratio, at the level that the variant did reach, is
-shown with that remark. It is not left out: that would leave the good seeds only.
+shown with that remark.
 
-A pair has no ratio if a run has fewer than `MIN_VALIDATIONS` (the curve is not known), or if it
-was at the target by its first validation (when is not known). mprun validates after each epoch.
+A pair has no ratio if a run has fewer than `MIN_VALIDATIONS`, or if it was at the target by its
+first validation. mprun validates after each epoch.
 """
 
 from __future__ import annotations
@@ -74,7 +71,10 @@ def steps_to_target(ours: Curve, theirs: Curve, tolerance: float) -> StepsToTarg
     if min(len(ours), len(theirs)) < MIN_VALIDATIONS:
         return None
     best, base_best = (min(row.loss for row in curve) for curve in (ours, theirs))
+    # The tolerance moves the target from the flat end of a curve, where noise decides on the step,
+    # to its slope
     width = tolerance * abs(base_best)
+    # The worse of both bests: the baseline's alone would be a lucky draw that the other must repeat
     target = max(best, base_best) + width
     own, base = _crossing(ours, target), _crossing(theirs, target)
     if own is None or base is None:
@@ -88,12 +88,13 @@ def _crossing(curve: Curve, target: float) -> float | None:
     The curve reaches the target.
     """
     before = curve[0]
-    if before.loss <= target:
+    if before.loss <= target:  # it got there before, nobody knows when
         return None
     for row in curve[1:]:
         if row.loss <= target:
             share = (before.loss - target) / (before.loss - row.loss)
             return before.step + share * (row.step - before.step)
+        # The lowest loss so far, so that a curve that rises for a while crosses once
         before = ValidationLoss(row.step, min(row.loss, before.loss))
     return None
 
@@ -112,7 +113,7 @@ def equal_quality(
         base: the baseline's.
         tolerance: differences within this share of the baseline's best loss do not matter.
         timed: the pairs whose times are compared, and why these allow no conclusion.
-        curve_of: `read_curve`, or one that keeps the baseline's for the next variant.
+        curve_of: `read_curve`, or one that caches the baseline's for the next variant.
 
     Returns:
         None without a pair of runs that were both validated.
@@ -120,24 +121,26 @@ def equal_quality(
     pairs = _validated_pairs(group, base)
     if not pairs:
         return None
+    # From the summaries, to name the remedy without reading every log
     fewest = min(_validations(run.summary) for pair in pairs for run in pair)
     if fewest < MIN_VALIDATIONS:
         return _nothing(tolerance, _too_few(fewest))
-    found = [
+    reached = [
         (own.summary, other.summary, steps)
         for own, other in pairs
         if (steps := steps_to_target(curve_of(own.path), curve_of(other.path), tolerance))
         is not None
     ]
-    lost = len(pairs) - len(found)
+    lost = len(pairs) - len(reached)
     reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
-    if not found:
+    if not reached:
         return _nothing(tolerance, reason)
-    samples = [_samples(*item) for item in found]
+    samples = [_samples(*item) for item in reached]
     with_times = {id(own) for own, _ in timed.pairs}
     seconds = [
+        # Training alone: the rate leaves out evaluation, which differs with settings, not modes
         (ours / own.samples_per_second, theirs / other.samples_per_second)
-        for (own, other, _), (ours, theirs) in zip(found, samples, strict=True)
+        for (own, other, _), (ours, theirs) in zip(reached, samples, strict=True)
         if id(own) in with_times and own.samples_per_second and other.samples_per_second
     ]
     time_ratio = _ratio(seconds)
@@ -148,7 +151,8 @@ def equal_quality(
         _ratio(samples),
         *_medians(seconds),
         time_ratio,
-        sum(steps.is_missed for _, _, steps in found),
+        # Counted, not left out: that would leave the good seeds only
+        sum(steps.is_missed for _, _, steps in reached),
         tolerance,
         reason,
     )
@@ -175,6 +179,7 @@ def read_curve(run: Path) -> Curve:
 
 
 def _samples(own: Summary, other: Summary, steps: StepsToTarget) -> tuple[float, float]:
+    # Skipped steps count: they take time and data. A damaged record may have a batch of 0.
     return steps.ours * max(1, own.batch_size), steps.theirs * max(1, other.batch_size)
 
 

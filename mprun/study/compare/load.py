@@ -2,11 +2,8 @@
 
 A name is a run's folder, a folder with runs somewhere below (a sweep, `outputs/`), or a glob. A
 folder without a usable run never ends a comparison: it is reported with the reason, because the
-disk of someone who trains has many. Only `summary.json` is read here.
-
-Variants get the label of their runs. If two have the same, the fields that differ are added:
-`bf16_mixed` trained with two learning rates becomes `bf16_mixed (train.lr=0.001)` and `bf16_mixed
-(train.lr=0.002)`. Only then are configurations read, one for each of those variants.
+disk of someone who trains has many. Only `summary.json` is read here, and configurations where two
+variants have the same label.
 """
 
 from __future__ import annotations
@@ -71,11 +68,11 @@ def find_runs(paths: Iterable[Path]) -> LoadedRuns:
 
 def others_in(study: Path, runs: Iterable[Run]) -> list[Run]:
     """The runs of a study besides these, whatever became of them."""
-    known = {run.path.resolve() for run in runs}
+    known = {run.path.resolve() for run in runs}  # the user may have named them by a link
     others = []
     for path in sorted(study.glob(f"*/{SUMMARY}")):
         if path.parent.resolve() not in known:
-            with contextlib.suppress(UsageError):
+            with contextlib.suppress(UsageError):  # a damaged record of a run that is not compared
                 others.append(Run(path.parent, read_summary(path.parent)))
     return others
 
@@ -89,6 +86,7 @@ def latest(runs: Sequence[Run]) -> tuple[list[Run], list[Skipped]]:
         key = (summary.variant_hash, summary.execution, summary.seed)
         other = last.setdefault(key, run)
         if other is not run:
+            # ISO times of one zone (UTC) sort as text
             earlier, last[key] = sorted((other, run), key=lambda r: r.summary.started_at)
             reason = f"{last[key].path} has the same variant and seed, and began later"
             skipped.append(Skipped(earlier.path, reason))
@@ -119,7 +117,7 @@ class _FolderSearch:
         is_run = SUMMARY in names
         if is_run:
             self._read(folder)
-        elif "metrics.jsonl" in names:
+        elif "metrics.jsonl" in names:  # written from the first step on
             self.skip(folder, f"a run that ended before it had a {SUMMARY}")
             is_run = True
         below = [
@@ -127,10 +125,10 @@ class _FolderSearch:
             for e in entries
             if e.name not in NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
         ]
-        foreign = [path for path in below if not self.visit(path)]
+        foreign = [path for path in below if not self.visit(path)]  # folders without any run
         if is_run:  # folders inside a run, a logger's for example, are not reported
             return True
-        if len(foreign) == len(below):
+        if len(foreign) == len(below):  # the caller reports this folder, once, not each one below
             return REPORT in names
         for path in foreign:
             self.skip(path, f"contains no run (no {SUMMARY})")
@@ -173,6 +171,7 @@ def _is_folder(path: str | Path) -> bool:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts run10 behind run9."""
+    # -1: text sorts before numbers, and a pair of one kind compares only with its like
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
@@ -204,14 +203,14 @@ class RunGroup:
 
 
 MAX_FIELDS = 3  # How many fields a label names
-
-MAX_VALUE = 24
+MAX_VALUE = 24  # Characters of a value in a label
 
 
 def by_variant(runs: Sequence[Run]) -> list[RunGroup]:
     """Runs by variant, in the order of each variant's first run."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
+        # The hash is of the configuration, where `execution` may be "auto": machines choose
         groups.setdefault((run.summary.variant_hash, run.summary.execution), []).append(run)
     members = [sorted(group, key=lambda run: run.summary.seed) for group in groups.values()]
     several = len({run.summary.recipe for run in runs}) > 1
@@ -246,6 +245,7 @@ def distinguish(
         folders: a run's folder for each; its config.yaml is read if names are equal.
     """
     labels = list(names)
+    # Of two learning rates, `bf16_mixed` becomes `bf16_mixed (train.lr=0.001)`, and so on
     for name in {x for x in names if names.count(x) > 1}:
         equal = [i for i, x in enumerate(names) if x == name]
         details = _differing([_fields(folders[i], executions[i]) for i in equal])
@@ -296,13 +296,13 @@ def hardware(summary: Summary) -> dict[str, Any]:
 
 # ---- scores --------------------------------------------------------------------------------------
 
-SPLITS = ("test", "validation", "train")
+SPLITS = ("test", "validation", "train")  # The first that a run has is the one it is judged by
 
 
 def score(summary: Summary, split: str) -> float | None:
     """The metric of the run's last epoch over a split; None if the run has none."""
     last = summary.history[-1] if summary.history else None
-    trained = Scores(loss=summary.train.loss, accuracy=None)
+    trained = Scores(loss=summary.train.loss, accuracy=None)  # loops without epochs have no history
     rows: dict[str, Scores | None] = {
         "test": summary.test,
         "validation": last.validation if last else None,

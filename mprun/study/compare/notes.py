@@ -64,7 +64,7 @@ def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
 
 
 def _check_metric(runs: Sequence[Run]) -> None:
-    """Refuse runs with different metrics, whatever `mix` allows."""
+    """Refuse runs with different metrics, whatever `mix` allows: they have no difference."""
     kinds = Counter(readable(run.summary.metric.name, 40) for run in runs)
     directions = {run.summary.metric.higher_is_better for run in runs}
     if len(kinds) > 1 or len(directions) > 1:
@@ -111,6 +111,7 @@ def code_text(runs: Sequence[Run]) -> str:
 
 
 def _versions(summary: Summary) -> str:
+    # 12 digits of a commit are enough to find it; `-dirty` marks uncommitted changes
     commit, dirty, _ = (summary.git_commit or "").partition("-dirty")
     own = f"mprun {summary.mprun_version}" + (f" ({commit[:12]}{dirty})" if commit else "")
     versions = summary.versions
@@ -125,7 +126,7 @@ def _each(runs: Sequence[Run], text: Callable[[Summary], str]) -> str:
 
 BASELINE, ADJUSTED, EMULATED = "baseline", "verdicts: Holm", "emulated"
 SUBSTITUTED = "this machine has no float16 kernel"
-OF_TABLE = (BASELINE, ADJUSTED, EMULATED, SUBSTITUTED)
+OF_TABLE = (BASELINE, ADJUSTED, EMULATED, SUBSTITUTED)  # Beginnings of notes; see `is_in_table`
 
 
 def is_in_table(note: str) -> bool:
@@ -164,6 +165,7 @@ def comparison_notes(
     emulated = [group.label for group in groups if not group.is_native]
     if emulated:
         yield f"{EMULATED}, so no gain in time or memory is claimed: {', '.join(emulated)}"
+    # A CPU without float16 kernels computes these ops in float32, and casts
     labels = {group.label: substitution_label(group.by_seed.values()) for group in groups}
     for label, names in by_reason({k: v for k, v in labels.items() if v}).items():
         yield (
@@ -196,6 +198,7 @@ def _last_parts(summaries: Sequence[Summary]) -> Iterator[str]:
         [(last, steps)] = parts
         yield f"the training metric is the mean of the last {last} of {steps} steps"
     elif parts:
+        # Runs of several lengths: the rule in place of figures
         yield "the training metric is the mean of the last tenth of the steps, at least 20"
 
 
@@ -211,7 +214,7 @@ REMEDIES = {
     UNKNOWN: "a drift of the machine cannot be separated from the modes",
 }
 
-COLLAPSE = 0.1  # The share of seeds that collapse, in the example of what few seeds miss
+COLLAPSE = 0.1  # The share of seeds that collapse, in the example of a failure that few seeds miss
 
 
 def artefact_warnings(variants: Sequence[Variant]) -> Iterator[str]:
@@ -232,7 +235,7 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
     yield from _unknown_quality(variants)
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:
-        missed = (1 - COLLAPSE) ** min(pairs)
+        missed = (1 - COLLAPSE) ** min(pairs)  # no seed collapses: seeds are independent
         yield (
             f"{min(pairs)} seeds can miss a rare failure: a failure on 1 seed in "
             f"{1 / COLLAPSE:.0f} is missed with probability {100 * missed:.0f} %"

@@ -1,4 +1,4 @@
-"""Times of runs in pairs of equal seed: which may be compared, and what a ratio of them says.
+"""Times of runs in pairs of equal seed: which may be compared, and what a ratio of them shows.
 
 Order and sharing. A machine drifts: it warms up, its clocks change, other processes use it. Pairs
 share the drift if each is complete before the next one begins (`mprun sweep`, or `mprun -m` with
@@ -17,8 +17,7 @@ can be worked out, and with it the ratio without the artefact:
 
 If that ratio gives another verdict on speed, or if the artefact explains a large part of the
 difference, there is no verdict: the measured ratio stays, without an interval. What takes an equal
-share of both cancels. A cause that one of the records does not hold is left out, so older records
-are judged as before. Causes are looked at one by one; two small ones do not add up.
+share of both cancels. Causes are looked at one by one; two small ones do not add up.
 
 Ratios. A ratio is a geometric mean over pairs with a 95 % interval. The interval excludes 1, or it
 lies within a factor of `SAME` of 1, or the question is open.
@@ -48,7 +47,7 @@ OVERLAPPED = "runs overlapped in time on one machine"
 TWO_MACHINES = "the runs of a pair were on two machines"
 TWO_KINDS = "the runs of a pair were on different hardware"
 NOT_INTERLEAVED = "runs were not interleaved over seeds"
-UNKNOWN = "it is not recorded when the runs began"
+UNKNOWN = "it is not recorded when the runs began"  # records of other versions may lack it
 
 # The last digit of `started_at`: a run began up to this much later than its record says
 START_DIGIT_S = 0.001
@@ -83,7 +82,7 @@ def timed_pairs(group: RunGroup, baseline: RunGroup, shared: set[int]) -> TimedP
     wrong = [reason for reason in reasons if reason]
     if not wrong:
         return TimedPairs(pairs, TWO_KINDS if native and not pairs else _order(pairs), "")
-    if len(good) < 2:
+    if len(good) < 2:  # one pair has no interval: show all, with the reason
         return TimedPairs(pairs, wrong[0], "")
     count = f"{len(wrong)} of {len(pairs)} pairs: {'; '.join(dict.fromkeys(wrong))}"
     return TimedPairs(good, _order(good), count)
@@ -96,7 +95,7 @@ def is_timed_pair(own: Summary, other: Summary, shared: set[int]) -> bool:
 
 def _no_pair(own: Summary, other: Summary, shared: set[int]) -> str:
     """Why the times of two runs are not compared; empty if they are."""
-    if id(own) in shared or id(other) in shared:
+    if id(own) in shared or id(other) in shared:  # by id: a Summary is mutable, so has no hash
         return OVERLAPPED
     return "" if _on_one_machine(own, other) else TWO_MACHINES
 
@@ -104,10 +103,10 @@ def _no_pair(own: Summary, other: Summary, shared: set[int]) -> str:
 def _on_one_machine(one: Summary, other: Summary) -> bool:
     """Whether two runs had the same machine, as far as their records can tell."""
     hosts = (one.hardware.host, other.hardware.host)
-    if None not in hosts:
+    if None not in hosts:  # older records have no host
         return hosts[0] == hosts[1]
     ours, theirs = hardware(one), hardware(other)
-    # Runs with other numbers of threads may share a machine.
+    # The number of threads is a setting of the run, not of its machine
     return all(ours[name] == theirs[name] for name in ours if name != "threads")
 
 
@@ -172,9 +171,11 @@ def _is_interleaved(pairs: Sequence[tuple[_Period, _Period]]) -> bool:
     return True
 
 
-# ---- what a ratio says ---------------------------------------------------------------------------
+# ---- what a ratio shows --------------------------------------------------------------------------
 
-WIDE = 1.5  # If the interval reaches beyond this factor from its ratio, more runs are needed
+# If the interval reaches beyond this factor from its ratio, more runs are needed: "1.2 times as
+# fast" would be anything from 0.8 to 1.8
+WIDE = 1.5
 
 SAME = 1.05  # Ratios between 1 / 1.05 and 1.05 count as the same speed: 5 % seldom decide
 
@@ -197,7 +198,7 @@ def judge_ratio(ratio: Estimate) -> RatioVerdict:
         return RatioVerdict("open", True, None)
     low, high = ratio.interval
     sample = _logarithms(ratio, high)
-    is_wide = high > WIDE * ratio.value
+    is_wide = high > WIDE * ratio.value  # the lower end is as far away, in logarithms
     if low > 1 or high < 1:
         word: Direction = "higher" if low > 1 else "lower"
         more = fewest_further(sample, _is_narrow) if is_wide else None
@@ -209,6 +210,7 @@ def judge_ratio(ratio: Estimate) -> RatioVerdict:
 
 def _logarithms(ratio: Estimate, high: float) -> Sample:
     """The logarithms behind a ratio, whose interval is symmetric in them."""
+    # The spread is not stored: it follows from the half width, which is proportional to it
     unit = half_width(Sample(ratio.n, 0.0, 1.0))
     mean = math.log(ratio.value)
     return Sample(ratio.n, mean, max(0.0, math.log(high) - mean) / unit)
@@ -236,7 +238,7 @@ COUNTED_PART = 0.1
 # The same for estimated shares: these explain the larger part of the difference
 ESTIMATED_PART = 0.5
 
-MAX_SHARE = 0.95  # A price that is too high must not take the whole step
+MAX_SHARE = 0.95  # A page fault priced too high must not take the whole step: 0 has no logarithm
 
 STEADY_DRIFT = 1.05  # Thirds of a steady run agree within this factor
 
@@ -273,16 +275,18 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
     ours, theirs = [], []
     for own, base in pairs:
         share, base_share = cause.share(own, base), cause.share(base, own)
-        if share is None or base_share is None:
+        if share is None or base_share is None:  # older records, which are judged as before
             return None
         ours.append(min(share, MAX_SHARE))
         theirs.append(min(base_share, MAX_SHARE))
     none = [0.0] * len(pairs)
+    # Both ratios of the table are checked: time per step, and samples per second with the wait for
+    # data
     by_step, by_sample = (
         (_ratio(pairs, time, none, none), _ratio(pairs, time, ours, theirs).value)
         for time in (_step_ms, _sample_ms)
     )
-    if not (_unsettles(*by_step, cause.part) or _unsettles(*by_sample, cause.part)):
+    if not (_changes_answer(*by_step, cause.part) or _changes_answer(*by_sample, cause.part)):
         return None
     measured, without = by_step
     text = (
@@ -293,7 +297,7 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
     return Artefact(cause.name, text, cause.remedy, without)
 
 
-def _unsettles(measured: Estimate, without: float, part: float) -> bool:
+def _changes_answer(measured: Estimate, without: float, part: float) -> bool:
     """Whether a ratio without an artefact gives another answer than the measured one.
 
     The measured interval moves with the ratio; shares are not known well enough to narrow it.
@@ -306,6 +310,7 @@ def _unsettles(measured: Estimate, without: float, part: float) -> bool:
     word = judge_ratio(measured).word
     if word != judge_ratio(measured._replace(value=without, interval=around)).word:
         return True
+    # In logarithms, where factors add up: the part of the difference that the artefact explains
     return word != "same" and change > part * abs(math.log(measured.value))
 
 
@@ -325,17 +330,18 @@ def _step_ms(summary: Summary, share: float) -> float:
 
 
 def _sample_ms(summary: Summary, share: float) -> float:
-    """The time for a sample, with the wait for its batch."""
+    """The time for a sample, with the wait for its batch, which no artefact shortens."""
     wait_ms = max(0.0, summary.data_time_ms.median or 0.0)
     return (_step_ms(summary, share) + wait_ms) / max(1, summary.batch_size)
 
 
 def _load_share(summary: Summary, _: Summary) -> float | None:
-    """The part of the threads that found no CPU, because other processes or machines had it."""
+    """The part of the threads without a CPU, because other processes or machines had it."""
     conditions, threads = summary.conditions, max(1, summary.backend.threads)
     if summary.hardware.device != "cpu" or conditions is None or conditions.other_load is None:
         return None
     taken = conditions.other_load + (conditions.steal or 0.0)
+    # On idle cores other processes cost nothing: only what the threads lack counts
     available = summary.hardware.cores * (1 - taken)
     return min(1.0, max(0.0, 1 - available / threads))
 
@@ -365,7 +371,7 @@ def drift_share(summary: Summary, _: Summary) -> float | None:
     drift = summary.conditions.drift if summary.conditions is not None else None
     if drift is None or drift <= 0:
         return None
-    factor = max(drift, 1 / drift)
+    factor = max(drift, 1 / drift)  # faster or slower over time: either end may be the fast one
     return 1 - 1 / math.sqrt(factor) if factor > STEADY_DRIFT else 0.0
 
 

@@ -68,7 +68,7 @@ from mprun.study.compare.statistics import (
 )
 from mprun.study.compare.times import Pair, artefacts, overlapping, timed_pairs
 
-MAX_METRIC = 60  # Characters of its name that are shown
+MAX_METRIC = 60  # Characters of the metric's name that are shown: a record may have any
 
 
 def compare(
@@ -101,17 +101,18 @@ def compare(
         UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
             no such baseline or split.
     """
-    mixed = check_mixing(runs, mix)
+    mixed = check_mixing(runs, mix)  # before repeated runs go: a mix must not hide among these
     compared, repeated = latest(runs)
     left_out = (*skipped, *repeated)
     groups = by_variant(compared)
     _check_usable(groups, left_out)
     base = _baseline(groups, baseline)
-    groups = [base, *(g for g in groups if g is not base)]
+    groups = [base, *(g for g in groups if g is not base)]  # the baseline is the first row
     used_split = _split(groups, split)
     criterion = _criterion(groups, used_split, margin, relative_margin)
     evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
     verdicts = judge(evidence, criterion.higher_is_better)
+    # All runs, also repeated ones: these too may have slowed others on the machine
     timing = _Timing(overlapping([*runs, *beside]), relative_margin, cache(read_curve))
     rows = [_variant(base, base, criterion, timing, Verdict("baseline", failures(base)))]
     for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
@@ -163,7 +164,7 @@ def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
                 f"legal: {', '.join(map(repr, by_label))}{near}"
             )
         return by_label[own]
-    complete = [group for group in groups if group.completed]
+    complete = [group for group in groups if group.completed]  # a failed run has no figures
     plain = [group for group in complete if group.first.summary.precision == "fp32"]
     # Without fp32 there is no natural baseline: the variant that was named first.
     return min(plain or complete[:1], key=_changes)
@@ -173,6 +174,7 @@ def _changes(group: RunGroup) -> int:
     """How many options of a variant's mode were changed, as far as its runs record it."""
     summary = group.first.summary
     label, row = summary.variant, summary.effective
+    # A label names op lists after "+", and a factor of the batch after " x"
     return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
 
 
@@ -230,6 +232,7 @@ def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
     if metric.name == "accuracy":
         return True
     finite = [value for value in values if math.isfinite(value)]
+    # An error rate is in 0 to 1 too, but a point of it near 0 is a large change: it is a share
     return metric.higher_is_better and bool(finite) and all(0 <= x <= 1 for x in finite)
 
 
@@ -242,7 +245,7 @@ def _resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
 
 # ---- verdicts ------------------------------------------------------------------------------------
 
-# Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean
+# Every float32 loss but 0 is larger (the least is 1.4e-45); a share of 0 is undefined
 MIN_LOSS = 1e-45
 
 
@@ -266,6 +269,7 @@ class Evidence:
 def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Evidence:
     """The evidence on a variant: its paired differences, and failures that outweigh them."""
     ours, theirs = (scores(x, criterion.split) for x in (group, base))
+    # A seed with which the baseline failed too says nothing against the variant
     excused = [run.summary.seed for run in base.failed]
     reasons = (failures(group, excused), _divergence(group, ours, theirs, criterion.metric))
     return paired_evidence(ours, theirs, criterion, "; ".join(filter(None, reasons)))
@@ -289,6 +293,7 @@ def paired_evidence(
     differences = [ours[s] - theirs[s] for s in seeds]
     if not criterion.is_relative:
         return Evidence(summarise(differences, criterion.resolution), margin, "points", failure)
+    # One divisor for all pairs: a ratio per pair would weigh seeds with a small loss more
     mean = abs(fmean(theirs[s] for s in seeds))
     if mean >= MIN_LOSS:
         differences = [d / mean for d in differences]
@@ -329,6 +334,7 @@ def _runs(group: RunGroup) -> str:
 def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]:
     """A verdict on each variant except the baseline; their tests are adjusted together."""
     samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
+    # Two families, each adjusted by itself: at most ALPHA of false claims of either kind
     equal = _tests([equivalence_p(sample, margin) for sample, margin in samples])
     apart = _tests([difference_p(sample) for sample, _ in samples])
     tests = iter(zip(equal, apart, strict=True))
@@ -374,10 +380,11 @@ def _judge(
     includes 0.
     """
     assert e.sample is not None
+    # Two one-sided tests at a level are one interval at twice that level: 90 % for 5 %
     inside, off = 1 - 2 * equal.level, 1 - apart.level
     adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
     margin = amount(e.margin, e.unit)
-    if equal.rejects:
+    if equal.rejects:  # first: a difference that is real but inside the margin does not matter
         decisive, shown = _interval(e, inside)
         text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
         return Verdict("equivalent", text, None, decisive, inside)
@@ -407,7 +414,7 @@ def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
     return ends, f"the {level_text(level)} interval, {low} to {high}{_suffix(e.unit)},"
 
 
-# Formats of an end of an interval, from few digits to all
+# Formats of an end of an interval, from 3 digits to 17, which tell all float64 apart
 FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
 
 
@@ -417,7 +424,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def _number(value: float, unit: str) -> float:
-    return value * 100 if unit else value
+    return value * 100 if unit else value  # points and % are hundredths; plain differences are not
 
 
 def _suffix(unit: str) -> str:
@@ -437,7 +444,7 @@ class _Timing(NamedTuple):
     shared: set[int]  # `overlapping` of all runs
     tolerance: float  # How near the baseline's best validation loss counts as reached
     curve_of: Callable[[Path], Curve]
-    """`read_curve`, which keeps the baseline's for the next variant."""
+    """`read_curve`, which caches the baseline's curves for the next variant."""
 
 
 def _variant(
@@ -451,13 +458,14 @@ def _variant(
     """A row; the baseline's has no evidence."""
     summary = group.first.summary
     values = list(scores(group, criterion.split).values())
-    whole = all(map(math.isfinite, values))
+    whole = all(map(math.isfinite, values))  # else the mean difference is of the good seeds only
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
     timed = timed_pairs(group, base, timing.shared)
     disturbed = artefacts(group.label, base.label, timed.pairs)
     reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
     timed = timed._replace(no_verdict=reason)
     ours, theirs = _memory(group), _memory(base)
+    # An emulation computes in float32 and rounds: its memory is not that of the mode
     has_ratio = group is not base and group.is_native and base.is_native
     return Variant(
         label=group.label,
@@ -520,7 +528,10 @@ def _ratio(
 ) -> Estimate | None:
     """A figure over the baseline's; None if no pair has it.
 
-    `no_interval`: the pairs' spread is no measure of the ratio's error.
+    Args:
+        pairs: the summaries of both runs, by seed.
+        figure: of a run.
+        no_interval: whether the pairs' spread is no measure of the ratio's error.
     """
     quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
     ratios = [x for x in quotients if x is not None]

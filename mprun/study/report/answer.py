@@ -3,9 +3,8 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-reports the speed as open. Peak memory is computed, not sampled, so it has no interval. What a
-variant needs to equal quality is a clause of its sentence, and a warning where its speed buys
-nothing.
+reports the speed as open. What a variant needs to equal quality is a clause of its sentence, and a
+warning where its speed buys nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ from mprun.study.report.cells import (
     times,
 )
 
-# Peaks that differ from the baseline's by less than this share are called the same
+# Peaks that differ from the baseline's by less than this share are called the same. Peaks are
+# computed, not sampled, so they have no interval.
 SAME_MEMORY = 0.02
 
 
@@ -67,12 +67,14 @@ def headline(comparison: Comparison) -> list[str]:
         best = max(faster, key=_throughput)
         clauses = (_effect(comparison, best), _speed_clause(best, name))
         sentences.append(_sentence(best, *clauses, _memory_clause(best)))
+        # A second variant is named only if it is smaller than the first by more than that
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
+        # Of peaks that are printed alike, the fastest
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
         sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
-    empty = warnings(comparison)
+    empty = warnings(comparison)  # about speed that buys nothing
     if not sentences:
         gain = "faster to equal quality" if empty else "faster"
         sentences.append(
@@ -101,8 +103,8 @@ def _in_full(comparison: Comparison, variant: Variant) -> str:
         clauses.append("emulated on this machine, so its speed and memory are not judged")
     else:
         clauses += [_speed_clause(variant), _memory_clause(variant)]
-    clauses.append(clause(comparison, variant))
-    if variant.substituted:
+    clauses.append(_quality_clause(comparison, variant))
+    if variant.substituted:  # float32 arithmetic with casts: faster hardware would not show it
         clauses.append(f"{plain(variant.substituted)}, so its speed is no gain of float16")
     return "; ".join(filter(None, clauses)) + "."
 
@@ -178,6 +180,7 @@ def _speed_clause(variant: Variant, than: str = "") -> str:
         how_much = f"too few runs to estimate by how much ({measured}, {interval}{more})"
         return f"trains {word}{than}, with {how_much}"
     if size.word == "lower":
+        # "0.8 times as fast" is hard to read: the time per sample, whose ends change places
         longer = ratio_span(Interval(1 / ratio.interval.high, 1 / ratio.interval.low))
         than = f" of {than}" if than else ""
         return (
@@ -242,8 +245,8 @@ def failures(comparison: Comparison) -> list[str]:
 TO_EQUAL = "to equal validation loss"
 
 
-def clause(comparison: Comparison, variant: Variant) -> str:
-    """What the variant needs to the baseline's validation loss, and what that says of its speed.
+def _quality_clause(comparison: Comparison, variant: Variant) -> str:
+    """What the variant needs to the baseline's validation loss, and what that means for its speed.
 
     `needs 1.20x the samples and 1.00x the time (95 % interval 0.98 to 1.02, n=5) of fp32 to equal
     validation loss, so its speed buys nothing`; empty without a figure.
@@ -290,16 +293,13 @@ def _figure(ratio: Estimate) -> str:
 def _missed(quality: EqualQuality, name: str) -> str:
     if not quality.missed:
         return ""
+    assert quality.samples_ratio is not None
+    pairs = counted(quality.samples_ratio.n, "pair")
     return (
-        f" (in {quality.missed} of {_pairs(quality)} its best loss stayed more than "
+        f" (in {quality.missed} of {pairs} its best loss stayed more than "
         f"{100 * quality.tolerance:.3g} % above that of {name}: these are compared at the level "
         "that it did reach)"
     )
-
-
-def _pairs(quality: EqualQuality) -> str:
-    assert quality.samples_ratio is not None
-    return f"{quality.samples_ratio.n} pairs" if quality.samples_ratio.n > 1 else "1 pair"
 
 
 def _conclusion(variant: Variant) -> str:

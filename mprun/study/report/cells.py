@@ -20,8 +20,9 @@ NONE = "-"  # A cell without a figure
 
 MEASURED = "as measured"  # In place of a ratio's interval
 
+# Formats of the ends of intervals, from few digits to many: the first that is on the right side of
+# each limit is taken. 17 significant digits tell all float64 apart.
 RATIO_FORMS = tuple(f"{{:.{digits}f}}" for digits in range(2, 16))
-# Formats of the ends of intervals, from few digits to many
 DIFFERENCE_FORMS = (
     *(f"{{:+.{digits}f}}" for digits in range(2, 7)),
     *(f"{{:+.{digits}g}}" for digits in range(3, 18)),
@@ -33,7 +34,7 @@ def plain(text: str, longest: int | None = None) -> str:
     shown = printable(" ".join(text.split()))
     if longest is None or len(shown) <= longest:
         return shown
-    tail = longest // 3
+    tail = longest // 3  # labels and paths of runs differ at the end, so some of it stays
     return f"{shown[: longest - tail - 3]}...{shown[-tail:]}"
 
 
@@ -140,7 +141,7 @@ def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
     unit, form = DIFFERENCE_SCALE, DIFFERENCE_FORM
     pairs = "" if difference.n == len(variant.runs) else f" n={difference.n}"
     interval, level = deciding(variant)
-    # The level has no blank, because a narrow table breaks lines at blanks.
+    # The level has no blank, because a narrow table breaks lines at blanks
     at = f"({level.replace(' ', '')})"
     around = "" if interval is None else f"{difference_span(comparison, interval)} {at}"
     return form.format(difference.value * unit), around + pairs
@@ -167,12 +168,14 @@ def beside(value: str, around: str) -> str:
 
 def ms(value: float) -> str:
     """Milliseconds with about three significant digits: `0.812`, `12.5`, `180`."""
+    # More digits than the clock's noise would only look precise
     decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{decimals}f}"
 
 
 def times(ratio: float) -> str:
     """A ratio: `0.82x`."""
+    # From 99.5 on, decimals are noise; 99.5 itself rounds to 100
     return f"{ratio:.2f}x" if ratio < 99.5 else f"{ratio:.0f}x"
 
 
@@ -201,12 +204,13 @@ def _metric_form(comparison: Comparison) -> str:
         return "{:.2f}"
     sizes = [abs(v.metric.value) for v in comparison.variants if v.metric]
     largest = max(filter(math.isfinite, sizes), default=0.0)
+    # One number of decimals for the column, so that its figures can be compared by eye
     decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else 3
     return f"{{:.{max(0, decimals)}f}}" if decimals <= MAX_DECIMALS else "{:.3e}"
 
 
-DIFFERENCE_FORM = "{:+.2f}"
-MAX_DECIMALS = 7
+DIFFERENCE_FORM = "{:+.2f}"  # Of points or percent
+MAX_DECIMALS = 7  # A loss that needs more is shown with an exponent
 
 
 def metric_name(comparison: Comparison) -> str:
@@ -244,7 +248,7 @@ def difference_span(comparison: Comparison, interval: Interval) -> str:
 def memory_unit(comparison: Comparison) -> tuple[str, int]:
     """The unit of all memory of the table: the largest in which every peak is at least 1."""
     peaks = [p for v in comparison.variants if (p := peak(v))]
-    least = min(peaks, default=2**20)
+    least = min(peaks, default=2**20)  # MiB where nothing is known
     return next((unit for unit in UNITS.items() if least >= unit[1]), ("B", 1))
 
 

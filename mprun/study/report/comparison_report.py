@@ -67,6 +67,7 @@ def short_table(comparison: Comparison) -> FittedTable:
     Where batches differ, samples per second are compared, not steps.
     """
     variants = comparison.variants
+    # A step of a doubled batch takes longer, and trains more
     rates = len({run.summary.batch_size for v in variants for run in v.runs}) > 1
     counts = sorted({len(v.runs) + len(v.failed) for v in variants})
     seeds = f"{counts[0]} to {counts[-1]} seeds" if counts[1:] else counted(counts[0], "seed")
@@ -116,7 +117,7 @@ def _difference_heading(comparison: Comparison) -> str:
     return f"{unit}\n[{' to '.join(texts)} %]" if texts else unit
 
 
-MOST_NOTES = 5  # The short form has no more notes
+MOST_NOTES = 5  # More would push the answer off a screen; --verbose shows all
 
 
 def short_notes(comparison: Comparison) -> list[str]:
@@ -158,7 +159,7 @@ def _not_settled(comparison: Comparison) -> Iterator[str]:
         if verdict.more_seeds:
             reasons[label] = f"about {counted(verdict.more_seeds, 'more seed')}"
         elif verdict.word == "inconclusive":
-            decided = verdict.interval is not None
+            decided = verdict.interval is not None  # else the reason is a missing seed
             reasons[label] = f"over {MAX_SEEDS} more seeds" if decided else plain(verdict.reason)
     if reasons:
         yield f"not settled: {_grouped(reasons)}"
@@ -208,6 +209,7 @@ def _skipped(comparison: Comparison) -> list[str]:
 
 def _not_taken(comparison: Comparison, advice: Advice) -> Iterator[str]:
     """The modes that are not advised, those tried and those not tried, each with its reason."""
+    # `inconclusive: about 3 more seeds` is short already, and its number is wanted
     words = {v.label: str(v.verdict) for v in comparison.variants if v.verdict.more_seeds}
     rejected = {
         plain(label): words.get(label) or _in_short(reason)
@@ -222,7 +224,7 @@ def _not_taken(comparison: Comparison, advice: Advice) -> Iterator[str]:
 
 
 def _in_short(reason: str) -> str:
-    return plain(reason.partition(": ")[0], 80)
+    return plain(reason.partition(": ")[0], 80)  # `advise` writes the reason in short first
 
 
 def _grouped(reasons: Mapping[str, str]) -> str:

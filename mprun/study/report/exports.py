@@ -10,10 +10,12 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import jinja2
@@ -24,22 +26,22 @@ from mprun.records.console import fitted_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import counted
 from mprun.records.files import jsonable, write_atomic
+from mprun.records.published_figures import Figure, figures
 from mprun.records.result import Result
 from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
-from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.records.run_record import MEMORY_CATEGORIES, Number, Scores, Summary, number
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
-from mprun.study.report import published_rows as published
+from mprun.study.report.canvas import Plot
 from mprun.study.report.cells import plain
 from mprun.study.report.comparison_report import comparison_table, footer
 from mprun.study.report.plots import NAMES, draw
-from mprun.study.report.plots.canvas import Plot
 from mprun.study.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # Of comparison.json
 PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
-MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")
+MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")  # Columns of comparison.csv
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
@@ -56,6 +58,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     """
     plots = draw(comparison)
     files = {
+        # "replace": a label of a damaged record may have lone surrogates, which UTF-8 has not
         "report.html": page(comparison, plots).encode(errors="replace"),
         "comparison.md": markdown(comparison).encode(errors="replace"),
         "comparison.csv": csv_text(comparison).encode(errors="replace"),
@@ -95,10 +98,11 @@ def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
-    """The whole page, with the plots of `mprun.study.report.plots.draw` in their order."""
+    """The whole page, with the plots of `draw` in their order."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    # No line break between a number and its unit
     environment.filters["sentence"] = lambda text: text.replace(" %", "\u00a0%")
     template = environment.from_string(_resource("report.html"))
     return template.render(**_context(comparison, plots))
@@ -127,14 +131,16 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "memory_unit": cells.memory_unit(comparison)[0],
         "memory_headings": SHOWN_MEMORY,
         "plots": plots,
-        "published": published.rows(comparison),
-        "published_headings": published.HEADINGS,
+        "published": published_rows(comparison),
+        "published_headings": PUBLISHED_HEADINGS,
         "hardware": plain(comparison.hardware),
         "code": plain(comparison.code),
+        # The part before the colon is shown; the rest opens with a click
         "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],
         "failures": answer.failures(comparison),
         "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
+        # Markup is not escaped: these are texts of this package, without any of a record
         "style": Markup(_resource("report.css")),
         "light": Markup(declarations(LIGHT)),
         "dark": Markup(declarations(DARK)),
@@ -239,9 +245,9 @@ def markdown(comparison: Comparison) -> str:
         *answer.advice_lines(comparison)[1:],  # the first is the headline
         *footer(comparison),
         *(
-            f"published, used in no verdict: {row.what}: {row.published} ({row.hardware}; "
+            f"{NOT_JUDGED}: {row.what}: {row.published} ({row.hardware}; "
             f"{row.source}); here: {row.here}"
-            for row in published.rows(comparison)
+            for row in published_rows(comparison)
         ),
     ]
     return Result(comparison, parts).markdown
@@ -249,7 +255,7 @@ def markdown(comparison: Comparison) -> str:
 
 def csv_text(comparison: Comparison) -> str:
     """A row for each variant; missing figures are empty."""
-    rows = [_record(variant) for variant in comparison.variants]
+    rows = [_record(variant) for variant in comparison.variants]  # all have the same columns
     cells_of = ([plain(x) if isinstance(x, str) else x for x in row.values()] for row in rows)
     return fitted_table.csv_text([list(rows[0]) if rows else ["label"], *cells_of])
 
@@ -316,8 +322,9 @@ def json_text(comparison: Comparison) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         **_plain(comparison),
-        "published": _plain(published.rows(comparison)),
+        "published": _plain(published_rows(comparison)),
     }
+    # `jsonable` makes "nan" of a NaN: strict readers of JSON refuse a bare one
     return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
 
 
@@ -332,3 +339,147 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
+
+
+# ---- published figures, which no verdict uses ----------------------------------------------------
+
+NOT_JUDGED = "published, used in no verdict"
+PUBLISHED_HEADINGS = ("figure", "published", "on", "source", "measured here")
+
+
+class PublishedRow(NamedTuple):
+    """A row of the table of published figures."""
+
+    what: str
+    published: str
+    hardware: str
+    source: str
+    here: str  # The measured figure of each variant in that mode; `-` without one
+
+
+def published_rows(comparison: Comparison) -> list[PublishedRow]:
+    """Every published figure about the recipe, or about a mode, of a comparison."""
+    return [
+        PublishedRow(f.what, f.text, f.hardware, f.source, _measured_here(comparison, f))
+        for f in _published(comparison)
+    ]
+
+
+def published_lines(comparison: Comparison) -> list[str]:
+    """A line for each kind of figure that is also measured here, without single epochs."""
+    groups: dict[str, list[Figure]] = {}
+    for figure in _published(comparison):
+        if figure.kind != "other" and figure.epoch is None:
+            groups.setdefault(figure.what, []).append(figure)
+    lines = []
+    for what, members in groups.items():
+        texts = "; ".join(f"{f.text} ({f.hardware}; {f.source})" for f in members)
+        measured = (x for f in members if (x := _measured_here(comparison, f)) != cells.NONE)
+        here = next(measured, cells.NONE)
+        lines.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
+    return lines
+
+
+def _published(comparison: Comparison) -> list[Figure]:
+    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
+    precisions = {variant.precision for variant in comparison.variants}
+    recipes = {summary.recipe for summary in summaries}
+    return figures(recipes, precisions, {summary.data.name for summary in summaries})
+
+
+def _measured_here(comparison: Comparison, figure: Figure) -> str:
+    texts = []
+    for variant in comparison.variants:
+        ours = [run.summary for run in variant.runs if _is_of(run.summary, figure)]
+        if ours and (text := _measured(comparison, variant, ours, figure)):
+            texts.append(f"{cells.plain(variant.label)} {text}{_settings(ours, figure)}")
+    return ", ".join(texts) or cells.NONE
+
+
+def _is_of(summary: Summary, figure: Figure) -> bool:
+    is_recipe = figure.recipe in (None, summary.recipe)
+    is_data = figure.data in (None, summary.data.name)
+    return is_recipe and is_data and summary.precision in figure.precisions
+
+
+def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
+    """In brackets, what the runs did otherwise than the published one."""
+    settings: dict[str, None] = {}  # an ordered set
+    for summary in summaries:
+        if figure.batch_size not in (None, summary.batch_size):
+            settings[f"batch {summary.batch_size}"] = None
+        epochs = summary.epochs
+        if epochs is not None and figure.epochs not in (None, epochs):
+            settings[counted(epochs, "epoch")] = None
+        if figure.steps not in (None, summary.steps):
+            settings[counted(summary.steps, "step")] = None
+        if summary.data.source == "generated":
+            settings["generated data"] = None
+    return f" ({', '.join(settings)})" if settings else ""
+
+
+def _measured(
+    comparison: Comparison, variant: Variant, summaries: list[Summary], figure: Figure
+) -> str:
+    """The figure of a variant, with its interval if the comparison has one; else nothing."""
+    kind, baseline = figure.kind, comparison.variants[0]
+    if kind in _SCORES:
+        values = [x for s in summaries if (x := _score(s, figure)) is not None]
+        finite = [x for x in values if math.isfinite(x)]
+        return f"{fmean(finite):.4f}" if finite else ""
+    if kind == "time_per_sample":
+        return _time_per_sample(variant)
+    # Published speed, memory and differences are relative to fp32
+    if baseline.precision != "fp32" or variant is baseline:
+        return ""
+    if kind == "speed":
+        return _speed(variant)
+    if kind == "memory":
+        return "" if variant.memory_ratio is None else cells.times(variant.memory_ratio)
+    if kind == "accuracy_difference" and comparison.split == "test" and variant.difference:
+        return cells.difference_text(comparison, variant.difference.value)
+    return ""
+
+
+def _time_per_sample(variant: Variant) -> str:
+    if cells.is_emulated(variant):
+        return "EMULATED"
+    rate = variant.samples_per_second
+    return f"{1e6 / rate:.3g} us{_mark(variant)}" if rate else ""  # microseconds per sample
+
+
+def _speed(variant: Variant) -> str:
+    if cells.is_emulated(variant):
+        return "EMULATED"
+    ratio = variant.throughput_ratio
+    if ratio is None:
+        return ""
+    interval = cells.span(ratio.interval, "{:.2f}")
+    of = f"95 % interval {interval}, n={ratio.n}" if interval else f"n={ratio.n}"
+    return f"{cells.times(ratio.value)} [{of}]{_mark(variant)}"
+
+
+def _mark(variant: Variant) -> str:
+    return f" {cells.plain(variant.substituted)}" if variant.substituted else ""
+
+
+_SCORES = (
+    "train_accuracy",
+    "validation_accuracy",
+    "validation_loss",
+    "test_accuracy",
+    "test_loss",
+)
+
+
+def _score(summary: Summary, figure: Figure) -> float | None:
+    """The measured accuracy or loss of a run; None if the run has none, or not that epoch."""
+    split, _, name = figure.kind.partition("_")
+    scores: Scores | None = summary.test
+    if split != "test":
+        epoch = next(
+            (e for e in reversed(summary.history) if figure.epoch in (None, e.epoch)), None
+        )
+        scores = getattr(epoch, split, None)
+    value: Number | None = None if scores is None else scores.value(name)
+    return None if value is None else number(value)

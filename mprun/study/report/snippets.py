@@ -14,9 +14,7 @@ gives pairs (input, target) of tensors. An answer is carried out in one of two w
                        framework computes in float32, and `mprun.Precision` stands around the
                        model
 
-In the second way the framework's own 16-bit modes would do something else: Lightning's `bf16-true`
-rounds the targets of the loss too, and an optimizer of PyTorch in bfloat16 loses small updates.
-What neither can do, a comment says: `no equivalent: ...` or `differs: ...`.
+What neither can do, a comment in the file reports: `no equivalent: ...` or `differs: ...`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ from mprun.records.training_answer import TrainingAnswer
 
 FOLDER = "snippets"
 NAMES = ("pytorch.py", "lightning.py", "accelerate.py", "trainer.py", "fsdp2.py")
-MAX_INTERVAL = 2**31 - 1  # A growth interval that no training reaches
+# A growth interval that no training reaches; GradScaler counts steps in int32
+MAX_INTERVAL = 2**31 - 1
 
 
 def snippets(answer: TrainingAnswer) -> dict[str, str]:
@@ -53,7 +52,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # it is Python; `_quoted` cleans what a record says
+        autoescape=False,  # it is Python, not HTML; `_quoted` cleans the text of records
     )
     environment.filters |= {"repr": repr, "indented": _indented, "block": _block}
     return environment
@@ -65,6 +64,8 @@ class Snippet:
     def __init__(self, answer: TrainingAnswer) -> None:
         self.answer = answer
         self.title = _quoted(answer.title)
+        # Frameworks' own 16-bit modes would do something else: Lightning's `bf16-true` rounds the
+        # targets of the loss too, and an optimizer of PyTorch in bfloat16 loses small updates
         self.by_mprun = bool(
             answer.stores_low or answer.lists or answer.layers or answer.changes
         ) or (not answer.is_shipped)
@@ -105,7 +106,7 @@ class Snippet:
         """What a file cannot do, or leaves out, as comments."""
         lines = []
         for note in (*self._notes(), *more):
-            text = _quoted(note).replace("'", '"')
+            text = _quoted(note).replace("'", '"')  # a comment has no docstring to end
             lines += textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
         return lines
 

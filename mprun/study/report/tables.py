@@ -21,7 +21,7 @@ from mprun.records.run_record import (
     number,
 )
 
-MIN_SHARE = 0.005  # A smaller share of the wall time is not shown
+MIN_SHARE = 0.005  # A smaller share of the wall time is not shown: it would be printed as 0
 
 
 def header(summary: Summary) -> list[str]:
@@ -158,7 +158,7 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
         else f"{step.median:.2f} ms, one step"
     )
     text += f", {step.warmup} warm-up"
-    if summary.execution == "emulated":
+    if summary.execution == "emulated":  # rounding in software takes most of the time
         return f"{text}, EMULATED: not comparable"
     return ", ".join(filter(None, (text, substitution_label([summary]))))
 
@@ -188,7 +188,7 @@ def _figure(value: Number | None, form: str, unit: str = "") -> str:
 
 
 def closing(summary: Summary, folder: Path) -> list[FittedTable | str]:
-    """What a run ends with: its table, what its guard found, what its time was spent on."""
+    """What a run ends with: its table, the products that its guard reports, its times."""
     return [result(summary), *guard_lines(summary, folder), time_line(summary)]
 
 
@@ -252,8 +252,8 @@ def guard_lines(summary: Summary, folder: Path) -> list[str]:
     layers = _by_module(guard)
     named = [f"{name} ({', '.join(map(_product, rows))})" for name, rows in layers.items()]
     file = shlex.quote(f"precision.layers_file={folder / GUARD_LAYERS}")
-    found = f"{counted(len(guard.gemms), 'product')} of {counted(len(layers), 'layer')}"
-    what = f"promoted {found}" if guard.action == "promote" else f"{found} passed a threshold"
+    products = f"{counted(len(guard.gemms), 'product')} of {counted(len(layers), 'layer')}"
+    what = f"promoted {products}" if guard.action == "promote" else f"{products} passed a threshold"
     return [
         f"guard: {what}: {listed(named, MAX_NAMED)}",
         f"{file}, in place of precision.layers, keeps them in bfloat16",

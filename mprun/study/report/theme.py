@@ -1,8 +1,5 @@
 """All colours of tables, plots and pages, by role: light, dark, and on the terminal.
 
-The colours of the series come from a search. Their contrast with the page is at least 3:1 (WCAG
-2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large as
-ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al. 2009).
 Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
 its name is beside it.
 """
@@ -22,10 +19,14 @@ class Theme(NamedTuple):
     wash: str  # Areas behind figures: the margin, a hovered row
     good: str
     bad: str
-    open: str  # Text of verdicts: the metric is kept, it is lost, or it is not settled
+    open: str  # Text of verdicts: equivalent or better, worse, inconclusive
     series: tuple[str, ...]  # Variants but the baseline, or formats
 
 
+# The colours of the series come from a search. Their contrast with the page is at least 3:1 (WCAG
+# 2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large
+# as ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al.
+# 2009).
 LIGHT = Theme(
     paper="#ffffff",
     ink="#1b1d21",
@@ -90,6 +91,7 @@ def _by_name(theme: Theme) -> dict[str, str]:
 # The CSS variable of each colour that figures are drawn in; all of them differ
 VARIABLES = {colour: f"var(--{name})" for name, colour in _by_name(LIGHT).items()}
 
+# Filled shapes only: a hollow marker means an emulated variant
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
 
 

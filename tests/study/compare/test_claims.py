@@ -326,12 +326,10 @@ EVERY_WORD = {
 }
 
 
-@pytest.mark.representative("400")
-@pytest.mark.parametrize("studies", [400, 2000])
-def test_every_sentence_claims_what_its_interval_carries(studies: int) -> None:
-    met = check_many(studies, seed=0)
+def test_every_sentence_claims_what_its_interval_carries() -> None:
+    met = check_many(400, seed=0)
     assert set(met) == EVERY_WORD
-    assert min(met.values()) >= studies / 200, met
+    assert min(met.values()) >= 2, met
 
 
 def test_the_files_hold_the_interval_that_decided() -> None:
@@ -445,30 +443,15 @@ def most(studies: int) -> int:
 @pytest.mark.parametrize(
     ("study", "words"),
     [
-        (Study(2, 1, effect=0.0, spread=2.0), ("worse", "better")),
         (Study(2, 3, effect=0.0, spread=2.0), ("worse", "better")),
-        (Study(2, 1, effect=-1.0, spread=0.3), ("equivalent",)),
         (Study(2, 3, "loss", effect=1.0, spread=0.3), ("equivalent",)),
         (Study(2, 1, speed=1.0, noise=0.1), ("another speed",)),
         (Study(2, 1, speed=SAME, noise=0.01), ("same speed",)),
     ],
-    ids=["equal", "three equal", "a margin off", "three a margin off", "as fast", "5 % faster"],
+    ids=["three equal", "three a margin off", "as fast", "5 % faster"],
 )
 def test_false_claims_are_at_most_nominal(study: Study, words: tuple[str, ...], n: int) -> None:
     assert false_claims(study._replace(n=n), 150, *words) <= most(150)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("n", SEEDS)
-@pytest.mark.parametrize("variants", [1, 3])
-def test_false_claims_are_at_most_nominal_in_many_studies(variants: int, n: int) -> None:
-    equal = Study(n, variants, spread=2.0, noise=0.1)
-    apart = Study(n, variants, effect=-1.0, spread=0.3, speed=SAME, noise=0.01)
-    assert false_claims(equal, 3000, "worse", "better") <= most(3000)
-    assert false_claims(apart, 3000, "equivalent") <= most(3000)
-    if variants == 1:
-        assert false_claims(equal, 3000, "another speed") <= most(3000)
-        assert false_claims(apart, 3000, "same speed") <= most(3000)
 
 
 @pytest.mark.representative("2", "10")

@@ -62,17 +62,19 @@ def planted(
             ]
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (path / "metrics.jsonl").write_text(text, encoding="utf-8")
-            history = [
-                {
-                    "epoch": row["epoch"],
-                    "train": {"loss": 1.0, "accuracy": None},
-                    "validation": {"loss": row["loss"], "accuracy": row["accuracy"]},
-                }
-                for row in rows
-            ]
             own = changes if mode != "fp32" else {}
-            runs.append(run_of(mode, seed, path, step_ms=step_ms * jitter, history=history, **own))
+            own = {**own, "history": history([row["loss"] for row in rows])}
+            runs.append(run_of(mode, seed, path, step_ms=step_ms * jitter, **own))
     return compare(runs, margin=0.005, relative_margin=0.02)
+
+
+def history(losses: Sequence[float]) -> list[dict[str, Any]]:
+    """Epochs with these validation losses, as a summary has them."""
+    train = {"loss": 1.0, "accuracy": None}
+    return [
+        {"epoch": i, "train": train, "validation": {"loss": loss, "accuracy": 0.5}}
+        for i, loss in enumerate(losses, start=1)
+    ]
 
 
 def only(comparison: Comparison) -> Variant:
@@ -147,23 +149,14 @@ def test_only_a_faster_mode_gets_the_note_on_few_validations(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("damage", ["missing", "foreign", "short"])
 def test_a_damaged_file_of_metrics_is_no_curve(tmp_path: Path, damage: str) -> None:
-    planted(tmp_path / "a", power)
     runs = []
     for mode in ("fp32", "bf16_mixed"):
-        history = [
-            {
-                "epoch": i,
-                "train": {"loss": 1.0, "accuracy": None},
-                "validation": {"loss": 1.0 / i, "accuracy": 0.5},
-            }
-            for i in range(1, 6)
-        ]
         path = tmp_path / f"{mode}-{damage}"
         path.mkdir()
         text = {"foreign": '{"kind":"validation","step":"x","loss":1}\n', "short": ""}
         if damage in text:
             (path / "metrics.jsonl").write_text(text[damage], encoding="utf-8")
-        runs.append(run_of(mode, 0, path, history=history))
+        runs.append(run_of(mode, 0, path, history=history([1 / i for i in range(1, 6)])))
     quality = only(compare(runs, margin=0.005, relative_margin=0.02)).equal_quality
     assert quality.samples_ratio is None
     assert quality.no_figure.startswith("1 of 1 pair without a figure")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mprun.study.compare.comparison import Advice, Comparison, Skipped
+from mprun.study.report import canvas
+from mprun.study.report.canvas import Plot
 from mprun.study.report.exports import page
-from mprun.study.report.plots import NAMES, canvas, draw
-from mprun.study.report.plots.canvas import Plot
+from mprun.study.report.plots import NAMES, draw
 from tests.study.report.compared import comparison, hostile, of_losses
 
 LONG = "x" * 300

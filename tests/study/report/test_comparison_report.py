@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.errors import UsageError
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.study.compare.comparison import (
@@ -471,12 +470,6 @@ def test_a_report_is_a_page_three_tables_and_the_plots(
 
     write_report(comparison(1, tmp_path / "others"), folder)
     assert not (folder / "comparison-difference.png").exists(), "the plot of another comparison"
-
-
-def test_a_folder_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"compare.dir=.*file cannot be written"):
-        write_report(comparison(1, tmp_path / "runs"), tmp_path / "file")
 
 
 def test_a_table_costs_no_plotting_library() -> None:

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.study.compare.comparison import Comparison, Estimate, Run
-from mprun.study.report.plots import NAMES, canvas, draw, training_plots
-from mprun.study.report.plots.canvas import Plot
+from mprun.study.report import canvas
+from mprun.study.report import plots as report_plots
+from mprun.study.report.canvas import Plot
+from mprun.study.report.plots import NAMES, draw
 from mprun.study.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
 from tests.study.report.compared import HOSTILE, comparison, lines, of_losses
 from tests.study.report.pages import Pages
@@ -50,7 +52,7 @@ def said(plot: Plot) -> str:
 )
 def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], points: int) -> None:
     curves_ = [(np.arange(1.0, len(y) + 1), np.array(y)) for y in runs]
-    found = training_plots.band(curves_, points)
+    found = report_plots.band(curves_, points)
     width = math.ceil(max(map(len, runs)) / points)
     assert found.width == width
     assert len(found.x) <= points
@@ -67,21 +69,21 @@ def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], po
 
 def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_none() -> None:
     x = np.array([1.0, 2.0, np.nan, np.inf, -5.0, 1e300, 3.0])
-    found = training_plots.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
+    found = report_plots.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
     assert found.x.tolist() == [1.0, 3.0]
     assert found.middle.tolist() == [1.0, 3.0]
-    assert training_plots.band([(x, np.full(7, np.inf))]) is None
-    assert training_plots.band([]) is None
+    assert report_plots.band([(x, np.full(7, np.inf))]) is None
+    assert report_plots.band([]) is None
 
 
 def test_a_long_run_is_thinned(tmp_path: Path) -> None:
     run = comparison(1, tmp_path, seeds=1).variants[0].runs[0]
     write_again(run, lines(5000))
-    (losses,), problems = training_plots.read([run])
+    (losses,), problems = report_plots.read_losses([run])
     assert problems == []
-    band = training_plots.band([losses.training])
-    assert len(band.x) <= training_plots.MAX_POINTS
-    assert band.width == math.ceil(5000 / training_plots.MAX_POINTS)
+    band = report_plots.band([losses.training])
+    assert len(band.x) <= report_plots.MAX_POINTS
+    assert band.width == math.ceil(5000 / report_plots.MAX_POINTS)
 
 
 @pytest.mark.representative(0, 3, 5)

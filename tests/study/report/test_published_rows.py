@@ -15,8 +15,7 @@ from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.study.compare.comparison import Comparison
 from mprun.study.compare.verdicts import compare
 from mprun.study.report import exports
-from mprun.study.report import published_rows as published
-from mprun.study.report.exports import page
+from mprun.study.report.exports import PublishedRow, page, published_lines, published_rows
 from mprun.study.report.plots import draw
 from tests.study.compare.folders import run_of, runs_of
 
@@ -32,9 +31,9 @@ def study(recipe: str = "mnist", low: str = "bf16_mixed", **changes: Any) -> Com
     return compare([*base, *other], margin=0.005, relative_margin=0.02)
 
 
-def row(comparison: Comparison, what: str, published_text: str = "") -> published.Row:
+def row(comparison: Comparison, what: str, published_text: str = "") -> PublishedRow:
     return next(
-        r for r in published.rows(comparison) if r.what == what and published_text in r.published
+        r for r in published_rows(comparison) if r.what == what and published_text in r.published
     )
 
 
@@ -72,7 +71,7 @@ def test_ops_in_float32_are_labelled_beside_a_published_speed() -> None:
     rows = [{"op": "aten.addmm", "dtype": "float16", "reason": "computed in float32"}]
     found = study(low="fp16_mixed", substitutions=rows)
     assert row(found, "speed over fp32", "1.5 to").here.endswith("n=3] matmuls in fp32")
-    assert not any("up to" in r.published for r in published.rows(found)), "of a mode not run"
+    assert not any("up to" in r.published for r in published_rows(found)), "of a mode not run"
 
 
 def test_half_with_stochastic_rounding_on_the_ipu() -> None:
@@ -80,7 +79,7 @@ def test_half_with_stochastic_rounding_on_the_ipu() -> None:
     assert row(found, "test accuracy").here == "half_sr 0.9010"
     assert row(found, "test accuracy lost against fp32").here == "half_sr +0.10 points"
     assert row(found, "peak memory over fp32's").here == "half_sr 1.00x"
-    assert {r.hardware for r in published.rows(found)} == {"IPU"}
+    assert {r.hardware for r in published_rows(found)} == {"IPU"}
 
 
 def test_a_figure_of_one_text_is_shown_beside_that_text_alone() -> None:
@@ -94,19 +93,19 @@ def test_a_figure_of_one_text_is_shown_beside_that_text_alone() -> None:
     for run in runs:
         run.summary.data.name = "Python 3.11.7 standard library"
     other = compare(runs, margin=0.005, relative_margin=0.02)
-    assert "1.88" not in {r.published for r in published.rows(other)}
+    assert "1.88" not in {r.published for r in published_rows(other)}
 
 
 def test_a_model_of_ones_own_has_no_published_rows() -> None:
-    assert published.rows(study("own")) == []
-    assert published.lines(study("own")) == []
+    assert published_rows(study("own")) == []
+    assert published_lines(study("own")) == []
 
 
 @pytest.mark.parametrize("kind", ["terminal", "page", "markdown", "json"])
 def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
     found = study()
     text = {
-        "terminal": lambda: "\n".join(published.lines(found)),
+        "terminal": lambda: "\n".join(published_lines(found)),
         "page": lambda: html.unescape(page(found, draw(found, ["difference"]))).replace(
             "\xa0", " "
         ),

@@ -91,7 +91,7 @@ def test_without_validations_nothing_is_said() -> None:
 
 def test_a_mode_without_times_has_its_samples() -> None:
     found = needing(1.2, None)
-    clause = answer.clause(found, found.variants[1])
+    clause = answer._quality_clause(found, found.variants[1])
     assert clause.startswith("needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples of fp32")
     assert "the time" not in clause
 

@@ -147,13 +147,6 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert len(tables.header(summary)) == 5
 
 
-def test_a_regression_has_no_accuracy() -> None:
-    summary = example()
-    summary.test.accuracy = None
-    assert row(summary, "test loss") == "0.2812"
-    assert row(summary, "test accuracy") is None
-
-
 def test_a_broken_loss_is_shown() -> None:
     summary = example()
     summary.train.loss = "nan"
@@ -176,14 +169,6 @@ def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
     assert "cut off" not in str(row(summary, "training loss"))
     summary.history[-1].train.samples = 1024
     assert str(row(summary, "training loss")).endswith("(epoch cut off after 1,024 samples)")
-
-
-def test_one_thread_is_one_thread() -> None:
-    summary = example()
-    set_fields(summary, backend={"threads": 1})
-    assert ", 1 thread; " in tables.header(summary)[-1]
-    set_fields(summary, backend={"threads": 2})
-    assert ", 2 threads; " in tables.header(summary)[-1]
 
 
 # The guard: a bounded line, and the file in full

@@ -1,11 +1,9 @@
 """The style of all plots, and their conversion to SVG and PNG.
 
 A figure is drawn once, as wide as a phone's page, in the light scheme; a wide page and a file show
-the same one larger. On a page it follows the page's scheme: the CSS variable of its role takes the
-place of each colour, and its text stays text, in the page's font.
+the same one larger. On a page it follows the page's scheme.
 
-matplotlib is used through its objects, without pyplot and without a window. A drawing uses none of
-its global settings or the user's matplotlibrc, and does not change them.
+matplotlib is used through its objects, without pyplot and without a window.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from mprun.study.report.theme import LIGHT, VARIABLES, colour, marker
 # On a phone, 390 pixels wide, 8.5 points of a figure of this width read as 10 pixels
 WIDTH_IN = 4.2
 
-PNG_DPI = 220
+PNG_DPI = 220  # A file of 924 pixels: twice the width of a phone's page, for sharp screens
 # Dates and versions are left out of the files: the same runs give the same bytes.
 NO_METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -181,7 +179,7 @@ def style() -> Iterator[None]:
     logger = logging.getLogger("matplotlib")
     level = logger.level
     with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
+        matplotlib.rcdefaults()  # the user's matplotlibrc must not change a report
         matplotlib.rcParams.update(RULES)  # type: ignore[arg-type,unused-ignore]
         warnings.filterwarnings("ignore", message="Glyph")
         logger.setLevel(logging.ERROR)  # it also logs each font that it does not find
@@ -233,9 +231,11 @@ def _own(element: ElementTree.Element, name: str, used: set[str]) -> None:
 
 def _restyled(value: str, name: str) -> str:
     value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
+    # The variable of a colour's role: the page's dark scheme changes the drawing too
     value = re.sub(r"#[0-9a-f]{6}\b", lambda m: VARIABLES.get(m[0], m[0]), value)
     value = re.sub(r"font-family: [^;]*", "font-family: var(--sans)", value)
     value = re.sub(r"(font: [^;]*?px) [^;]*", r"\1 var(--sans)", value)  # matplotlib before 3.10
+    # A hundredth of a point is enough, and the page is smaller
     return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", value)
 
 
@@ -250,7 +250,7 @@ def figure(height_in: float) -> Figure:
 def panels(count: int) -> tuple[Figure, list[Axes]]:
     """`count` axes with common scales, two in a row; up to two are one below the other."""
     columns = 2 if count > 2 else 1
-    lines = -(-count // columns)
+    lines = -(-count // columns)  # rounded up
     made = figure(1.5 * lines + 0.4)
     grid = made.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     flat = [axes for line in grid for axes in line]
