@@ -45,13 +45,17 @@ FloatDtype = Annotated[str, Legal(*FLOAT_DTYPES)]
 MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
 
 
+# The strings below the columns, and no comments, are what `mprun --help` says of them
 @dataclass(kw_only=True)
 class PolicyColumns:
     """What a precision mode decides; dtypes by PyTorch's names."""
 
-    param_dtype: FloatDtype  # Dtype the parameters are stored in (Keras: variable dtype)
-    compute_dtype: FloatDtype  # Dtype matmuls and convolutions compute in
-    output_dtype: FloatDtype  # Dtype the model's outputs are cast to before the loss
+    param_dtype: FloatDtype
+    """Dtype the parameters are stored in (Keras: variable dtype)."""
+    compute_dtype: FloatDtype
+    """Dtype matmuls and convolutions compute in."""
+    output_dtype: FloatDtype
+    """Dtype the model's outputs are cast to before the loss."""
     casting: Annotated[str, Legal("none", "autocast", "op_lists")]
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Annotated[str, Legal(*ROUNDINGS)]
@@ -60,7 +64,8 @@ class PolicyColumns:
     """Where this rounding is used: update, for parameters and state; all, for every result."""
     overflow: Annotated[str, Legal("infinity", "saturate")] = "infinity"
     """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
-    accum_dtype: FloatDtype  # Dtype gradients are accumulated and stored in (PopTorch: accum_type)
+    accum_dtype: FloatDtype
+    """Dtype gradients are accumulated and stored in (PopTorch: accum_type)."""
     momentum_dtype: MomentDtype
     """Dtype of the optimizer's first moment; uint8: 8-bit codes (of 4096 numbers or more)."""
     variance_dtype: MomentDtype
@@ -69,7 +74,8 @@ class PolicyColumns:
     """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
     partials_dtype: Annotated[str, Legal("float32", "float16")] = "float32"
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
-    tf32: bool  # Whether float32 matmuls and convolutions use TensorFloat-32
+    tf32: bool
+    """Whether float32 matmuls and convolutions use TensorFloat-32."""
     gemms: Annotated[str, Legal("none", *FORMAT_MODES)] = "none"
     """Format of the products of inner linear layers; none: the compute dtype."""
     hadamard: bool = False
