@@ -2,8 +2,8 @@
 
 Hydra's messages name the override, but neither the legal values nor the nearest match, and some
 mistakes end in a traceback of its internals. So each override is checked first (does the field, or
-the option of the group, exist?). Then Hydra composes, and its remaining errors are explained with
-the texts of the schema.
+the option of the group, exist?). Then Hydra composes, and its remaining errors get the texts of the
+schema.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mprun.records.launch import launch_of
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
-from mprun.records.reader import NotYamlError, read_yaml
+from mprun.records.reader import NotYamlError, load_yaml, read_text
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
@@ -113,6 +113,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 def hydra_here() -> Iterator[Any]:
     """Inside, Hydra composes from mprun's files; a process has one Hydra, which this is."""
     _register_schema()
+    # the version whose behaviour conf/ is written for; Hydra warns without one
     with initialize_config_module("mprun.conf", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 
@@ -229,7 +230,7 @@ def parse(text: str) -> Override:
     try:
         parsed: Override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
-        reason = one_line(error).partition(" expecting ")[0]
+        reason = one_line(error).partition(" expecting ")[0]  # behind it are tokens of a grammar
         raise UsageError(
             f"'{text}' cannot be read ({reason}); write name=value, a value with other "
             "characters than letters, digits and -+._/ in quotes that the shell leaves: "
@@ -305,15 +306,12 @@ def _below(section: str) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """The override without `+`, which has no meaning because every field exists.
-
-    A recipe's file becomes the option that has its values. In a mapping with the user's keys,
-    Hydra has to add the key: `++` in front makes it do that.
-    """
-    text = str(override.input_line).lstrip("+")
+    """The override without `+`; a recipe's file becomes the option that has its values."""
+    text = str(override.input_line).lstrip("+")  # which has no meaning, because every field exists
     if override.key_or_group == "recipe" and not override.is_sweep_override():
         option = option_of(str(override.value()))
         return text if option == str(override.value()) else f"recipe={option}"
+    # `++` makes Hydra add a key to a mapping with the user's keys
     add = "++" if f"{override.key_or_group}.".startswith(OPEN_MAPPINGS) else ""
     return add + text
 
@@ -327,7 +325,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:
         near = hint(str(value), known)
-        if group == "precision":
+        if group == "precision":  # a word such as `bf16` may mean several modes
             texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
             what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
             near = mode_hint(str(value), known, what)
@@ -349,12 +347,11 @@ def _own_recipe(value: object) -> str:
 
 
 def _check_own_option(path: Path) -> None:
-    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own.
-
-    Hydra reads it without limits, and what it says of its own keys is about another program.
-    """
+    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own."""
+    # before Hydra, which reads it without limits, and reports mistakes in terms of its own
     try:
-        text, content = read_yaml(path)
+        text = read_text(path)
+        content = load_yaml(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except NotYamlError as error:
@@ -389,7 +386,8 @@ def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
     choices = [text for text in overrides if _group(text) in GROUPS]
     fields = [o for o in parsed if o.key_or_group not in GROUPS]
     if len(choices) + len(fields) == len(overrides):  # no folder of files, which may change
-        with suppress(*RAISED):  # a mistake: Hydra's own message is explained
+        with suppress(*RAISED):  # a mistake: Hydra composes below, and reports it
+            # sorted: the same options in another order are one entry of the cache
             config = copy.deepcopy(_chosen(tuple(sorted(choices, key=_group))))
             for field in fields:
                 is_new = field.key_or_group.startswith(OPEN_MAPPINGS)
@@ -425,6 +423,7 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
         legal = _or_legal(key) if key and _is_unknown(key) else ""
         return f"cannot compose '{given}': {one_line(error)}{legal}"
     setting = [o for o in parsed if o.key_or_group.startswith(field.key)]
+    # Hydra's text ends in the override that it refuses; without one, the last that sets the field
     refused = [o for o in setting if str(error).endswith(for_hydra(o))]
     override = next(iter([*refused, *reversed(setting)]), None)
     received = f"'{override.input_line}': " if override else ""

@@ -105,11 +105,13 @@ def option_of(value: str) -> str:
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
     }
     if SPEED in defaults:
+        # _self_ last: further DEFAULTS win over the option's own fields
         node["defaults"] = [{f"override /{SPEED}": defaults.pop(SPEED)}, "_self_"]
     config = OmegaConf.create(as_text(node))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
-    about = file.text.encode(errors="surrogateescape")
+    about = file.text.encode(errors="surrogateescape")  # a path may have bytes that are no UTF-8
+    # of the content: what was composed of an option is stored, and the file may be edited meanwhile
     option = "file_" + hashlib.sha256(about + b"\0" + source).hexdigest()[:16]
     ConfigStore.instance().store(group="recipe", name=option, node=config, package="_global_")
     return option
@@ -264,11 +266,11 @@ def recipe_text(file: RecipeFile) -> RecipeText:
 
 def _lineage(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
     """A class, and behind it the classes of the file that it extends."""
-    found = [node]
-    for one in found:  # which grows
+    lineage = [node]
+    for one in lineage:  # which grows
         bases = [known[name] for name in map(_last_name, one.bases) if name in known]
-        found += [base for base in bases if base not in found]
-    return found
+        lineage += [base for base in bases if base not in lineage]
+    return lineage
 
 
 def _is_recipe(lineage: list[ast.ClassDef]) -> bool:
@@ -285,8 +287,9 @@ def _last_name(base: ast.expr) -> str:
 
 def _parameters(lineage: list[ast.ClassDef]) -> tuple[Parameter, ...]:
     """Those of the class and, before them, of the classes of the file that it extends."""
-    found = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
-    return tuple(found.values())
+    # bases first, so that a class replaces what it inherits, as in Python
+    by_name = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
+    return tuple(by_name.values())
 
 
 def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
@@ -294,7 +297,7 @@ def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         kind = ast.unparse(field.annotation)
-        if "ClassVar" in kind:
+        if "ClassVar" in kind:  # no field of a dataclass
             continue
         default = None if field.value is None else ast.unparse(field.value)
         yield Parameter(field.target.id, kind, default, _text_of(following))

@@ -224,9 +224,9 @@ ELSEWHERE = {
 def keys_called(name: str, known: Iterable[str]) -> list[str]:
     """The keys that end in a name's last part; else the one that other programs call so."""
     keys, last = list(known), name.rpartition(".")[2]
-    left_out = {name, *(f"{group}.name" for group in GROUPS)}
-    found = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
-    return found or [key for key in keys if key == ELSEWHERE.get(last)]
+    left_out = {name, *(f"{group}.name" for group in GROUPS)}  # an option's name is not set alone
+    same = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
+    return same or [key for key in keys if key == ELSEWHERE.get(last)]
 
 
 @cache

@@ -235,7 +235,7 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
     for combination in combinations(parsed):
         name = _name(combination, varied)
         try:
-            composed = compose([*combination, "seed=0"], config_dir)
+            composed = compose([*combination, "seed=0"], config_dir)  # a study's own are no variant
         except UsageError as error:
             errors.append((combination, error))
             left_out[name] = str(error)
@@ -246,6 +246,7 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
             valid[name] = combination
         else:
             left_out[name] = "; ".join([f"the same as {first}", *composed.warnings])
+    # an override that is valid in no combination is a mistake, not a combination without a meaning
     for combination, refusal in errors:
         checked = combination if has_precision else combination[1:]
         if not accepted.issuperset(checked):
