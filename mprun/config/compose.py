@@ -145,6 +145,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     given = tuple(o.key_or_group for o in parsed)
     with as_usage_error("precision.layers."):
         config.precision.layers = layer_values(config.precision.layers)
+    # in one spelling, so that two names of a value are one variant
     resolved["precision"]["layers"] = dict(config.precision.layers)
     check(config)
     if new:
@@ -199,7 +200,7 @@ def search_path(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     try:
-        next(folder.iterdir(), None)
+        next(folder.iterdir(), None)  # Hydra only warns of a folder that is not there
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--config-dir {folder} cannot be read: {reason}") from None
@@ -218,7 +219,7 @@ def parse(text: str) -> Override:
         UsageError: it is not valid.
     """
     name = text.split("=", 1)[0]
-    if "=" not in text and not text.startswith("~"):
+    if "=" not in text and not text.startswith("~"):  # `~key` deletes in Hydra's grammar
         near = nearest(name, [*GROUPS, *leaves()])
         if name.endswith(".py") or name in options("recipe"):
             near = f"recipe={name}"
@@ -340,7 +341,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
 def _own_recipe(value: object) -> str:
     """What `recipe=` takes besides names; the file that is meant, if there is one."""
     meant = f"{value}.py"
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # the value may be no name of a file at all
         if Path(meant).is_file():
             return f", or the path of a file; did you mean 'recipe={meant}'?"
     return ""

@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
+from hydra._internal.callbacks import Callbacks  # private, but a HydraContext has to have one
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -95,6 +95,7 @@ def sweep(
     with ExitStack() as stack:
         hydra = stack.enter_context(hydra_here())
         stack.enter_context(_refusals())
+        # a sweeper that searches reads lists and intervals itself
         texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
         if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
             folder = _sweep_folder(hydra, for_hydras)
@@ -180,7 +181,7 @@ class _HydraTask:
 def _run_of_sweep(job: Job, searches: bool, raw: DictConfig) -> float:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    raw.run.dir = str(folder)
+    raw.run.dir = str(folder)  # named by hydra.sweep.dir and hydra.sweep.subdir
     given = [parse(text) for text in settings.overrides.task]
     # a sweeper that searches minimizes or maximizes what is returned; others only report it
     status = job(to_composed(raw, given), folder)
@@ -224,7 +225,7 @@ def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
         UsageError: it is not installed, or refuses a field.
     """
     with _composed(name, overrides, Path()) as (hydra, config):
-        _made(hydra, config, list)
+        _made(hydra, config, list)  # any function will do: nothing is started
 
 
 def launch(

@@ -62,6 +62,7 @@ class RecipeFile:
 
 def named_file(value: object) -> RecipeFile | None:
     """The file that a value of `recipe=` names, or None for the name of a recipe."""
+    # DOTALL: the name of a file may have a line end
     match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
     if match is None:
         return None
@@ -161,7 +162,7 @@ def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
     Raises:
         UsageError: it is no dictionary of plain values, or a key or value is not legal.
     """
-    node = _assigned(tree, "DEFAULTS")
+    node = _defaults_in(tree)
     if node is None:
         return {}
     try:
@@ -179,11 +180,12 @@ def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
     return defaults
 
 
-def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
-    """What the module assigns to a name, the last one."""
+def _defaults_in(tree: ast.Module) -> ast.expr | None:
+    """What the module assigns to `DEFAULTS` last."""
     for node in reversed(tree.body):
+        # `x = 1` has targets, `x: int = 1` a target
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        if any(isinstance(target, ast.Name) and target.id == "DEFAULTS" for target in targets):
             return getattr(node, "value", None)
     return None
 

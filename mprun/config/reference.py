@@ -39,6 +39,7 @@ GROUPS = (
 def range_text(meta: Meta) -> str:
     """The numbers of a type as text: "0 or more and below 1"."""
     low = f"{meta.ge:g} or more" if meta.gt is None else f"above {meta.gt:g}"
+    # ten digits: the largest limit is 4294967295
     if meta.lt is not None:
         return f"{low} and below {meta.lt:.10g}"
     return low if meta.le is None else f"{low} and at most {meta.le:.10g}"
@@ -158,7 +159,7 @@ def describe_type(kind: Any) -> str:
 @cache
 def docs_of(cls: type) -> dict[str, str]:
     """Field name to the string literal that follows the field in the source of its class."""
-    docs: dict[str, str] = {}
+    docs: dict[str, str] = {}  # from the source, since Python keeps no docstring of a field
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(node, ast.ClassDef)

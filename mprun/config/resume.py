@@ -154,4 +154,4 @@ def _is_same(config: DictConfig, key: str, value: Any) -> bool:
     if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
         return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
     saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
-    return bool(saved == value) or str(saved) == str(value)
+    return bool(saved == value) or str(saved) == str(value)  # `precision.name=123` is a number

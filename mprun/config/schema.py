@@ -41,6 +41,7 @@ class PrecisionConfig(PolicyColumns):
 
     name: str
     """The mode's name in records and tables."""
+    # Any: `0`, the name of a module, is a number in YAML, and a value may be a mapping
     layers: dict[Any, Any] = field(default_factory=dict)
     """Modules with a dtype, mode or formats of their own: {fc2: fp32, enc.*: {forward: fp8}}."""
     layers_file: str | None = None

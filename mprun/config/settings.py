@@ -202,7 +202,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     known, names = fields(sections), {*map(section_of, sections)}
     given: dict[str, Override] = {}
     for text in overrides:
-        name = text.lstrip("+~").partition("=")[0]
+        name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
             if near := did_you_mean(_called(name, known) if "=" in text else []):
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")

@@ -171,10 +171,10 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not value:
         raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
     for seed in value:
-        if type(seed) is not int:
+        if type(seed) is not int:  # true and false would be 1 and 0
             raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
         field.check(seed)
-    return tuple(dict.fromkeys(value))
+    return tuple(dict.fromkeys(value))  # a seed that is listed twice is one run
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

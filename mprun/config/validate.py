@@ -249,7 +249,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
 def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
-    for key in dict.fromkeys(given):
+    for key in dict.fromkeys(given):  # one sentence for a field that is given twice
         field = "train.optimizer.args" if is_argument(key) else key
         field = "parallel.name" if key == "parallel" else field
         if field in reasons:
@@ -293,7 +293,7 @@ def without_inert(
             value = config.train.batch_size
         section, _, name = key.rpartition(".")
         fields = reduce(lambda node, part: node[part], section.split("."), normalized)
-        if value != MISSING:
+        if value != MISSING:  # a field that a group sets has no default here
             fields[name] = value
     low = stored_low(config)
     if config.precision.rounding in COMPENSATED and low == {"momentum"}:

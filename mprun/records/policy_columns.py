@@ -103,9 +103,9 @@ LATER_COLUMNS: dict[str, Any] = {
 }
 
 
-def legal_values(schema: type = PolicyColumns) -> dict[str, tuple[Any, ...]]:
-    """Field to legal values, of the fields of a dataclass that are one of several texts."""
-    hints = get_type_hints(schema, include_extras=True)
+def legal_values() -> dict[str, tuple[Any, ...]]:
+    """Column to legal values, of the columns that are one of several texts."""
+    hints = get_type_hints(PolicyColumns, include_extras=True)
     return {
         name: one.values
         for name, kind in hints.items()

@@ -435,9 +435,13 @@ def read_lines(run: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: there is no file, or it is damaged.
     """
+    return list(_lines(run))
+
+
+def _lines(run: Path) -> Iterator[dict[str, Any]]:
     path = run / METRICS
     try:
-        return list(read_json_lines(path))
+        yield from read_json_lines(path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -448,13 +452,9 @@ def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UsageError: as `read_lines`, or a line has no kind or no step.
     """
-    path = run / METRICS
-    try:
-        for number, line in enumerate(read_json_lines(path), start=1):
-            converted(path, line, LinePlace, f"line {number}: ")
-            yield line
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(_lines(run), start=1):
+        converted(run / METRICS, line, LinePlace, f"line {number}: ")
+        yield line
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -73,9 +73,9 @@ def change_text(ratio: float) -> str:
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
 
 
-def significant(value: float | None, digits: int = 3) -> str:
-    """A figure of a measurement with as many significant digits; `-` for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
+def significant(value: float | None) -> str:
+    """A figure of a measurement with three significant digits; `-` for None."""
+    return "-" if value is None else f"{value:.3g}"
 
 
 def level_text(level: float) -> str:
