@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_CONDITION = 3
+EXIT_USAGE = 2  # As argparse ends, which reads the options
+EXIT_CONDITION = 3  # Of its own, so that CI tells a worse mode from a failure and from a mistake
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
@@ -55,8 +55,13 @@ class ConditionMetError(MprunError):
     status = EXIT_CONDITION
 
 
+class NotMeasurableError(ValueError):
+    """A model or a loss that cannot be measured."""
+
+
+# No `Exception`: code of the user that catches those must not stop it
 class EndError(BaseException):
-    """Ends what runs, on demand of the user or the system; it passes every `except Exception`."""
+    """Ends what runs, on demand of the user or the system."""
 
 
 class StoppedError(EndError):
@@ -86,8 +91,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
-    near = nearest(word, known)
-    return did_you_mean([near] if near else [])
+    return did_you_mean(get_close_matches(word, list(known), n=1))
 
 
 def did_you_mean(names: Sequence[str], what: Mapping[str, str] | None = None) -> str:
@@ -104,7 +108,7 @@ def printable(text: str) -> str:
 
 
 MAX_TEXT = 2**16  # Characters of an error's text that are read: its first and last halves
-MAX_LINE = 500
+MAX_LINE = 500  # Characters of a first line in a message
 
 
 def text_of(error: BaseException) -> str:
@@ -118,8 +122,12 @@ def text_of(error: BaseException) -> str:
         raise
     except BaseException as failure:  # whatever user code raises
         return f"its text cannot be shown: __str__ raised {type(failure).__name__}"
+    return _without_middle(text, " ... ")
+
+
+def _without_middle(text: str, gap: str) -> str:
     half = MAX_TEXT // 2
-    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
+    return text if len(text) <= MAX_TEXT else f"{text[:half]}{gap}{text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:
@@ -130,10 +138,8 @@ def first_line(error: BaseException) -> str:
 
 def traceback_text(error: BaseException) -> str:
     """The traceback of an error and of its causes, without the middle of very long texts."""
-    half = MAX_TEXT // 2
     parts = traceback.format_exception(error)
-    cut = [x if len(x) <= MAX_TEXT else f"{x[:half]}\n... cut ...\n{x[-half:]}" for x in parts]
-    return "".join(cut)
+    return "".join(_without_middle(part, "\n... cut ...\n") for part in parts)
 
 
 def is_from_code(error: BaseException) -> bool:
@@ -146,7 +152,8 @@ def is_from_code(error: BaseException) -> bool:
 
 # ---- the place in the user's code ----------------------------------------------------------------
 
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = ("site-packages", "dist-packages")  # The second is Debian's name
+# Compiled modules have a folder of their own (lib64) on some systems
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 _OWN = str(Path(__file__).resolve().parent)
 
@@ -169,8 +176,9 @@ def is_users(file: str) -> bool:
 
     The recipes that ship with mprun count as the user's, unless they are installed.
     """
-    if file.startswith("<") or set(_INSTALLED) & set(Path(file).parts):
+    if file.startswith("<") or set(_INSTALLED) & set(Path(file).parts):  # `<string>`: of exec
         return False
+    # PyTorch may be a build of its sources, in any folder; not imported here, which takes seconds
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     libraries = (_OWN, *_STANDARD, *([str(Path(torch).parent)] if torch else []))
     return not any(file.startswith(f"{folder}{os.sep}") for folder in libraries)
@@ -193,7 +201,7 @@ def _places(trace: TracebackType | None) -> Iterator[Place]:
 
 def definition(function: object) -> Place | None:
     """The first line of a function of the user's; None for any other."""
-    while hasattr(function, "__wrapped__"):
+    while hasattr(function, "__wrapped__"):  # by functools.wraps: the decorator's lines say little
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType) or not is_users(code.co_filename):
@@ -205,7 +213,3 @@ def _name(code: CodeType) -> str:
     qualified: str = getattr(code, "co_qualname", code.co_name)  # new in Python 3.11
     name = qualified.rpartition("<locals>.")[2]
     return "" if name == "<module>" else name
-
-
-class NotMeasurableError(ValueError):
-    """A model or a loss that cannot be measured."""

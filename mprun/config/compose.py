@@ -2,8 +2,8 @@
 
 Hydra's messages name the override, but neither the legal values nor the nearest match, and some
 mistakes end in a traceback of its internals. So each override is checked first (does the field, or
-the option of the group, exist?). Then Hydra composes, and its remaining errors are explained with
-the texts of the schema.
+the option of the group, exist?). Then Hydra composes, and its remaining errors get the texts of the
+schema.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mprun.records.launch import launch_of
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
-from mprun.records.reader import NotYamlError, read_yaml
+from mprun.records.reader import NotYamlError, load_yaml, read_text
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
@@ -113,6 +113,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 def hydra_here() -> Iterator[Any]:
     """Inside, Hydra composes from mprun's files; a process has one Hydra, which this is."""
     _register_schema()
+    # the version whose behaviour conf/ is written for; Hydra warns without one
     with initialize_config_module("mprun.conf", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 
@@ -144,6 +145,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     given = tuple(o.key_or_group for o in parsed)
     with as_usage_error("precision.layers."):
         config.precision.layers = layer_values(config.precision.layers)
+    # in one spelling, so that two names of a value are one variant
     resolved["precision"]["layers"] = dict(config.precision.layers)
     check(config)
     if new:
@@ -198,7 +200,7 @@ def search_path(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     try:
-        next(folder.iterdir(), None)
+        next(folder.iterdir(), None)  # Hydra only warns of a folder that is not there
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--config-dir {folder} cannot be read: {reason}") from None
@@ -217,7 +219,7 @@ def parse(text: str) -> Override:
         UsageError: it is not valid.
     """
     name = text.split("=", 1)[0]
-    if "=" not in text and not text.startswith("~"):
+    if "=" not in text and not text.startswith("~"):  # `~key` deletes in Hydra's grammar
         near = nearest(name, [*GROUPS, *leaves()])
         if name.endswith(".py") or name in options("recipe"):
             near = f"recipe={name}"
@@ -229,7 +231,7 @@ def parse(text: str) -> Override:
     try:
         parsed: Override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
-        reason = one_line(error).partition(" expecting ")[0]
+        reason = one_line(error).partition(" expecting ")[0]  # behind it are tokens of a grammar
         raise UsageError(
             f"'{text}' cannot be read ({reason}); write name=value, a value with other "
             "characters than letters, digits and -+._/ in quotes that the shell leaves: "
@@ -305,15 +307,12 @@ def _below(section: str) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """The override without `+`, which has no meaning because every field exists.
-
-    A recipe's file becomes the option that has its values. In a mapping with the user's keys,
-    Hydra has to add the key: `++` in front makes it do that.
-    """
-    text = str(override.input_line).lstrip("+")
+    """The override without `+`; a recipe's file becomes the option that has its values."""
+    text = str(override.input_line).lstrip("+")  # which has no meaning, because every field exists
     if override.key_or_group == "recipe" and not override.is_sweep_override():
         option = option_of(str(override.value()))
         return text if option == str(override.value()) else f"recipe={option}"
+    # `++` makes Hydra add a key to a mapping with the user's keys
     add = "++" if f"{override.key_or_group}.".startswith(OPEN_MAPPINGS) else ""
     return add + text
 
@@ -327,7 +326,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:
         near = hint(str(value), known)
-        if group == "precision":
+        if group == "precision":  # a word such as `bf16` may mean several modes
             texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
             what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
             near = mode_hint(str(value), known, what)
@@ -342,19 +341,18 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
 def _own_recipe(value: object) -> str:
     """What `recipe=` takes besides names; the file that is meant, if there is one."""
     meant = f"{value}.py"
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # the value may be no name of a file at all
         if Path(meant).is_file():
             return f", or the path of a file; did you mean 'recipe={meant}'?"
     return ""
 
 
 def _check_own_option(path: Path) -> None:
-    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own.
-
-    Hydra reads it without limits, and what it says of its own keys is about another program.
-    """
+    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own."""
+    # before Hydra, which reads it without limits, and reports mistakes in terms of its own
     try:
-        text, content = read_yaml(path)
+        text = read_text(path)
+        content = load_yaml(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except NotYamlError as error:
@@ -389,7 +387,8 @@ def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
     choices = [text for text in overrides if _group(text) in GROUPS]
     fields = [o for o in parsed if o.key_or_group not in GROUPS]
     if len(choices) + len(fields) == len(overrides):  # no folder of files, which may change
-        with suppress(*RAISED):  # a mistake: Hydra's own message is explained
+        with suppress(*RAISED):  # a mistake: Hydra composes below, and reports it
+            # sorted: the same options in another order are one entry of the cache
             config = copy.deepcopy(_chosen(tuple(sorted(choices, key=_group))))
             for field in fields:
                 is_new = field.key_or_group.startswith(OPEN_MAPPINGS)
@@ -425,6 +424,7 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
         legal = _or_legal(key) if key and _is_unknown(key) else ""
         return f"cannot compose '{given}': {one_line(error)}{legal}"
     setting = [o for o in parsed if o.key_or_group.startswith(field.key)]
+    # Hydra's text ends in the override that it refuses; without one, the last that sets the field
     refused = [o for o in setting if str(error).endswith(for_hydra(o))]
     override = next(iter([*refused, *reversed(setting)]), None)
     received = f"'{override.input_line}': " if override else ""

@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
+from hydra._internal.callbacks import Callbacks  # private, but a HydraContext has to have one
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,6 +56,7 @@ from mprun.records.run_record import number, read_summary
 Job = Callable[[Composed, Path], int]
 NewFolder = Callable[[], AbstractContextManager[Path]]
 
+# No log files and no folder .hydra: mprun's record of each run has all
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
 NAMED_BY_SWEEP = {"run.dir": "hydra.sweep.dir", "run.resume": "run.resume without -m"}
 
@@ -87,12 +88,14 @@ def sweep(
     searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
     if searches:  # what it chooses is known later
         compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
+    # all before the first run: a mistake in the last one must not cost the runs before it
     for combination in () if searches else combinations(ours):
         compose(combination, config_dir)
     for_hydras = [*QUIET, *(str(o.input_line) for o in hydras), *search_path(config_dir)]
     with ExitStack() as stack:
         hydra = stack.enter_context(hydra_here())
         stack.enter_context(_refusals())
+        # a sweeper that searches reads lists and intervals itself
         texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
         if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
             folder = _sweep_folder(hydra, for_hydras)
@@ -178,8 +181,9 @@ class _HydraTask:
 def _run_of_sweep(job: Job, searches: bool, raw: DictConfig) -> float:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    raw.run.dir = str(folder)
+    raw.run.dir = str(folder)  # named by hydra.sweep.dir and hydra.sweep.subdir
     given = [parse(text) for text in settings.overrides.task]
+    # a sweeper that searches minimizes or maximizes what is returned; others only report it
     status = job(to_composed(raw, given), folder)
     return _objective(folder, status) if searches else status
 
@@ -221,7 +225,7 @@ def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
         UsageError: it is not installed, or refuses a field.
     """
     with _composed(name, overrides, Path()) as (hydra, config):
-        _made(hydra, config, list)
+        _made(hydra, config, list)  # any function will do: nothing is started
 
 
 def launch(
@@ -244,15 +248,16 @@ def launch(
     """
     with _composed(name, overrides, logs) as (hydra, config):
         made = _made(hydra, config, function)
+        # a launcher wants overrides for each job; the function does not read what they compose
         each = [[f"seed={number}"] for number in range(jobs)]
         returns: Sequence[JobReturn] = made.launch(each, initial_job_idx=0)
     return [_returned(job) for job in returns]
 
 
 def _returned(job: JobReturn) -> Any:
-    """What a job returned, or the exception that it raised, which Hydra prints and raises."""
+    """What a job returned, or the exception that it raised."""
     try:
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()):  # Hydra prints the exception before it raises it
             return job.return_value
     except Exception as error:
         return error
@@ -270,6 +275,7 @@ def launcher_fields(name: str) -> Collection[Any]:
 
 def launcher_override(field: str, value: Any) -> str:
     """The override that sets a field of the launcher to a plain value."""
+    # an entry of a launcher's mapping does not exist yet, and `+` makes Hydra add it
     return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
 
 
@@ -311,7 +317,7 @@ def _made(hydra: Any, config: DictConfig, function: Callable[[], Any]) -> Any:
 
 def _refused(name: str, error: Exception) -> str:
     extra = EXTRAS.get(name)
-    if "hydra/launcher" in str(error) and "Could not" in str(error):
+    if "hydra/launcher" in str(error) and "Could not" in str(error):  # Hydra has no class for it
         how = f"pip install 'mprun[{extra}]', or" if extra else "install its plugin, or"
         return f"launcher={name}: Hydra has no such launcher; {how} launcher=local"
     return f"launcher={name}: Hydra refuses its fields: {one_line(error)}"

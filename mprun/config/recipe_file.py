@@ -62,6 +62,7 @@ class RecipeFile:
 
 def named_file(value: object) -> RecipeFile | None:
     """The file that a value of `recipe=` names, or None for the name of a recipe."""
+    # DOTALL: the name of a file may have a line end
     match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
     if match is None:
         return None
@@ -105,11 +106,13 @@ def option_of(value: str) -> str:
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
     }
     if SPEED in defaults:
+        # _self_ last: further DEFAULTS win over the option's own fields
         node["defaults"] = [{f"override /{SPEED}": defaults.pop(SPEED)}, "_self_"]
     config = OmegaConf.create(as_text(node))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
-    about = file.text.encode(errors="surrogateescape")
+    about = file.text.encode(errors="surrogateescape")  # a path may have bytes that are no UTF-8
+    # of the content: what was composed of an option is stored, and the file may be edited meanwhile
     option = "file_" + hashlib.sha256(about + b"\0" + source).hexdigest()[:16]
     ConfigStore.instance().store(group="recipe", name=option, node=config, package="_global_")
     return option
@@ -159,7 +162,7 @@ def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
     Raises:
         UsageError: it is no dictionary of plain values, or a key or value is not legal.
     """
-    node = _assigned(tree, "DEFAULTS")
+    node = _defaults_in(tree)
     if node is None:
         return {}
     try:
@@ -177,11 +180,12 @@ def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
     return defaults
 
 
-def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
-    """What the module assigns to a name, the last one."""
+def _defaults_in(tree: ast.Module) -> ast.expr | None:
+    """What the module assigns to `DEFAULTS` last."""
     for node in reversed(tree.body):
+        # `x = 1` has targets, `x: int = 1` a target
         targets = getattr(node, "targets", [getattr(node, "target", None)])
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        if any(isinstance(target, ast.Name) and target.id == "DEFAULTS" for target in targets):
             return getattr(node, "value", None)
     return None
 
@@ -264,11 +268,11 @@ def recipe_text(file: RecipeFile) -> RecipeText:
 
 def _lineage(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
     """A class, and behind it the classes of the file that it extends."""
-    found = [node]
-    for one in found:  # which grows
+    lineage = [node]
+    for one in lineage:  # which grows
         bases = [known[name] for name in map(_last_name, one.bases) if name in known]
-        found += [base for base in bases if base not in found]
-    return found
+        lineage += [base for base in bases if base not in lineage]
+    return lineage
 
 
 def _is_recipe(lineage: list[ast.ClassDef]) -> bool:
@@ -285,8 +289,9 @@ def _last_name(base: ast.expr) -> str:
 
 def _parameters(lineage: list[ast.ClassDef]) -> tuple[Parameter, ...]:
     """Those of the class and, before them, of the classes of the file that it extends."""
-    found = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
-    return tuple(found.values())
+    # bases first, so that a class replaces what it inherits, as in Python
+    by_name = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
+    return tuple(by_name.values())
 
 
 def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
@@ -294,7 +299,7 @@ def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         kind = ast.unparse(field.annotation)
-        if "ClassVar" in kind:
+        if "ClassVar" in kind:  # no field of a dataclass
             continue
         default = None if field.value is None else ast.unparse(field.value)
         yield Parameter(field.target.id, kind, default, _text_of(following))

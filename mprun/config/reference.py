@@ -39,6 +39,7 @@ GROUPS = (
 def range_text(meta: Meta) -> str:
     """The numbers of a type as text: "0 or more and below 1"."""
     low = f"{meta.ge:g} or more" if meta.gt is None else f"above {meta.gt:g}"
+    # ten digits: the largest limit is 4294967295
     if meta.lt is not None:
         return f"{low} and below {meta.lt:.10g}"
     return low if meta.le is None else f"{low} and at most {meta.le:.10g}"
@@ -158,7 +159,7 @@ def describe_type(kind: Any) -> str:
 @cache
 def docs_of(cls: type) -> dict[str, str]:
     """Field name to the string literal that follows the field in the source of its class."""
-    docs: dict[str, str] = {}
+    docs: dict[str, str] = {}  # from the source, since Python keeps no docstring of a field
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(node, ast.ClassDef)
@@ -224,9 +225,9 @@ ELSEWHERE = {
 def keys_called(name: str, known: Iterable[str]) -> list[str]:
     """The keys that end in a name's last part; else the one that other programs call so."""
     keys, last = list(known), name.rpartition(".")[2]
-    left_out = {name, *(f"{group}.name" for group in GROUPS)}
-    found = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
-    return found or [key for key in keys if key == ELSEWHERE.get(last)]
+    left_out = {name, *(f"{group}.name" for group in GROUPS)}  # an option's name is not set alone
+    same = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
+    return same or [key for key in keys if key == ELSEWHERE.get(last)]
 
 
 @cache

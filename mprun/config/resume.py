@@ -3,9 +3,7 @@
 A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
 them. Fields that only affect its end, its output or the location of files may change.
 
-The folder may be another person's. A recorded configuration was resolved when it was written, so
-`${...}` in it is text: it reads no environment variable. `run.trust` counts on the command line
-alone.
+The folder may be another person's.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ MAY_CHANGE = (
     "logger.uri",
     "run.trust",
 )
-LENGTH = ("train.epochs", "train.max_steps")
+LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
 CONFIG = "config.yaml"
 
 
@@ -82,11 +80,12 @@ def _saved(folder: Path) -> DictConfig:
     path = folder / CONFIG
     refuse_links(folder, ENTRIES)
     try:
-        _, content = read_yaml(path)
+        content = read_yaml(path)
         if not isinstance(content, dict):
             raise _invalid(folder, "it is not a mapping")
+        # as text: it was resolved when it was written, so `${oc.env:...}` in it is not mprun's
         config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
-        config.run.trust = False
+        config.run.trust = False  # the folder cannot vouch for itself: the command line can
     except OSError as error:
         if isinstance(error, FileNotFoundError) and has_begun(folder):
             raise UsageError(_nothing_recorded(folder)) from None
@@ -155,4 +154,4 @@ def _is_same(config: DictConfig, key: str, value: Any) -> bool:
     if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
         return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
     saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
-    return bool(saved == value) or str(saved) == str(value)
+    return bool(saved == value) or str(saved) == str(value)  # `precision.name=123` is a number

@@ -41,6 +41,7 @@ class PrecisionConfig(PolicyColumns):
 
     name: str
     """The mode's name in records and tables."""
+    # Any: `0`, the name of a module, is a number in YAML, and a value may be a mapping
     layers: dict[Any, Any] = field(default_factory=dict)
     """Modules with a dtype, mode or formats of their own: {fc2: fp32, enc.*: {forward: fp8}}."""
     layers_file: str | None = None
@@ -93,13 +94,14 @@ class LossScaleConfig:
     """The kind of loss scale: auto, none, static or dynamic."""
     value: Positive | None = None
     """The static factor, or the initial dynamic one; null for 1024 and 65536."""
+    # growth_factor, backoff_factor and growth_interval are the defaults of torch.amp.GradScaler
     growth_factor: Annotated[float, Meta(gt=1)] = 2.0
     """A dynamic scale is multiplied by this after growth_interval steps without overflow."""
     backoff_factor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """A dynamic scale is multiplied by this at an overflow."""
     growth_interval: Count = 2000
     """Steps without overflow after which a dynamic scale grows."""
-    floor: NotNegative = 2.0**-14
+    floor: NotNegative = 2.0**-14  # The smallest normal float16
     """A dynamic scale that falls to this ends the run."""
 
 
@@ -173,7 +175,7 @@ class OptimizerRow:
     """Of the class: fields of `OptimizerConfig`, or betas."""
     moments: tuple[str, ...] | None = None
     """Of the class of this name in `mprun.optim`, in the mode's dtypes; None: there is none, and
-    16-bit parameters get float32 masters. A moment with a field is kept where that is not 0."""
+    16-bit parameters get float32 masters. A moment with a field is stored where that is not 0."""
 
 
 MOMENTS = ("momentum", "variance")
@@ -196,6 +198,7 @@ class OptimizerConfig:
     """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of target, but not lr: {lr_decay: 0.1}."""
+    # these defaults are those of torch.optim, except AdamW's weight decay of 0.01
     momentum: NotNegative = 0.0
     """Momentum of SGD and RMSprop."""
     weight_decay: NotNegative = 0.0

@@ -175,6 +175,7 @@ def fields(sections: Sequence[str | type] = ()) -> dict[str, Field]:
 
 def _as_typed(field: Field) -> Field:
     """The field with the key that users type."""
+    # `launcher=joblib`, as an option of a group is named; it is no group of Hydra's
     return replace(field, key="launcher") if field.key == LAUNCHER else field
 
 
@@ -195,13 +196,13 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
         UsageError: there is no such setting, or its value is not legal.
     """
     settings, rest = OmegaConf.structured(Settings), []
-    OmegaConf.set_struct(settings, False)
+    OmegaConf.set_struct(settings, False)  # takes sections that the class does not name
     for cls in (x for x in sections if isinstance(x, type)):
         settings[section_of(cls)] = OmegaConf.structured(cls)
     known, names = fields(sections), {*map(section_of, sections)}
     given: dict[str, Override] = {}
     for text in overrides:
-        name = text.lstrip("+~").partition("=")[0]
+        name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
             if near := did_you_mean(_called(name, known) if "=" in text else []):
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")
@@ -224,8 +225,8 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
 def _called(name: str, known: Mapping[str, Field]) -> list[str]:
     """The settings that end in this name, and fields of a run that do; none for a field's key."""
     of_run = (*GROUPS, *leaves())
-    found = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
-    return found and [*found, *keys_called(name, of_run)]
+    own = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
+    return own and [*own, *keys_called(name, of_run)]
 
 
 def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
@@ -296,7 +297,7 @@ def parse_size(text: str, key: str) -> int:
         size = float(match[1]) * factor if match and factor else math.nan
     except ValueError:
         size = math.nan
-    if not 1 <= size < 2**63:
+    if not 1 <= size < 2**63:  # sizes in PyTorch are int64; NaN is refused too
         raise UsageError(
             f"'{key}={text}': legal is an amount of memory above 0: a number and a unit, one of "
             f"{', '.join(UNITS)} (16GiB, 500MB)"

@@ -171,10 +171,10 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not value:
         raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
     for seed in value:
-        if type(seed) is not int:
+        if type(seed) is not int:  # true and false would be 1 and 0
             raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
         field.check(seed)
-    return tuple(dict.fromkeys(value))
+    return tuple(dict.fromkeys(value))  # a seed that is listed twice is one run
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:
@@ -235,7 +235,7 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
     for combination in combinations(parsed):
         name = _name(combination, varied)
         try:
-            composed = compose([*combination, "seed=0"], config_dir)
+            composed = compose([*combination, "seed=0"], config_dir)  # a study's own are no variant
         except UsageError as error:
             errors.append((combination, error))
             left_out[name] = str(error)
@@ -246,6 +246,7 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
             valid[name] = combination
         else:
             left_out[name] = "; ".join([f"the same as {first}", *composed.warnings])
+    # an override that is valid in no combination is a mistake, not a combination without a meaning
     for combination, refusal in errors:
         checked = combination if has_precision else combination[1:]
         if not accepted.issuperset(checked):

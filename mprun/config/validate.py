@@ -63,7 +63,7 @@ def _check_uri(uri: str) -> None:
         password = parts.password
     except ValueError:  # brackets of an address that do not close
         raise UsageError(f"logger.uri={uri!r} is not an address; {LEGAL_URI}") from None
-    scheme = parts.scheme.partition("+")[0] or uri
+    scheme = parts.scheme.partition("+")[0] or uri  # `mysql+pymysql` names a driver, too
     has_place = scheme == "databricks" or f"{parts.scheme}://" in uri
     if scheme not in SCHEMES or not has_place or not uri.isprintable():
         raise UsageError(f"logger.uri={uri!r} is not an MLflow store; {LEGAL_URI}")
@@ -120,7 +120,7 @@ def check(config: Config) -> None:
         raise UsageError(SATURATES)
     _check_op_lists(config)
     _check_coded_moments(config)
-    if config.speed.compile not in (True, False, "auto"):
+    if config.speed.compile not in (True, False, "auto"):  # its type, bool | str, takes any text
         raise UsageError(f"speed.compile={config.speed.compile}: legal is true, false or auto")
     check_logger_fields(config.logger)
     for key in NAMES:
@@ -135,7 +135,7 @@ def check(config: Config) -> None:
 
 def check_name(key: str, value: str | None, kind: str) -> None:
     """Raise `UsageError` if the value of a key can be no name of "a folder" or "a file"."""
-    if value is not None and (not value.strip() or "\0" in value):
+    if value is not None and (not value.strip() or "\0" in value):  # NUL ends a path in C
         raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
 
 
@@ -249,7 +249,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
 def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
-    for key in dict.fromkeys(given):
+    for key in dict.fromkeys(given):  # one sentence for a field that is given twice
         field = "train.optimizer.args" if is_argument(key) else key
         field = "parallel.name" if key == "parallel" else field
         if field in reasons:
@@ -293,7 +293,7 @@ def without_inert(
             value = config.train.batch_size
         section, _, name = key.rpartition(".")
         fields = reduce(lambda node, part: node[part], section.split("."), normalized)
-        if value != MISSING:
+        if value != MISSING:  # a field that a group sets has no default here
             fields[name] = value
     low = stored_low(config)
     if config.precision.rounding in COMPENSATED and low == {"momentum"}:
@@ -392,7 +392,10 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"{optimizer.target or optimizer.name} keeps its state in float32"
         return
     if "momentum" not in moments:
-        yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
+        yield (
+            "precision.momentum_dtype",
+            "without train.optimizer.momentum no first moment is stored",
+        )
     if "variance" not in moments:
         yield "precision.variance_dtype", f"{optimizer.name} keeps no second moment"
 

@@ -1,8 +1,7 @@
 """Writing files and making folders. No torch.
 
-A file is replaced as a whole: written under a temporary name, synced, renamed. Readers see the old
-content or the new one, never a part of it, even after a crash. Only the process that began a
-command writes: see `leave_if_forked`.
+A file is replaced as a whole, so readers see the old content or the new one, never a part of it,
+even after a crash. Only the process that began a command writes: see `leave_if_forked`.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def reserve_descriptors() -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
-    Its name cannot be guessed and it must not exist, so a link laid there leads nowhere. A link at
-    `path` itself is replaced, not followed.
+    A link at `path` is replaced, not followed.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; `path` is unchanged.
@@ -92,13 +90,14 @@ def _draft(path: Path, data: bytes) -> Path:
         OSError: as `write_atomic`.
     """
     reserve_descriptors()
+    # a name that cannot be guessed, of no file that exists: a link laid there would lead elsewhere
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     file = draft.open("xb")
     try:
         with file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # else a power failure may leave the new name of an empty file
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -158,6 +157,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
         RunFailedError: one cannot be written; the others before it are whole.
     """
     for name, content in files.items():
+        # replace: names of files may have bytes that are no UTF-8
         data = content.encode(errors="replace") if isinstance(content, str) else content
         try:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -173,8 +173,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
 def dated_folder() -> Path:
     """Make a folder under outputs/, named by date and time, that belongs to this process alone.
 
-    `mkdir` fails if the name exists, in one step of the file system. So processes that begin in the
-    same second get different folders: the later ones end in -2, -3, ...
+    Of processes that begin in the same second the later ones get names that end in -2, -3, ...
 
     Raises:
         UsageError: it cannot be made.
@@ -185,7 +184,8 @@ def dated_folder() -> Path:
         folder = day / (clock if n == 1 else f"{clock}-{n}")
         try:
             day.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError, FileNotFoundError):  # its parent was removed
+            # mkdir fails if the name exists, in one step; or if the parent was removed meanwhile
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
                 folder.mkdir()
                 return folder
         except OSError as error:

@@ -7,9 +7,9 @@
 
 A linear layer multiplies three times in a training step: forward, for the gradient of its input and
 for the gradient of its weight. A format for each product is in plans and records the text
-`forward=fp8,grad_weight=fp32`. What a run's guard of matrix products found is written in this form
-too, for the next run. `mprun.precision.layers` carries out dtypes and modes,
-`mprun.precision.gemms` formats. No torch.
+`forward=fp8,grad_weight=fp32`. A run's guard of matrix products writes its result in this form too,
+for the next run. `mprun.precision.layers` carries out dtypes and modes, `mprun.precision.gemms`
+formats. No torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def layer_value(value: object) -> str:
         return _of_products(value)
     text = str(value)
     if text not in LEGAL:
-        raise ValueError(
+        raise ValueError(  # 40 characters: it may be anything, a whole file
             f"{text[:40]!r}; legal is a dtype or a mode, one of {', '.join(LEGAL)}, or a format "
             f"for each product, {{forward: fp8, grad_weight: fp32}}{hint(text[:40], LEGAL)}"
         )
@@ -172,17 +172,14 @@ def product_formats(value: str) -> dict[str, str] | None:
 
 
 def guard_layers(summary: Summary) -> str | None:
-    """The text of guard_layers.yaml; None where the guard found nothing.
-
-    It has the run's own `precision.layers` too, so that it replaces them.
-    """
+    """The text of guard_layers.yaml; None where no product passed a threshold."""
     guard, row = summary.guard, summary.requested
     if guard is None or not guard.gemms:
         return None
     high: dict[str, list[str]] = {}
     for gemm in guard.gemms:
         high.setdefault(gemm.module, []).append(gemm.product)
-    found = {
+    promoted = {
         module: with_high_products(_value(module, row.layers, row.gemms), products)
         for module, products in high.items()
     }
@@ -191,10 +188,11 @@ def guard_layers(summary: Summary) -> str | None:
         "in bfloat16.\n"
         f"For precision={summary.precision} precision.layers_file=THIS_FILE"
     )
-    return layers_file(head, {**row.layers, **found})
+    # with the run's own layers, so that the file replaces `precision.layers`
+    return layers_file(head, {**row.layers, **promoted})
 
 
 def _value(module: str, layers: Mapping[str, str], mode: str) -> str:
     """The formats of a layer: its own, those of the module around it, or the mode's."""
     inside = [name for name in layers if module == name or module.startswith(f"{name}.")]
-    return layers[max(inside, key=len)] if inside else mode
+    return layers[max(inside, key=len)] if inside else mode  # the longest name is the innermost

@@ -36,9 +36,10 @@ RUNS = ("train",)
 STUDIES = ("sweep", "advise", "double", "train -m")
 MULTIRUN_FILE = "multirun.yaml"
 RUN_FILES = {"summary.json", METRICS}
-NOT_SEARCHED = ("checkpoints", TRACKERS)
+NOT_SEARCHED = ("checkpoints", TRACKERS)  # Loggers keep copies of records there
 
 
+# Not the whole `run_record.Summary`: a list needs few fields, and msgspec skips the others
 class _Head(msgspec.Struct):
     """What is read of a summary."""
 
@@ -89,10 +90,10 @@ def resolved_last(text: str, *commands: str) -> str:
     """
     if text != LAST or os.path.lexists(LAST):
         return text
-    found = listed(OUTPUTS)
+    records = listed(OUTPUTS)
     if not {*commands} & {*STUDIES}:
-        found = _newest_first(run for x in found for run in (x.runs or (x,)))
-    for record in found:
+        records = _newest_first(run for x in records for run in (x.runs or (x,)))
+    for record in records:
         if record.command in commands and record.status != "damaged":
             return record.path
     raise UsageError(
@@ -121,7 +122,7 @@ def _below(folder: Path, is_top: bool = False) -> Iterator[ListedRecord]:
         Path(entry.path)
         for entry in entries
         if entry.name not in NOT_SEARCHED and entry.is_dir(follow_symlinks=False)
-    )
+    )  # links are not followed: one to a folder above would never end
     records = (record for path in folders for record in _below(path))
     if is_top or not names & {FILE, MULTIRUN_FILE}:
         yield from records
@@ -149,7 +150,7 @@ def _run(folder: Path) -> ListedRecord:
         started_at = datetime.fromisoformat(head.started_at).astimezone(timezone.utc)
     except FileNotFoundError:
         return _damaged(folder, "ended before it had a summary.json")
-    except (UsageError, ValueError, OverflowError) as error:
+    except (UsageError, ValueError, OverflowError) as error:  # the latter two: no date
         return _damaged(folder, str(error))
     metric = head.metric
     of = head.metrics.get(metric.name)

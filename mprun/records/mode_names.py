@@ -35,7 +35,7 @@ def mode_row(name: str) -> Mapping[str, Any]:
 
 # ---- names that others use ----------------------------------------------------------------------
 
-OWN_ALIASES = {"fp16_sr": "half_sr"}
+OWN_ALIASES = {"fp16_sr": "half_sr"}  # As bf16_sr is named
 LIGHTNING_NAMES = {
     "32-true": "fp32",
     "bf16-mixed": "bf16_mixed",
@@ -93,7 +93,7 @@ def _plain(name: str) -> str:
 
 
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-# Formats that `mprun numerics` measures where they are asked for
+# Formats that `mprun numerics` measures on demand, beside those that it always does
 FURTHER_FORMATS = (
     "e4m3fnuz",
     "e5m2fnuz",

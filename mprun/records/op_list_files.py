@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     where: str  # `file:line`, or the name of the lists it ships with
 
 
-MAX_NAME = 200
+MAX_NAME = 200  # Characters; no op of PyTorch has as many
 
 
 def read_list(path: Path, kind: str) -> list[Entry]:

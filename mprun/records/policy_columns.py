@@ -47,6 +47,7 @@ FloatDtype = Annotated[str, Legal(*FLOAT_DTYPES)]
 MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
 
 
+# The strings below the columns, and no comments, are what `mprun --help` says of them
 @dataclass(kw_only=True)
 class PolicyColumns:
     """What a precision mode decides; dtypes by PyTorch's names."""
@@ -104,9 +105,9 @@ LATER_COLUMNS: dict[str, Any] = {
 """Columns that earlier versions did not have, with the value that changes nothing."""
 
 
-def legal_values(schema: type = PolicyColumns) -> dict[str, tuple[Any, ...]]:
-    """Field to legal values, of the fields of a dataclass that are one of several texts."""
-    hints = get_type_hints(schema, include_extras=True)
+def legal_values() -> dict[str, tuple[Any, ...]]:
+    """Column to legal values, of the columns that are one of several texts."""
+    hints = get_type_hints(PolicyColumns, include_extras=True)
     return {
         name: one.values
         for name, kind in hints.items()

@@ -57,9 +57,9 @@ def figures(
 ) -> list[Figure]:
     """The figures for these recipes, modes and data sets.
 
-    Those about a mode alone stand beside mprun's own recipes only, which were chosen for them: no
-    model of somebody else's is what they were measured with.
+    Those about a mode alone stand beside mprun's own recipes only, which were made for them.
     """
+    # no model of somebody else's is what the figures about a mode alone were measured with
     own = {f.recipe for f in FIGURES} - {None}
     return [
         f

@@ -1,9 +1,8 @@
 """Reading files: the one place where mprun opens a file that somebody else may have written.
 
 Files come from anyone's disk: they may be cut off, edited by hand, written by another version, or
-no file at all. A pipe waits for ever for a writer, and a device such as /dev/zero never ends. So
-only regular files are opened, and none is read beyond a size that no file of its kind has. What is
-behind this door is not checked again. No torch.
+no file at all. So only regular files are opened, and none is read beyond a size that no file of its
+kind has. What is behind this door is not checked again. No torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):  # a device such as /dev/zero never ends
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if most_bytes is not None and status.st_size > most_bytes:
             raise OSError(errno.EINVAL, f"it is larger than {_size(most_bytes)}", str(path))
@@ -70,7 +69,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
         OSError: as `open_regular` does.
     """
     with open_regular(path, most_bytes) as file:
-        return file.read(most_bytes)
+        return file.read(most_bytes)  # not all: it may have grown since its size was looked at
 
 
 def _size(number: int) -> str:
@@ -195,10 +194,11 @@ def _out_of_range(value: object, name: str = "") -> str | None:
     return next((x for key, item in items if (x := _out_of_range(item, key)) is not None), None)
 
 
-MAX_BYTES = 2**20
+MAX_BYTES = 2**20  # Of a YAML file
 MAX_VALUES = 10_000
 DEEPEST = 50  # A configuration has some 200 values and is nested four deep
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
+# YAML 1.1 asks for a dot, and reads 1e-3 as a text; OmegaConf writes and reads it as a number
 EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
@@ -215,14 +215,14 @@ class NotYamlError(ValueError):
         self.problem, self.line = problem, line
 
 
+# PyYAML has the loader in C only where libyaml was there when it was built
 class _PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """A loader of mappings, lists, texts, numbers, truth values and null alone.
 
-    YAML is more than it seems: tags make objects, and a plain word such as 2020-13-45 is a date
-    that does not exist. Numbers are those of OmegaConf, which writes the configurations: `1e-3` is
-    one. A key that is written twice is refused.
+    A key that is written twice is refused.
     """
 
+    # other tags make objects, and a plain word such as 2020-13-45 is a date that does not exist
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
         tag: make
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
@@ -250,15 +250,14 @@ class _PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: igno
 _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
 
 
-def read_yaml(path: Path, most_bytes: int = MAX_BYTES) -> tuple[str, Any]:
-    """The text of a YAML file, and its content as plain values.
+def read_yaml(path: Path, most_bytes: int = MAX_BYTES) -> Any:
+    """The content of a YAML file as plain values.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is too large.
         NotYamlError: it is not text, not YAML, or too large or deep.
     """
-    text = read_text(path, most_bytes)
-    return text, load_yaml(text)
+    return load_yaml(read_text(path, most_bytes))
 
 
 def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
@@ -272,6 +271,7 @@ def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        # lines as an editor counts them, whatever ends them
         before = data[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         raise NotYamlError("not text (UTF-8)", before.count(b"\n") + 1) from None
 
@@ -345,9 +345,9 @@ def _check_extent(content: Any) -> None:
         raise NotYamlError(f"it is nested more than {DEEPEST} deep")
 
 
-ZIP = b"PK\x03\x04"
-BLOCK_BYTES = 2**20
-ENCRYPTED = 0x1
+ZIP = b"PK\x03\x04"  # How a zip file begins
+BLOCK_BYTES = 2**20  # What is read at once, so that no entry has to fit into memory
+ENCRYPTED = 0x1  # A bit of an entry's flags
 
 
 class DamagedArchiveError(ValueError):
@@ -359,8 +359,7 @@ def check_archive(path: Path) -> None:
 
     PyTorch reads the archive in C++ that trusts the file: a damaged one may end the process without
     a word, and changed bytes become changed weights. It is a zip file whose entries are stored as
-    they are, each with its CRC-32. A file of an older form, which PyTorch reads in Python, has
-    nothing to check.
+    they are, each with its CRC-32.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -370,7 +369,7 @@ def check_archive(path: Path) -> None:
         start = file.read(len(ZIP))
         if not start:
             raise DamagedArchiveError("it is empty")
-        if start == ZIP:
+        if start == ZIP:  # an older form, which PyTorch reads in Python, has nothing to check
             try:
                 _check_zip(file)
             except Exception as error:  # zipfile raises almost anything for a damaged file

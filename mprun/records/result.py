@@ -38,7 +38,7 @@ PICTURE_PX = 760  # The width of a picture in a notebook
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a measurement found."""
+    """The result of a measurement."""
 
     record: Any
     """All of it, for programs: a dataclass, a msgspec Struct, or plain values."""
@@ -103,14 +103,15 @@ class Result:
 
 
 def _picture(caption: str, svg: str | bytes) -> str:
-    """A drawing as an image, so that its ids and its style are its own, with a caption."""
+    """A drawing with a caption."""
+    # an image, not the SVG's elements: their ids and styles would be those of the whole notebook
     data = b64encode(svg.encode() if isinstance(svg, str) else svg).decode()
     image = f'<img width="{PICTURE_PX}" alt="" src="data:image/svg+xml;base64,{data}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 class PartialResultError(RunFailedError):
-    """A measurement failed on its way: `result` has what it found before."""
+    """A measurement failed on its way: `result` has what it measured before."""
 
     def __init__(self, text: str, result: Result) -> None:
         super().__init__(text)

@@ -22,9 +22,10 @@ from mprun.records.policy_columns import LATER_COLUMNS
 from mprun.records.reader import NotYamlError, read_json, read_yaml
 
 MAX_BYTES = 256 * 1024
+# Fields that earlier versions did not have, with the value that changes nothing: without them a
+# variant has the hash that its earlier runs have
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
-# Fields that earlier versions did not have, with the value that changes nothing
 LATER_PARALLEL: dict[str, Any] = {"name": "none", "world_size": 1}
 # The shipped options of the group `speed`, which earlier versions have by name alone
 SPEEDS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ def read_config(run: Path) -> Any:
 
 def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved configuration without seed, paths and loggers: it defines a variant."""
-    config: dict[str, Any] = json.loads(json.dumps(resolved))
+    config: dict[str, Any] = json.loads(json.dumps(resolved))  # a copy, which is cut below
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
     for key in ("root", "workers"):
@@ -84,10 +85,10 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _deciding(debug: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of debugging that change what is computed: steps dropped, products promoted."""
-    kept = {"fp_exceptions": "skip"} if debug.get("fp_exceptions") == "skip" else {}
-    if debug.get("guard") != "promote":
-        return kept
-    return {**kept, **{key: debug.get(key) for key in ("guard", "guard_underflow", "guard_error")}}
+    names = ["fp_exceptions"] if debug.get("fp_exceptions") == "skip" else []
+    if debug.get("guard") == "promote":
+        names += ["guard", "guard_underflow", "guard_error"]
+    return {name: debug.get(name) for name in names}
 
 
 def _short_speed(speed: Any) -> Any:
@@ -151,6 +152,7 @@ def read_logger_record(folder: Path, logger: str) -> LoggerRecord | None:
     """The record of a folder; None if there is none that can be used for this logger."""
     with contextlib.suppress(FileNotFoundError, UsageError):
         record = read_json(folder / FILE, LoggerRecord, SCHEMA_VERSION)
+        # the folder may be anyone's, and the id becomes a part of paths and addresses
         if record.logger == logger and re.fullmatch(r"[\w. +=-]{1,128}", record.id):
             return record
     return None

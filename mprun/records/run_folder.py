@@ -37,11 +37,11 @@ from mprun.records.reader import converted, read_json, read_json_lines
 from mprun.records.run_config import FILE as LOGGER
 from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, number, placed_lines
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # No room on the disk, or none for this user
 
 RECIPE = "recipe.py"  # The copy of a recipe that is a file
 
-GUARD_LAYERS = "guard_layers.yaml"  # What `debug.guard` found, for `precision.layers_file`
+GUARD_LAYERS = "guard_layers.yaml"  # The result of `debug.guard`, for `precision.layers_file`
 
 # The files of a record; a logger keeps copies of them
 RECORD_FILES = (
@@ -60,7 +60,7 @@ TRACKERS = "trackers"  # A folder beside the runs, where loggers keep copies of 
 
 
 class RunFolder:
-    """A run's folder, owned by one process at a time.
+    """A run's folder, which one process at a time writes.
 
     Args:
         path: the folder; for a new run, without a run in it.
@@ -82,8 +82,8 @@ class RunFolder:
         try:
             refuse_links(path, ENTRIES)
             path.mkdir(parents=True, exist_ok=True)
-            (path / "checkpoints").mkdir(exist_ok=True)
-            self._lock.acquire()
+            (path / "checkpoints").mkdir(exist_ok=True)  # the lock's folder
+            self._lock.acquire()  # before anything is removed or opened for writing
             for folder in (path, path / "checkpoints"):
                 remove_leftovers(folder)
             self._metrics = self._open(keep)
@@ -110,6 +110,7 @@ class RunFolder:
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> TextIO:
         file = self.path / METRICS
         if keep is None:
+            # x fails if a run is there; a folder that a run took and left empty is taken over
             return file.open("w" if has_begun(self.path) else "x", encoding="utf-8")
         if file.exists():
             _cut(self.path, keep)
@@ -156,18 +157,16 @@ class RunFolder:
 
 
 def _cut(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """End metrics.jsonl before the first line that is cut short, or that `keep` rejects.
-
-    Line by line, because the log of a long run does not fit into memory.
-    """
+    """End metrics.jsonl before the first line that is cut short, or that `keep` rejects."""
     file = run / METRICS
     shorter = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with shorter.open("x", encoding="utf-8") as kept:
+        with shorter.open("x", encoding="utf-8") as copy:
+            # one at a time, because the lines of a long run do not fit into memory
             for line in itertools.takewhile(keep, placed_lines(run)):
-                kept.write(_as_text([line]))
-            kept.flush()
-            os.fsync(kept.fileno())
+                copy.write(_as_text([line]))
+            copy.flush()
+            os.fsync(copy.fileno())
         shorter.replace(file)
     finally:
         shorter.unlink(missing_ok=True)
@@ -221,6 +220,7 @@ def write_study_plan(folder: Path, plan: StudyPlan) -> None:
         OSError: the folder cannot be written.
     """
     text = json.dumps({"schema_version": SCHEMA_VERSION, **vars(plan)}, indent=1)
+    # processes that begin one study together have to carry out one plan: the first one's
     write_new(folder / FILE, text.encode())
 
 
@@ -290,7 +290,7 @@ class ValidationLoss(NamedTuple):
 
 
 class _ValidationLine(msgspec.Struct):
-    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # Whole numbers are exact in float64 so far
     loss: Number | None
     samples: int | None = None
 

@@ -8,7 +8,7 @@ A run's folder holds
                      whenever an epoch ends, and at the end
     recipe.py        a copy of the recipe's file, where the recipe is one
     fp_exceptions.json   with `debug.fp_exceptions`: each distinct exception, in full
-    guard_layers.yaml    with `debug.guard`: `precision.layers` with what it found in bfloat16
+    guard_layers.yaml    with `debug.guard`: `precision.layers`, products over a limit in bfloat16
     checkpoints/     what a run can be resumed from
 
 Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one
@@ -84,7 +84,7 @@ class BackendRow:
     allocator: str = "unknown"
     """`glibc`, `glibc-steady` (it keeps its memory), jemalloc, tcmalloc, mimalloc or `system`."""
     speed_trial: str | None = None
-    """What the trial of `speed=auto` found, a sentence; None where the table chose."""
+    """The result of the trial of `speed=auto`, a sentence; None where the table chose."""
     compile_s: float | None = None
     """Seconds that the first step took longer than the median one; None if nothing is compiled."""
 
@@ -401,7 +401,7 @@ def page_fault_share(summary: Summary) -> float | None:
     step_ms = summary.step_time_ms.median
     if faults is None or price_us is None or not step_ms:
         return None
-    return max(0.0, faults * price_us * 1e-3 / step_ms)
+    return max(0.0, faults * price_us * 1e-3 / step_ms)  # microseconds over milliseconds
 
 
 def is_failed_by_machine(summary: Summary) -> bool:
@@ -426,7 +426,7 @@ class LinePlace(msgspec.Struct):
     """What every line of metrics.jsonl has, whatever its kind."""
 
     kind: str
-    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # Whole numbers are exact in float64 so far
 
 
 def read_lines(run: Path) -> list[dict[str, Any]]:
@@ -435,9 +435,13 @@ def read_lines(run: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: there is no file, or it is damaged.
     """
+    return list(_lines(run))
+
+
+def _lines(run: Path) -> Iterator[dict[str, Any]]:
     path = run / METRICS
     try:
-        return list(read_json_lines(path))
+        yield from read_json_lines(path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -448,10 +452,87 @@ def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UsageError: as `read_lines`, or a line has no kind or no step.
     """
-    path = run / METRICS
-    try:
-        for number, line in enumerate(read_json_lines(path), start=1):
-            converted(path, line, LinePlace, f"line {number}: ")
-            yield line
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(_lines(run), start=1):
+        converted(run / METRICS, line, LinePlace, f"line {number}: ")
+        yield line
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+# The plain values that a run needs before it is assembled again. A checkpoint is read with
+# `weights_only=True`, so it runs no code; but any value in it can have any type. What the run's
+# parts make of the rest is theirs: `train/checkpoint.py` names the misfit.
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedChoices:
+    """The automatic choices of the run's machine, which a resumed run repeats."""
+
+    device: str | None = None
+    execution: Literal["native", "emulated"] | None = None
+    memory_format: Literal["contiguous", "channels_last"]
+    optimizer_impl: Literal[
+        "forloop", "foreach", "fused", "c", "inductor", "eager", "masters", "own"
+    ]
+    fp32_fallback: Literal["none", "backward", "all"] | None = None
+    effective_batch: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Samples of a step over all processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSums:
+    """Sums over the samples of the epoch so far."""
+
+    epoch: _Count
+    loss: float
+    correct: _Count | None
+    samples: _Count
+    weight: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedMetrics:
+    """The recipe's metrics over the epoch so far."""
+
+    updates: _Count
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPosition:
+    """Where the loop was."""
+
+    step: _Count
+    epoch: _Count
+    in_epoch: bool
+    sums: SavedSums
+    metrics: SavedMetrics | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedJournal:
+    """What the record of the run had."""
+
+    steps: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedShards:
+    """Where the tensors are that the processes have cut."""
+
+    # Beside the checkpoint's file; a stranger's checkpoint must not name a path elsewhere
+    folder: Annotated[str, msgspec.Meta(pattern=r"^shards-[0-9]+$")]
+    tied: dict[str, str]  # Other names of a shard, to the name in the files
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What of a checkpoint decides how the run is assembled."""
+
+    format_version: int
+    choices: SavedChoices
+    trainer: SavedPosition
+    journal: SavedJournal
+    shards: SavedShards | None = None

@@ -25,10 +25,9 @@ import torch
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.precision import devices
 from mprun.precision.nested import map_tensors
-from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted
-from mprun.records.run_record import Status, Summary
+from mprun.records.run_record import SavedRun, Status, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
 from mprun.train.data.random_numbers import restore_states, saved_states, seed_all

@@ -126,7 +126,7 @@ class Evaluator:
         """Score this process's part of a batch; it is returned, without a spare one."""
         (part,) = batch.parts
         output = self._precision.forward(self._forward, part.inputs)
-        own = batch.owned
+        own = batch.without_idle
         if own.parts:
             loss = self._precision.loss(self._loss, output, part.content)
             correct = count_correct(self._recipe, [output], own)

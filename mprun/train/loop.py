@@ -345,7 +345,7 @@ class Trainer:
         self._batches_done += 1
         pairs = zip(result.outputs, batch.parts, strict=True)
         outputs = [output for output, part in pairs if part.size]  # a spare part does not count
-        batch, correct = batch.owned, None
+        batch, correct = batch.without_idle, None
         if self._counts_correct:
             correct = count_correct(parts.recipe, outputs, batch)
         own = Scalars(result.loss, correct, scale, result.skipped, result.parts)

@@ -179,7 +179,7 @@ def nothing_kept(mode: str) -> str:
 
 
 ALWAYS = "a second moment in 16 or 8 bits is always rounded stochastically"
-NO_FIRST = "without train.optimizer.momentum no first moment is kept"
+NO_FIRST = "without train.optimizer.momentum no first moment is stored"
 SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rmsprop", "adamw"))
 LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"
 

@@ -26,11 +26,9 @@ from tests.schema import conforms
 from tests.summaries import example
 
 
-@pytest.mark.parametrize(
-    "module", ["mprun.records.run_record", "mprun.study.report.tables", "mprun.records.console"]
-)
-def test_no_torch_is_imported(module: str) -> None:
-    code = f"import {module}, sys; print('torch' in sys.modules)"
+def test_no_torch_is_imported() -> None:
+    modules = "mprun.records.run_record, mprun.study.report.tables, mprun.records.console"
+    code = f"import {modules}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -242,18 +240,9 @@ def test_a_summary_that_is_no_json(tmp_path: Path, data: bytes) -> None:
         record.read_summary(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"schema_version": 2}', "has schema_version 2, this mprun reads up to 1"),
-        ("{}", "damaged: .* `schema_version`"),
-        ("[]", "damaged: Expected `object`"),
-        ('{"schema_version": "1"}', r"damaged: .* `\$\.schema_version`"),
-    ],
-)
-def test_a_summary_of_another_version(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(UsageError, match=rf"summary\.json (is )?{message}"):
+def test_a_summary_of_a_later_version(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"schema_version": 2}')
+    with pytest.raises(UsageError, match=r"\.json has schema_version 2, this mprun reads up to 1"):
         record.read_summary(tmp_path)
 
 
@@ -273,18 +262,13 @@ def test_a_hash_is_twelve_hex_digits_and_leaves_the_configuration_alone() -> Non
     assert config == before
 
 
-@pytest.mark.representative(0, 1)
-@pytest.mark.parametrize(
-    "override", ["seed=123", "run.dir=elsewhere", "data.root=elsewhere", "train.log_every=7"]
-)
-def test_what_does_not_make_a_variant(override: str) -> None:
-    assert resolved(override) != resolved()
-    assert variant_hash(resolved(override)) == variant_hash(resolved())
-
-
-def test_a_logger_does_not_make_a_variant() -> None:
-    config = resolved()
-    assert variant_hash({**config, "logger": {"name": "other"}}) == variant_hash(config)
+def test_what_does_not_make_a_variant() -> None:
+    for override in (
+        *("seed=123", "run.dir=elsewhere", "data.root=elsewhere", "train.log_every=7"),
+        "logger=tensorboard",
+    ):
+        assert resolved(override) != resolved(), override
+        assert variant_hash(resolved(override)) == variant_hash(resolved()), override
 
 
 def test_what_makes_a_variant() -> None:

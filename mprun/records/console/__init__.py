@@ -1,7 +1,7 @@
 """The terminal: consoles for results and warnings, tables that fit it, progress of runs.
 
-Progress is a display that redraws itself on a terminal. Anywhere else (a file, a pipe, a CI log) it
-is a plain line at most every ten seconds, so that a log stays readable.
+Progress is a display that redraws itself on a terminal, and now and then a plain line anywhere else
+(a file, a pipe, a CI log).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.table import Column
 
 from mprun.records.console.fitted_table import FittedTable, broken, without_controls
 
-QUIET_EVERY_S = 10.0
-REDRAW_EVERY_S = 0.2
+QUIET_EVERY_S = 10.0  # A plain line at most so often: a log stays readable
+REDRAW_EVERY_S = 0.2  # Parts of a job may take milliseconds
 
 
 # ---- consoles ------------------------------------------------------------------------------------
@@ -59,6 +59,7 @@ def print_table(console: Console, table: FittedTable) -> None:
 def warn(warnings: Iterable[str]) -> None:
     """Print warnings on standard error; of several about one field without effect, the last."""
     console = stderr_console()
+    # the plan, which knows the recipe, may name a field again after the configuration
     for warning in {text.partition(" has no effect")[0]: text for text in warnings}.values():
         print_line(console, f"warning: {warning}")
 
@@ -208,8 +209,6 @@ def report_nothing(text: str, done: int = 0, total: int | None = None) -> None:
 class JobProgress(ProgressDisplay):
     """The progress of a job in parts: what it does, `3 of 12`, and the time left.
 
-    It is drawn when a part begins and never in between, so that it disturbs no measurement.
-
     Args:
         console: where it is shown.
     """
@@ -219,12 +218,12 @@ class JobProgress(ProgressDisplay):
             BarColumn(bar_width=24),
             TextColumn(
                 "{task.description}",
-                markup=False,
+                markup=False,  # names of layers may have brackets
                 table_column=Column(no_wrap=True, overflow="ellipsis"),
             ),
             console=console,
             transient=True,
-            auto_refresh=False,
+            auto_refresh=False,  # a thread that redraws inside a part would disturb measurements
         )
         self._task = self._bar.add_task("starting", total=None)
         self._kind_began_s = self._drawn_at_s = 0.0

@@ -73,7 +73,7 @@ class TableCell(NamedTuple):
 
 
 def without_controls(text: str) -> str:
-    """`text`, its lines kept, without anything else that steers a terminal."""
+    """`text` with its line ends, and without anything else that steers a terminal."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -167,8 +167,8 @@ class FittedTable:
             room: the width that it has; rich breaks text, from the widest column on, to fit it.
             rule: the character of the line below the headings.
         """
-        lines = ["    "] * 8
-        lines[2] = f" {rule}{rule} "
+        lines = ["    "] * 8  # a box of rich has eight lines of four characters; this is no frame
+        lines[2] = f" {rule}{rule} "  # the line below the headings
         box = Box("".join(f"{line}\n" for line in lines), ascii=True)  # ascii: never replaced
         # The box is one blank between two columns, the padding is the others.
         table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, BETWEEN - 1, 0, 0))
@@ -231,10 +231,8 @@ class FittedTable:
 
 
 def broken(text: str, width: int | None) -> list[str]:
-    """The lines of a text, broken at blanks; a word longer than `width` has a line of its own.
-
-    Rich would break such a word too: a path could not be copied.
-    """
+    """The lines of a text, broken at blanks; a word longer than `width` has a line of its own."""
+    # not by rich, which would break such a word: a path could not be copied
     if width is None or cell_len(text) <= width:
         return [text]
     lines: list[str] = []

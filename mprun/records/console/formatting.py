@@ -13,7 +13,7 @@ OP_FAMILIES = {
     "convolutions": ("convolution", "_convolution", "conv1d", "conv2d", "conv3d"),
     "conv gradients": ("convolution_backward",),
 }
-MAX_NAME = 20
+MAX_NAME = 20  # Characters of an op's name in a table
 
 
 def counted(count: int, thing: str = "run") -> str:
@@ -69,12 +69,13 @@ def share_text(share: float | None) -> str:
 def change_text(ratio: float) -> str:
     """A ratio as a change: `-28 %`, or `x12` from tenfold on."""
     change = round((ratio - 1) * 100)
+    # "0 %" apart: a sign would give +0 %
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
 
 
-def significant(value: float | None, digits: int = 3) -> str:
-    """A figure of a measurement with as many significant digits; `-` for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
+def significant(value: float | None) -> str:
+    """A figure of a measurement with three significant digits; `-` for None."""
+    return "-" if value is None else f"{value:.3g}"
 
 
 def level_text(level: float) -> str:
@@ -112,11 +113,10 @@ def readable(text: str, length: int = 120) -> str:
 
 
 def shortened(name: str, length: int) -> str:
-    """A name in at most `length` characters; its middle is cut, as names of layers differ there
-    least."""
+    """A name in at most `length` characters; its middle is cut."""
     if len(name) <= length:
         return name
-    before = (length - 1) // 2
+    before = (length - 1) // 2  # names of layers differ least in the middle
     return f"{name[:before]}~{name[before + 1 - length :]}"
 
 

@@ -142,7 +142,7 @@ def _without_displaced(
 def _layers_file(path: Path) -> dict[str, str]:
     """The mapping in a file, checked: name to dtype or mode."""
     try:
-        _, content = read_yaml(path)
+        content = read_yaml(path)
     except OSError as error:
         reason = error.strerror
         raise UsageError(f"precision.layers_file={path} cannot be read ({reason})") from None

@@ -5,8 +5,7 @@ sets that fit in memory that is most of a step's wait. Here samples lie decoded 
 training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
 batch, with no Python work per sample.
 
-The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
-for nothing else, so it is the same in every precision mode and on every device.
+The order of samples is the same in every precision mode and on every device.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ class BatchSplit:
     def rows(self, size: int) -> tuple[int, int]:
         """The first and the end of this process's rows among the `size` rows of a batch.
 
-        Parts differ by one row at most; a batch of fewer rows than processes leaves some empty.
+        A batch of fewer rows than processes leaves some parts empty.
         """
+        # a part ends where the next one begins, and parts differ by one row at most
         return size * self.rank // self.of, size * (self.rank + 1) // self.of
 
     def most(self, size: int) -> int:
@@ -156,12 +156,12 @@ class MicroBatch(NamedTuple):
     inputs: Any
     """As the model takes them: the same in the mode's input dtype and memory format."""
     size: int
-    """Samples; 0 for a spare one, which is computed and does not count."""
+    """Samples; 0 for an idle part, which is computed and does not count."""
     weight: float
     """How much its loss counts in the step: what the recipe's `count` gives, else samples."""
 
     @property
-    def as_spare(self) -> MicroBatch:
+    def as_idle(self) -> MicroBatch:
         """The same samples, for a process that must compute and has none of its own."""
         return self._replace(size=0, weight=0.0)
 
@@ -205,15 +205,15 @@ class Batch(NamedTuple):
     def trained(self) -> Batch:
         """The batch without the parts that count 0: the mean of their loss is over nothing.
 
-        For one of several processes they become spare parts.
+        For one of several processes they become idle parts.
 
         Raises:
             RunFailedError: no part is left.
         """
         if 0 not in [part.weight for part in self.parts]:
             return self
-        if self.whole is not None:
-            parts = tuple(part if part.weight else part.as_spare for part in self.parts)
+        if self.whole is not None:  # the others wait for the exchanges of its passes
+            parts = tuple(part if part.weight else part.as_idle for part in self.parts)
             return self._replace(parts=parts)
         parts = tuple(part for part in self.parts if part.weight)
         if not parts:
@@ -221,8 +221,8 @@ class Batch(NamedTuple):
         return Batch(parts)
 
     @property
-    def owned(self) -> Batch:
-        """The batch without spare parts."""
+    def without_idle(self) -> Batch:
+        """The batch without idle parts."""
         if self.whole is None or all(part.size for part in self.parts):
             return self
         return self._replace(parts=tuple(part for part in self.parts if part.size))
@@ -282,7 +282,7 @@ class Order(Protocol):
         """The next epoch's order, as `Batches.epoch` takes it."""
 
 
-_NO_STATE = torch.empty(0, dtype=torch.uint8)
+_NO_STATE = torch.empty(0, dtype=torch.uint8)  # So that every order has a state, a tensor of bytes
 
 
 class TensorOrder:
@@ -291,6 +291,7 @@ class TensorOrder:
     def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
         self._samples = samples
         self._shuffle = shuffle
+        # used for nothing else, so that no mode and no device changes what it draws
         self._generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> Tensor:
@@ -381,14 +382,15 @@ class TensorBatches(Batches):
                 yield self._part(order, start, stop)
 
     def _part(self, order: Tensor | None, start: int, stop: int) -> Batch:
-        """This process's part of a batch; a spare sample where it has none."""
+        """This process's part of a batch; an idle sample where it has none."""
         first, end = self._split.rows(stop - start)
-        is_spare = first == end
-        if is_spare:
+        is_idle = first == end
+        if is_idle:  # without a pass of this process, the others' exchanges would wait for it
             first, end = 0, 1
         batch = self._batch(self._content(order, start + first, start + end), end - first)
+        # what `count` gives for the other parts is known after an exchange: `Layout.weighted`
         weight = float(stop - start) if self._form.count is None else None
-        parts = tuple(part.as_spare for part in batch.parts) if is_spare else batch.parts
+        parts = tuple(part.as_idle for part in batch.parts) if is_idle else batch.parts
         most = -(-self._split.most(stop - start) // self._micro_batch)
         return Batch(filled(parts, most), Whole(stop - start, weight))
 
@@ -432,8 +434,8 @@ class TensorBatches(Batches):
 
 
 def filled(parts: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
-    """The parts, and spare ones up to `most`: all processes go forward and back equally often."""
-    return parts + (parts[0].as_spare,) * (most - len(parts))
+    """The parts, and idle ones up to `most`: all processes go forward and back equally often."""
+    return parts + (parts[0].as_idle,) * (most - len(parts))
 
 
 def rows(value: Any, start: int, size: int) -> Any:
@@ -472,6 +474,7 @@ def _with_inputs(content: Any, convert: Convert) -> Any:
     return [*converted, last] if isinstance(content, list) else (*converted, last)
 
 
+# What has no samples inside; a list of these has one for each sample
 _VALUES = (str, bytes, bool, int, float, type(None))
 
 
@@ -509,6 +512,7 @@ def halves(batch: Batch) -> tuple[Batch, Batch] | None:
 def _part_of(part: MicroBatch, start: int, size: int) -> MicroBatch:
     content = _rows(part.content, start, size, part.size)
     inputs = _rows(part.inputs, start, size, part.size)
+    # as if every sample counted alike: what `count` gives for a part of a batch is not known
     return MicroBatch(content, inputs, size, part.weight * size / part.size)
 
 
@@ -521,7 +525,7 @@ def _rows(value: Any, start: int, size: int, whole: int) -> Any:
     if isinstance(value, _VALUES):
         return value
     if isinstance(value, Mapping):
-        if type(value) is not dict:
+        if type(value) is not dict:  # another class may not be made from its items
             raise CannotBeCutError
         return {key: _rows(item, start, size, whole) for key, item in value.items()}
     if type(value) not in (list, tuple):
@@ -530,6 +534,7 @@ def _rows(value: Any, start: int, size: int, whole: int) -> Any:
         if len(value) != whole or not all(isinstance(item, _VALUES) for item in value):
             raise CannotBeCutError
         return value[start : start + size]
-    if len(value) == whole and whole > 2:  # a list of samples, or as many columns
+    # a list of samples, or as many columns; a list of two is most likely inputs and targets
+    if len(value) == whole and whole > 2:
         raise CannotBeCutError
     return type(value)(_rows(item, start, size, whole) for item in value)

@@ -3,8 +3,7 @@
     folder/train/CLASS/*.jpg    folder/val/CLASS/*.jpg    folder/test/CLASS/*.jpg (optional)
 
 or only folder/CLASS/*.jpg, of which a part is held out for validation. Images are resized so that
-their shorter side is the wanted one, cropped in the middle, and stay bytes: there is no
-augmentation, so that runs of different precisions see the same samples.
+their shorter side is the wanted one, cropped in the middle, and stay bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
     """
     from torchvision import transforms
 
+    # no augmentation, so that runs of different precisions see the same samples
     steps = [transforms.Resize(image_size), transforms.CenterCrop(image_size)]
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
     sets = {name: _images(path, transform) for name, path in _parts(Path(folder)).items()}
@@ -40,7 +40,7 @@ def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
                 f"{PARTS[name]} of {folder} has the classes {', '.join(images.classes)}; "
                 f"legal are those of {PARTS['train']}: {', '.join(classes)}"
             )
-    if "validation" in sets:
+    if "validation" in sets:  # else `as_splits` warns that a recipe's data() ignores the share
         request = replace(request, validation_fraction=0.0)
     return replace(as_splits(sets, Path(folder).name, request), source="local")
 

@@ -38,7 +38,7 @@ from mprun.train.data.random_numbers import seeded
 
 EVALUATION_SEED = 0  # Evaluation reads the same samples each time
 MAX_SEED = 2**62  # PyTorch's seeds are int64, and numbers of batches are added
-_EPOCH_BYTES = 8
+_EPOCH_BYTES = 8  # Of the epoch's number, behind the generator's state: a checkpoint has one tensor
 
 
 class EpochSeed(NamedTuple):
@@ -144,7 +144,7 @@ class LoaderBatches(Batches):
         """At most `wanted` micro-batches; one that cannot be cut may have more samples."""
         reading = self._reading._replace(shuffle=False)
         if self.data.own_batch_size is None:
-            known = self.samples or wanted * at_most
+            known = self.samples or wanted * at_most  # a stream: as if it had enough
             size = max(1, min(at_most, known // min(wanted, known)))
             reading = reading._replace(batch_size=size)
         cut = LoaderBatches(self.data, reading, self._generator, self._form, self.device)
@@ -173,7 +173,7 @@ class LoaderBatches(Batches):
             return None
         first, end = self._split.rows(len(read))
         own = tuple(map(self._micro_batch, read[first:end]))
-        own = own or (self._micro_batch(read[0]).as_spare,)
+        own = own or (self._micro_batch(read[0]).as_idle,)
         own = filled(own, self._split.most(len(read)))
         size = sum(map(batch_size, read))
         return Batch(own, Whole(size, float(size) if self._form.count is None else None))
@@ -185,7 +185,7 @@ class LoaderBatches(Batches):
             generator = torch.Generator().manual_seed(EVALUATION_SEED)
             epoch = EpochSeed(EVALUATION_SEED, 0)
         loader = self.data.loader(self._reading, generator, epoch.number)
-        with seeded(epoch.seed):
+        with seeded(epoch.seed):  # the data set's own `__iter__` may draw when it begins
             source = started(loader)
         try:
             # One more is asked for than there are: then a sampler draws its last numbers, as in a
@@ -199,7 +199,7 @@ class LoaderBatches(Batches):
                     except StopIteration:
                         return
                 yield content
-        finally:
+        finally:  # an epoch that is not read to its end leaves workers behind
             end_workers(source)
 
     def _micro_batch(self, content: Any) -> MicroBatch:

@@ -5,8 +5,7 @@
     LoaderSet    a ready `DataLoader`: its batches are the micro-batches of a step
 
 Each makes a `DataLoader` whose random numbers come from one generator, which the run seeds. A ready
-loader and its samplers are copied, so that runs that share it do not disturb each other. Its
-workers start anew in each epoch, so that an epoch can be read again.
+loader and its samplers are copied, so that runs that share it do not disturb each other.
 """
 
 from __future__ import annotations
@@ -118,6 +117,7 @@ class LoadedSet(ABC):
         """The first batch, or None where there is none; it is read here, without workers."""
         with seeded(0):
             loader = self.loader(Reading(batch_size), torch.Generator().manual_seed(0))
+            # without workers PyTorch refuses a prefetch factor and a timeout
             return next(iter(_copy(loader, num_workers=0, prefetch_factor=None, timeout=0)), None)
 
 
@@ -265,8 +265,8 @@ class LoaderSet(LoadedSet):
         given = self.given
         own: dict[str, Any] = {
             "generator": generator,
-            "persistent_workers": False,
-            "in_order": True,
+            "persistent_workers": False,  # workers start anew, so that an epoch can be read again
+            "in_order": True,  # else batches come in the order in which workers finish them
             "worker_init_fn": _WorkerStart(given.worker_init_fn),
         }
         if self.is_stream:
@@ -324,6 +324,7 @@ def _check_stream(dataset: Any, name: str) -> None:
 def _is_map_style(part: Any) -> bool:
     if isinstance(part, str | bytes | tuple | dict | torch.Tensor):
         return False
+    # what has a dtype is an array: content, no data set
     return hasattr(part, "__getitem__") and hasattr(part, "__len__") and not hasattr(part, "dtype")
 
 
@@ -331,9 +332,8 @@ def _in_torch_format(part: Any) -> Any:
     """A Hugging Face data set as one that gives tensors; anything else as it is."""
     if type(part).__module__.split(".")[0] != "datasets" or not hasattr(part, "with_format"):
         return part
-    return (
-        part.with_format("torch") if not (getattr(part, "format", None) or {}).get("type") else part
-    )
+    has_format = (getattr(part, "format", None) or {}).get("type")  # streams may have None
+    return part if has_format else part.with_format("torch")
 
 
 def batch_size(content: Any) -> int:
@@ -406,6 +406,7 @@ def _length(value: Any) -> int | None:
         return None
 
 
+# A class, because it is pickled for workers that are spawned, which a nested function cannot be
 @dataclass(frozen=True)
 class _WorkerStart:
     """What a worker does first: signals that its parent defers end it, then the user's function."""
@@ -415,7 +416,7 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if hasattr(signal, "SIGHUP"):
+        if hasattr(signal, "SIGHUP"):  # Windows has none
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
         if self.then is not None:
             self.then(worker)

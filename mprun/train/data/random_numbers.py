@@ -3,7 +3,7 @@
 A data set that augments draws random numbers when a sample is read: PyTorch's, NumPy's or Python's.
 A model draws from PyTorch's too (dropout), and how many it draws may depend on the mode. So each
 batch is read with random numbers of its own (`seeded`), which depend on the run's seed, the epoch
-and the number of the batch. The model's are restored afterwards, as if nothing had been read.
+and the number of the batch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Random numbers drawn inside on the CPU depend on `seed` alone; all are restored."""
     python, numpy_, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
+        # not torch.manual_seed, which also seeds accelerators, whose states are not restored here
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % NUMPY_SEEDS)
@@ -58,7 +59,7 @@ def saved_states() -> dict[str, Any]:
     """The states of Python's and NumPy's random numbers, as a checkpoint may hold them."""
     version, keys, gauss = random.getstate()
     kind, words, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
+    return {  # plain values: torch.load with `weights_only` refuses NumPy's
         "python": [version, list(keys), gauss],
         "numpy": [str(kind), [int(x) for x in words], int(position), int(has_gauss), float(cached)],
     }

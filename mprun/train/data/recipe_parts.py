@@ -2,9 +2,7 @@
 
 A part is a tuple or a mapping of tensors with samples along dimension 0, nested as a batch is to
 be; or a data set, a stream or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may
-replace the mapping. Without `validation` a tenth of the
-training samples is held out. It is drawn at random, because samples are often sorted, and is the
-same for every seed, so that runs are judged by the same samples.
+replace the mapping. Without `validation` a tenth of the training samples is held out.
 """
 
 from __future__ import annotations
@@ -144,19 +142,20 @@ def _held_out(
     if train.samples == 1:
         return train, none, f"data() gives one training sample and {NOT_VALIDATED}"
     if train.places is not None:
-        kept, out = (train.select(index) for index in _order(train.places, share))
-        if kept is not None and out is not None:
-            return kept, out, None
+        rest, out = (train.select(index) for index in _draw_places(train.places, share))
+        if rest is not None and out is not None:
+            return rest, out, None
     kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
     return train, none, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
 
 
-def _order(total: int, share: float) -> tuple[list[int], list[int]]:
+def _draw_places(total: int, share: float) -> tuple[list[int], list[int]]:
     """The places of the samples that train, and of those that are held out."""
     held_out = max(1, round(total * (share or HELD_OUT)))
     if held_out >= total:
         raise UsageError(f"data.validation_fraction={share} leaves no training sample")
-    # a seed of its own: runs with any seed are judged by the same samples
+    # at random, because samples are often sorted; by a seed of its own, so that runs with any seed
+    # are judged by the same samples
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    kept, out = order[held_out:].sort().values, order[:held_out].sort().values
-    return kept.tolist(), out.tolist()
+    rest, out = order[held_out:].sort().values, order[:held_out].sort().values
+    return rest.tolist(), out.tolist()

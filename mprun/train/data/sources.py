@@ -3,14 +3,11 @@
 Files are read from one folder: `data.root`, else the environment's MPRUN_DATA, else mprun's cache.
 A set is four files there, in the layout of torchvision (MNIST/raw/train-images-idx3-ubyte, ...).
 Each file's SHA-256 is compared with the published one before it is used. Otherwise a truncated
-download, which trains to a worse accuracy, could be mistaken for an effect of the precision. The
-size only distinguishes an interrupted download (truncated) from changed bytes (corrupt).
+download, which trains to a worse accuracy, could be mistaken for an effect of the precision.
 
 The generated set has ten classes, each a glyph of a few strokes; it is drawn from a seed. A sample
 is its class's glyph under a random rotation, scale, shear, shift and stroke width, with the
-strokes' ends wobbling, dimmed and with noise: enough variation that a model has to learn, little
-enough that the recipes reach over 90 %. The shape is MNIST's: 60,000 + 10,000 images of 28x28
-bytes.
+strokes' ends wobbling, dimmed and with noise.
 
 Its purpose is to show that a run works. Accuracies on it are not those of MNIST, and every place
 that shows one is labelled "generated".
@@ -43,8 +40,8 @@ from mprun.records.reader import open_regular
 from mprun.train.data.batches import TensorSet
 from mprun.train.data.loader_sets import LoadedSet
 
-SEED = 20_240_229
-TRAIN_SAMPLES = 60_000
+SEED = 20_240_229  # Another one draws other images, whose accuracies compare with no earlier run's
+TRAIN_SAMPLES = 60_000  # These sizes are MNIST's
 TEST_SAMPLES = 10_000
 SIDE = 28
 CHUNK = 2_000  # samples drawn at once: some 30 MB of distances; another size draws other samples
@@ -108,7 +105,8 @@ def _draw_chunk(strokes: Tensor, used: Tensor, generator: torch.Generator) -> Te
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.rand(n, *shape, generator=generator) * (high - low) + low
 
-    angle, shear = uniform(-0.25, 0.25), uniform(-0.2, 0.2)
+    # enough variation that a model has to learn, little enough that the recipes reach over 90 %
+    angle, shear = uniform(-0.25, 0.25), uniform(-0.2, 0.2)  # in radians: at most 14 degrees
     scale_x, scale_y = uniform(0.5, 0.8), uniform(0.5, 0.8)
     cos, sin = angle.cos(), angle.sin()
     column_x = torch.stack([cos, sin], dim=1) * scale_x[:, None]
@@ -141,6 +139,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     return torch.hypot(x - ax - t * dx, y - ay - t * dy)
 
 
+# Of the unpacked files: torchvision has only the MD5 of the packed ones
 SHA256 = {
     "MNIST": {
         "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -222,6 +221,7 @@ def _check_file(path: Path, size: int, expected: str) -> FileState:
         return FileState(path, "damaged", f"cannot be read ({error.strerror}), {published}")
     if actual == expected:
         return FileState(path, "ok")
+    # only a name for the damage: a download that was interrupted, or bytes that were changed
     kind = "truncated" if actual_size < size else "too long" if actual_size > size else "corrupt"
     return FileState(
         path, "damaged", f"{kind}: {actual_size} bytes with SHA-256 {actual}, {published}"
@@ -352,9 +352,7 @@ def download(name: str, root: Path) -> str:
     """Bring what is missing or damaged of the set into `root`; one process at a time.
 
     A packed file in the same folder (`train-images-idx3-ubyte.gz`) is unpacked, not downloaded.
-    Files appear in their place when all are whole and have the published SHA-256. So a reader
-    without the lock, or after an interrupted download, gets the earlier files or the published
-    ones, never half of one. Good files are not touched.
+    Good files are not touched.
 
     Returns:
         "download", or "local" if nothing had to be downloaded: another process completed the set
@@ -367,6 +365,7 @@ def download(name: str, root: Path) -> str:
     with fetching(raw, root / f".{name}.lock") as folder:
         missing = [f.path.name for f in check(name, root) if f.state != "ok"]
         downloaded = [_obtain(name, file, raw, folder) for file in missing]
+        # not before all are whole: a reader without the lock never gets half of a file
         for file in missing:
             (folder / file).replace(raw / file)
     return "download" if any(downloaded) else "local"
@@ -397,9 +396,9 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
         raise DownloadError(
             f"another process has held the lock for {LOCK_TIMEOUT_S:.0f} s"
         ) from None
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # the latter: torchvision's, of a wrong checksum
         raise DownloadError(reason(error)) from None
-    except HTTPException as error:
+    except HTTPException as error:  # which is no OSError
         raise DownloadError(f"the server's response is invalid: {reason(error)}") from None
 
 
@@ -439,8 +438,8 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _connection_timeout() -> Iterator[None]:
-    """A timeout for torchvision's connections, by the process's default: they have none."""
-    before = socket.getdefaulttimeout()
+    """Give torchvision's connections a timeout."""
+    before = socket.getdefaulttimeout()  # of the process: torchvision passes none to urllib
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
     try:
         yield
@@ -465,10 +464,8 @@ def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
 
 
 def _read_part(raw: Path, prefix: str) -> TensorSet:
-    """One part from the files that were checked, whose layout is thereby known.
-
-    torchvision's readers would do, but to import them takes 1.2 s of a run's start.
-    """
+    """One part from the files that were checked, whose layout is thereby known."""
+    # not by torchvision's readers: to import them takes 1.2 s of a run's start
     images = _bytes_after(raw / f"{prefix}-images-idx3-ubyte", header=16)
     labels = _bytes_after(raw / f"{prefix}-labels-idx1-ubyte", header=8)
     return TensorSet(images.view(-1, 1, 28, 28), labels.long())

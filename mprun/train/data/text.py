@@ -2,14 +2,12 @@
 
 A language model of characters learns to predict each next one. A sample is a window of T
 characters with the T that follow one later. Training windows start at every character of the text,
-so a batch is T characters from B random places, as in nanoGPT; they are views of the text, and
-none is stored. Validation windows lie side by side, so every held-out character counts once.
+so a batch is T characters from B random places, as in nanoGPT.
 
 Characters are numbered in the order of their code points, as many as the vocabulary has. If the
-text has more of them, the rarest share the last number, and a notice says how much of the text they
-are: so one model fits every text.
+text has more of them, the rarest share the last number: so one model fits every text.
 
-tiny-shakespeare is 1,115,394 characters, 65 of them different. Without it and without a network,
+tiny-shakespeare has 65 different characters. Without it and without a network,
 `data.source=generated` takes the sources of Python's standard library, which every machine has: a
 text as long, of another kind, whose losses compare with no published figure.
 """
@@ -43,7 +41,7 @@ TINY_SHAKESPEARE = "TinyShakespeare"
 FILE = "input.txt"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SIZE_BYTES = 1_115_394
+SIZE_BYTES = 1_115_394  # And characters: it is ASCII
 MAX_BYTES = 1 << 30  # Of a user's file; a larger text is not one for models of this size
 MAX_VOCABULARY = 256  # Characters are stored as bytes
 
@@ -67,6 +65,7 @@ def text_splits(
     text, name, source, notice = _text(path, request)
     ids, replaced = encode(text, vocabulary)
     held_out = round(len(ids) * request.validation_fraction)
+    # more than `context`: the targets of a window end one character later
     if not context < min(held_out or len(ids), len(ids) - held_out):
         raise UsageError(
             f"{name} has {len(ids)} characters, {held_out} of them held out for validation "
@@ -79,6 +78,7 @@ def text_splits(
         notice = f"{notice}; {share}" if notice else share
     train, validation = ids[: len(ids) - held_out], ids[len(ids) - held_out :]
     none = windows(train, context, 1, targets).first(0)
+    # side by side, so that every held-out character counts once
     held = windows(validation, context, context, targets) if held_out else none
     return Splits(
         name,
@@ -103,17 +103,17 @@ def windows(ids: Tensor, context: int, stride: int, targets: bool) -> TensorSet:
 
 def encode(text: str, vocabulary: int) -> tuple[Tensor, int]:
     """The number of each character as a byte [N], and how many characters share the last number."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # 4 bytes per code point
     counts = np.bincount(codes)
-    found = np.flatnonzero(counts)
-    kept = found
-    if len(found) > vocabulary:
-        # stable: of equally frequent characters the first code points are kept, on every machine
-        by_count = np.argsort(-counts[found], kind="stable")
-        kept = np.sort(found[by_count[: vocabulary - 1]])
+    present = np.flatnonzero(counts)
+    numbered = present
+    if len(present) > vocabulary:
+        # stable: of equally frequent characters the first code points, on every machine
+        by_count = np.argsort(-counts[present], kind="stable")
+        numbered = np.sort(present[by_count[: vocabulary - 1]])
     numbers = np.full(len(counts), vocabulary - 1, dtype=np.uint8)
-    numbers[kept] = np.arange(len(kept))
-    return torch.from_numpy(numbers[codes]), int(len(codes) - counts[kept].sum())
+    numbers[numbered] = np.arange(len(numbered))
+    return torch.from_numpy(numbers[codes]), int(len(codes) - counts[numbered].sum())
 
 
 def _text(path: str | None, request: DataRequest) -> tuple[str, str, str, str | None]:

@@ -5,11 +5,9 @@ global batch of a step is cut into one part per process. Each process computes t
 part, and gradients are summed. So a run of N processes takes the steps of one process with the same
 global batch.
 
-    launch       what torchrun tells a process: its number, and how many there are
     coordinator  how the processes of a command meet, get their jobs, and learn that one is lost
     ranks        numbers and objects that the processes exchange; a no-op for one process
-    layouts      what a process holds of the model; one process: all of it
-    replicas     ddp: whole copies by DistributedDataParallel, gradients summed in a chosen dtype
+    layouts      what a process holds of the model: all of it, in one process or in each (ddp)
     shards       fsdp2: a part of every parameter, local tensors for the optimizer
     shard_files  checkpoints of shards
 """

@@ -34,15 +34,15 @@ import torch.distributed as dist
 from mprun.errors import MachineFailedError, first_line, text_of
 from mprun.precision import devices
 from mprun.records.launch import Launch
-from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.layouts import Layout, ReplicaLayout
 from mprun.train.parallel.ranks import GroupRanks, PeerLostError, lost
 
 # How long an exchange may take, PyTorch's default; a process that ends is noticed at once
 PATIENCE = timedelta(minutes=30)
 # How long a process that failed in a part of a job waits for the others to fail in it
 GRACE_S = 5.0
-NOTE_S = 2.0  # How long to wait for the note of a process that failed
-POLL_S = 0.02
+NOTE_S = 2.0  # How long to wait for the notes of the processes that failed
+POLL_S = 0.02  # The store has no wait that ends when a process dies, so it is asked again and again
 
 
 class Coordinator:
@@ -95,9 +95,11 @@ class GroupCoordinator(Coordinator):
         if here is not None and launch.local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(launch.local_rank)
             if (own_group := devices.backend(here).group) is not None:
+                # gloo too: numbers and objects are exchanged on the CPU
                 backend = f"cpu:gloo,{here.type}:{own_group}"
         store = _store(rank)
-        self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
+        # what processes that are started again still read
+        self._lasting = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
         # torchrun's store outlives the processes: those of an earlier start left addresses in it
         own = dist.PrefixStore(f"mprun/{launch.restarts}", store)  # type: ignore[attr-defined]
         self._notes = own
@@ -154,10 +156,10 @@ class GroupCoordinator(Coordinator):
         try:
             yield
         except PeerLostError as error:
-            raise self._explained(error) from None
+            raise self._with_reason(error) from None
         except BaseException as error:
             if (loss := lost(error)) is not None:
-                raise self._explained(loss) from error
+                raise self._with_reason(loss) from error
             self._leave(error)
             raise
 
@@ -181,26 +183,26 @@ class GroupCoordinator(Coordinator):
             time.sleep(POLL_S)
         return True
 
-    def _explained(self, error: PeerLostError) -> PeerLostError:
-        """The error with the process that is gone, and what it said."""
+    def _with_reason(self, error: PeerLostError) -> PeerLostError:
+        """The error with the process that is gone, and what it reported."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         notes = {rank: self._note_of(rank) for rank in others}
-        said = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
+        reported = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
         gone = [
             f"process {n} of {self._size} was killed, or crashed"
             for n in others
             if self._is_gone(n)
         ]
-        # what a process said explains more than that it is gone, and both more than neither
-        what = [*said, *gone, f"one of the {self._size} processes ended"][0]
+        # what a process reported says more than that it is gone, and both say more than neither
+        what = [*reported, *gone, f"one of the {self._size} processes ended"][0]
         self._notes.set(f"failed/{self._rank}", f"{error}")
-        if self._kept.check(["folder"]):
-            what += f"; continue the run with run.resume={self._kept.get('folder').decode()}"
+        if self._lasting.check(["folder"]):
+            what += f"; continue the run with run.resume={self._lasting.get('folder').decode()}"
         return PeerLostError(what)
 
     def _note_of(self, rank: int) -> str | None:
         """Why another process failed, as it has noted."""
-        if not self._noted([f"failed/{rank}"], NOTE_S / self._size):
+        if not self._noted([f"failed/{rank}"], NOTE_S / self._size):  # all are asked in turn
             return None
         return self._notes.get(f"failed/{rank}").decode()
 
@@ -211,8 +213,8 @@ class GroupCoordinator(Coordinator):
             return False
         try:
             state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-        except OSError:
-            return not Path(f"/proc/{number}").exists()
+        except OSError:  # it has ended; or nothing is known: macOS has no /proc
+            return Path("/proc/self").exists()
         return state.split()[0] in "ZX"  # a zombie: its parent has not asked for its status
 
     def layout(self, kind: str, device: torch.device) -> Layout:
@@ -220,8 +222,6 @@ class GroupCoordinator(Coordinator):
             from mprun.train.parallel.shards import ShardLayout  # imports a second of PyTorch
 
             return ShardLayout(GroupRanks(device), device, lambda: self._file_group)
-        from mprun.train.parallel.replicas import ReplicaLayout
-
         return ReplicaLayout(GroupRanks(device))
 
     @cached_property
@@ -230,15 +230,15 @@ class GroupCoordinator(Coordinator):
         return dist.new_group(timeout=PATIENCE, backend="gloo")
 
     def keep_folder(self, folder: Path) -> None:
-        self._kept.set("folder", str(folder.resolve()))
+        self._lasting.set("folder", str(folder.resolve()))
 
     def earlier_folder(self) -> Path | None:
-        if not self._restarts or not self._kept.check(["folder"]):
+        if not self._restarts or not self._lasting.check(["folder"]):
             return None
-        return Path(self._kept.get("folder").decode())
+        return Path(self._lasting.get("folder").decode())
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the command ends in any case; the others may be gone
             if self.is_first:
                 self.announce(None)
         self._disconnect()

@@ -1,7 +1,7 @@
 """The blocks of a model: the parts that FSDP2 shards and activation checkpointing recomputes.
 
-A transformer's blocks are its layers. They are found by their class: it is repeated, has parts of
-its own, and holds the most parameters.
+A transformer's blocks are its layers. They are recognized by their class: it is repeated, has parts
+of its own, and holds the most parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _repeated(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     by_class: dict[type, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         own = by_class.setdefault(type(module), [])
-        outer = [f"{name}." for name, _ in own]
+        outer = [f"{name}." for name, _ in own]  # a block inside one of its class belongs to that
         if path and not path.startswith(tuple(outer)) and _parameters([module]):
             own.append((path, module))
     return [
@@ -78,10 +78,10 @@ def cast_modules(model: nn.Module) -> list[str]:
 
 @contextmanager
 def checkpointed(model: nn.Module, random_states: bool = True) -> Iterator[None]:
-    """Inside, a block's activations are recomputed in the backward pass instead of kept.
+    """Inside, a block's activations are recomputed in the backward pass instead of stored.
 
-    Each block runs in PyTorch's `checkpoint`, the variant without reentrant autograd: it keeps the
-    block's inputs. Gradients are the same, bit for bit.
+    Each block runs in PyTorch's `checkpoint`, which stores the block's inputs. Gradients are the
+    same, bit for bit.
 
     Args:
         model: the model; its class and its paths stay as they are.
@@ -93,9 +93,9 @@ def checkpointed(model: nn.Module, random_states: bool = True) -> Iterator[None]
             run: Any = partial(
                 checkpoint,
                 block.forward,
-                use_reentrant=False,
+                use_reentrant=False,  # the other variant wants an input that has a gradient
                 preserve_rng_state=random_states,
-                context_fn=same_rounding,
+                context_fn=same_rounding,  # stochastic rounding draws the same bits again
             )
             stack.callback(_restore_forward, block, block.__dict__.get("forward"))
             block.forward = run

@@ -1,7 +1,7 @@
 """What the processes of a run exchange beside gradients: numbers, decisions and objects.
 
 Every decision that one process can take alone (a signal, the end of the time) has to be taken by
-all of them at the same step, or one of them waits for ever. So they agree after each step.
+all of them at the same step, or one of them waits for ever.
 
 A process that ends breaks its connections, and the others' next exchange fails at once.
 """
@@ -99,7 +99,7 @@ class GroupRanks(Ranks):
             self.waited_s += time.perf_counter() - began
 
     def totals(self, values: list[float]) -> list[float]:
-        numbers = torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64)  # counts of samples stay exact
         with self.communicating():
             dist.all_reduce(numbers)
         return numbers.tolist()
@@ -119,6 +119,7 @@ class GroupRanks(Ranks):
     def share(self, value: T) -> T:
         values = [value]
         with self.communicating():
+            # the CPU: on a GPU it would go through NCCL, and the host would wait for the device
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
@@ -138,7 +139,7 @@ class GroupRanks(Ranks):
         return wait
 
     def largest(self, tensor: Tensor) -> Tensor:
-        result = tensor.clone()
+        result = tensor.clone()  # all_reduce writes in place, and the argument is the caller's
         with self.communicating():
             dist.all_reduce(result, dist.ReduceOp.MAX)
         return result
@@ -146,9 +147,9 @@ class GroupRanks(Ranks):
 
 def lost(error: BaseException) -> PeerLostError | None:
     """What an error of torch.distributed says if another process is gone; else None."""
-    text = " ".join(text_of(error).lower().split())
     if isinstance(error, PeerLostError):
         return error
+    text = " ".join(text_of(error).lower().split())  # gloo breaks its lines
     if not isinstance(error, RuntimeError) or not any(word in text for word in LOST):
         return None
     return PeerLostError("another process of the run ended")

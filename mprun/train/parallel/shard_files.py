@@ -8,8 +8,8 @@ The folder beside it has the parts, as safetensors, which hold no code:
     checkpoints/shards-120/shard-00001-model-00001-of-00004.safetensors    of the first process
 
 No process ever holds a whole tensor while it writes, and any number of processes reads: a file says
-where in the whole tensor its part lies. The tensors are copied, and training goes on while a thread
-writes the copy. So a process holds its parts twice meanwhile, and one file's bytes.
+where in the whole tensor its part lies. Training goes on while a thread writes a copy. So a process
+holds its parts twice meanwhile, and one file's bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mprun.train.parallel.ranks import lost
 # Files of each process, if its tensors are of one size: safetensors makes a file in memory before
 # it writes it. A file begins to be written when a sixteenth of the parts are in it, so it is larger
 # only where one tensor is.
-PIECES = 16
+FILES = 16
 
 
 class DamagedShardsError(ValueError):
@@ -62,7 +62,7 @@ def without_shards(state: Any) -> tuple[Any, dict[str, str], dict[str, DTensor]]
     def take(name: str, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
             return value
-        first = names.setdefault(id(value), name)
+        first = names.setdefault(id(value), name)  # a tied parameter is one object in the state
         if first == name:
             part: Any = value.detach()
             shards[name] = part
@@ -88,19 +88,21 @@ def write(shards: Mapping[str, DTensor], folder: Path, group: ProcessGroup | Non
     # safetensors takes no tensor that is not contiguous
     local = {name: as_part(x.to_local().contiguous(), x) for name, x in shards.items()}
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_pieces(shards), save_distributed=True
+        str(folder), fqn_to_index_mapping=_number_files(shards), save_distributed=True
     )
     written: Any = async_save(
         dict(local),
         storage_writer=writer,
         process_group=group,
+        # neither pinned nor shared memory, no thread, no copy beside the device's work: some of
+        # them need CUDA, and the next step may change the tensors once this returns
         async_stager=DefaultStager(StagingOptions(False, False, False, False)),
     )
     ended: Future[None] = Future()
 
     def end(written: Future[Any]) -> None:
         error = written.exception()
-        if isinstance(error, CheckpointException):
+        if isinstance(error, CheckpointException):  # by process; any of the errors will do
             error = next(iter(error.failures.values()))[0]
         if error is None:
             ended.set_result(None)
@@ -142,13 +144,13 @@ def read(
         saved = reader.read_metadata().state_dict_metadata
         for name, x in wanted.items():
             _check(name, x, saved.get(name))
-        found: dict[str, Any] = {name: empty(x) for name, x in wanted.items()}
+        filled: dict[str, Any] = {name: empty(x) for name, x in wanted.items()}
         with warnings.catch_warnings():  # each process reads on its own, and DCP says so
             warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-            load(found, storage_reader=reader, no_dist=True)
+            load(filled, storage_reader=reader, no_dist=True)
     except (SafetensorError, KeyError, TypeError, AttributeError, CheckpointException) as error:
         raise DamagedShardsError(f"{folder} is damaged: {error}") from None
-    return _mapped(lambda name, x: found[tied.get(name, name)] if x.is_meta else x, state)
+    return _mapped(lambda name, x: filled[tied.get(name, name)] if x.is_meta else x, state)
 
 
 def _check(name: str, wanted: Tensor, saved: Any) -> None:
@@ -170,20 +172,21 @@ def _check(name: str, wanted: Tensor, saved: Any) -> None:
 def as_part(local: Tensor, whole: DTensor) -> DTensor:
     """This process's tensor as its part of one that is cut as `whole` is."""
     mesh, cut, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+    # shape and stride are given, because parts may differ in size, and a check would be an exchange
     return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=stride)
 
 
-def _pieces(shards: Mapping[str, DTensor]) -> dict[str, int]:
+def _number_files(shards: Mapping[str, DTensor]) -> dict[str, int]:
     """The number of the file of each tensor, from 1."""
-    most = sum(x.nbytes for x in shards.values()) / PIECES
-    pieces: dict[str, int] = {}
-    number, filled = 1, 0
+    most = sum(x.nbytes for x in shards.values()) / FILES
+    numbers: dict[str, int] = {}
+    number, nbytes = 1, 0
     for name, value in shards.items():
-        if filled and filled + value.nbytes > most:
-            number, filled = number + 1, 0
-        pieces[name] = number
-        filled += value.nbytes
-    return pieces
+        if nbytes and nbytes + value.nbytes > most:
+            number, nbytes = number + 1, 0
+        numbers[name] = number
+        nbytes += value.nbytes
+    return numbers
 
 
 def _mapped(convert: Callable[[str, Tensor], Any], value: Any, name: str = "") -> Any:

@@ -69,8 +69,7 @@ class _TimedCollective:
     """What FSDP2 asks of a collective, by PyTorch's own, timed as communication.
 
     FSDP2 gathers parameters and scatters gradients by itself, so their time would count as
-    computation. On a CPU a collective returns when the data are there, so the time of the call is
-    that of the communication. On a GPU it only enqueues kernels, and FSDP2 keeps its own.
+    computation.
     """
 
     def __init__(self, ranks: GroupRanks, name: str) -> None:
@@ -118,7 +117,7 @@ class ShardLayout(GroupLayout):
             rule = MixedPrecisionPolicy(
                 param_dtype=dtype,
                 reduce_dtype=torch_dtype(policy.reduce_dtype),
-                cast_forward_inputs=False,
+                cast_forward_inputs=False,  # casts of inputs are the policy's alone
             )
             fully_shard(module, mesh=self._mesh, mp_policy=rule)
         gather: Any = _TimedCollective(self._group, "all_gather_into_tensor")
@@ -127,6 +126,8 @@ class ShardLayout(GroupLayout):
             if isinstance(module, FSDPModule):  # gradients are summed: the loss is a share
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                # on a CPU a collective returns when the data are there, so the time of the call is
+                # that of the communication; on a GPU it only enqueues kernels
                 if self._mesh.device_type == "cpu":
                     module.set_custom_all_gather(gather)
                     module.set_custom_reduce_scatter(scatter)
@@ -135,12 +136,13 @@ class ShardLayout(GroupLayout):
 
     def _part(self, p: Any, name: str) -> nn.Parameter:
         own = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+        # where the part begins in the flat whole: its first row times the numbers of a row
         mark_shard(own, name, self._rows(p)[0] * (p.numel() // max(1, len(p))))
         return own
 
     def _rows(self, p: Tensor) -> tuple[int, int]:
         """The first row of this process's part, and the end."""
-        each = -(-len(p) // self.ranks.size)
+        each = -(-len(p) // self.ranks.size)  # as FSDP2 cuts: the last processes may have no row
         return min(self.ranks.rank * each, len(p)), min((self.ranks.rank + 1) * each, len(p))
 
     @contextmanager
@@ -152,7 +154,7 @@ class ShardLayout(GroupLayout):
         for own, whole in self._own.items():
             gradient: Any = whole.grad
             own.grad = None if gradient is None else gradient.to_local()
-            whole.grad = None
+            whole.grad = None  # FSDP2 would add the next step's to it
         super().end_backward()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
@@ -214,7 +216,7 @@ class ShardLayout(GroupLayout):
         return converted
 
     def _placed(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
-        if not isinstance(entry, Tensor) or not entry.dim():
+        if not isinstance(entry, Tensor) or not entry.dim():  # a count of steps, the same for all
             return entry
         if entry.shape != own.shape:
             raise RunFailedError(
@@ -227,7 +229,7 @@ class ShardLayout(GroupLayout):
     def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or entry.shape != whole.shape:
             return entry
-        return self._cut(entry, whole).clone()
+        return self._cut(entry, whole).clone()  # not a view, which keeps the whole in memory
 
 
 def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype]]:
@@ -239,10 +241,10 @@ def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype
     tied = _tied(model)
     cast = cast_modules(model) if policy.casting == "autocast" else []
     low = {id(model.get_submodule(path)) for path in cast}
-    found: list[tuple[nn.Module, torch.dtype]] = []
+    sharded: list[tuple[nn.Module, torch.dtype]] = []
     blocks = [m for _, m in blocks_of(model) if not tied & {*m.parameters()}]
     for unit in [*blocks, model]:
-        done = {id(m) for m, _ in found if m is not unit}
+        done = {id(m) for m, _ in sharded if m is not unit}
         inner = [m for m in _inside(unit, done) if any(True for _ in m.parameters(recurse=False))]
         kinds = {id(m): _dtypes(m, id(m) in low, policy) for m in inner}
         most = _most(inner, kinds)
@@ -250,12 +252,12 @@ def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype
         for module in inner:
             if id(module) in apart or module is unit or kinds[id(module)] == most:
                 continue
-            if tied & {*module.parameters()}:
+            if tied & {*module.parameters()}:  # they stay with the unit that all their users are in
                 continue
             apart |= {id(m) for m in module.modules()}
-            found.append((module, kinds[id(module)][1]))
-        found.append((unit, most[1]))
-    return found
+            sharded.append((module, kinds[id(module)][1]))
+        sharded.append((unit, most[1]))
+    return sharded
 
 
 def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
 from mprun.train.data import sources
-from mprun.train.data import sources as files
 
 TRAIN, TEST = 20, 10
 
@@ -49,10 +48,10 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         "t10k-labels-idx1-ubyte": idx(labels(TEST)),
     }
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    for name in files.SHA256:
-        monkeypatch.setitem(files.SHA256, name, sums)
+    for name in sources.SHA256:
+        monkeypatch.setitem(sources.SHA256, name, sums)
     for name, data in contents.items():
-        monkeypatch.setitem(files.SIZE_BYTES, name, len(data))
+        monkeypatch.setitem(sources.SIZE_BYTES, name, len(data))
     return contents
 
 
@@ -154,7 +153,7 @@ def real_root() -> Path:
     folder = os.environ.get("MPRUN_DATA")
     if folder is None:
         pytest.skip("MPRUN_DATA is not set: no real MNIST and FashionMNIST files to test with")
-    for name in files.SHA256:
-        if not files.is_complete(name, Path(folder)):
+    for name in sources.SHA256:
+        if not sources.is_complete(name, Path(folder)):
             pytest.skip(f"MPRUN_DATA={folder} lacks files of {name}")
     return Path(folder)

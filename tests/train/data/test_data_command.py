@@ -13,11 +13,11 @@ import pytest
 
 from mprun.cli.data_command import NAMES
 from mprun.cli.main import main
-from mprun.train.data import sources as files
+from mprun.train.data import sources
 from tests.train.data.conftest import Server
 from tests.waiting import PATIENCE_S
 
-TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = files.SIZE_BYTES
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = sources.SIZE_BYTES
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -39,7 +39,7 @@ def expected(published: dict[str, bytes], file: str) -> str:
 
 
 def test_the_names_are_those_of_the_table() -> None:
-    assert tuple(files.SHA256) == NAMES
+    assert tuple(sources.SHA256) == NAMES
 
 
 # verify
@@ -159,7 +159,7 @@ def test_one_set_comes_though_the_other_does_not(
     (tmp_path / "MNIST").touch()
     assert main(["data", "fetch", f"data.root={tmp_path}"]) == 1
     assert "could not fetch MNIST (Not a directory" in capsys.readouterr().err
-    assert files.is_complete("FashionMNIST", tmp_path)
+    assert sources.is_complete("FashionMNIST", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from filelock import FileLock
 
 from mprun.errors import UsageError
 from mprun.train.data import DataRequest, TensorSet, image_splits, sources
-from mprun.train.data import sources as files
 from tests.train.data.conftest import TEST, TRAIN, Server, images, labels
 
 
@@ -46,7 +45,7 @@ def test_local_files_are_read_as_stored(root: Path) -> None:
     assert len(splits.validation) == 0
 
 
-@pytest.mark.parametrize("file", list(files.SHA256["MNIST"]))
+@pytest.mark.parametrize("file", list(sources.SHA256["MNIST"]))
 @pytest.mark.usefixtures("tiny_generated")
 def test_a_damaged_file_is_refused_with_the_command_that_mends_it(root: Path, file: str) -> None:
     """What is said of the damage: tests/train/data/test_published_files.py."""
@@ -147,7 +146,7 @@ def test_a_download_that_breaks_off_leaves_no_file(
         if packed == f"{last}.gz":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (root / packed[:-3]).write_bytes(published[packed[:-3]])
-        assert not files.is_complete("MNIST", tmp_path)
+        assert not sources.is_complete("MNIST", tmp_path)
 
     last = list(published)[-1]
     monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", break_off)
@@ -173,7 +172,7 @@ def test_a_server_without_a_published_file(
     change(server.files)
     with pytest.raises(sources.DownloadError, match=f"^{reason}$"):
         sources.download("MNIST", tmp_path)
-    assert not files.is_complete("MNIST", tmp_path)
+    assert not sources.is_complete("MNIST", tmp_path)
 
 
 def written(path: Path) -> tuple[int, int]:
@@ -240,7 +239,7 @@ def test_a_server_of_other_files_than_the_published_ones(
     name = "train-images-idx3-ubyte"
     path = root / "MNIST" / "raw" / name
     path.write_bytes(b"damaged")
-    monkeypatch.setitem(files.SHA256["MNIST"], name, "0" * 64)
+    monkeypatch.setitem(sources.SHA256["MNIST"], name, "0" * 64)
     with pytest.raises(
         sources.DownloadError, match=rf"^{name}\.gz does not hold the published file$"
     ):

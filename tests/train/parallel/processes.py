@@ -305,6 +305,6 @@ def free_port() -> int:
         return port
 
 
-def said(ended: Ended) -> list[str]:
+def own_errors(ended: Ended) -> list[str]:
     """The lines of mprun itself on standard error; torchrun's own report has others."""
     return [line for line in ended.errors if line.startswith("mprun: ")]

@@ -10,7 +10,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
-from tests.train.parallel.processes import Groups, said
+from tests.train.parallel.processes import Groups, own_errors
 
 LINEAR = ["recipe=linear", "data.source=generated", "speed=plain"]
 HEAD = """
@@ -212,7 +212,7 @@ def test_one_process_sends_nothing_and_says_so(capsys: pytest.CaptureFixture[str
 def test_mistakes_are_one_line_and_status_2(groups: Groups, words: list[str], reason: str) -> None:
     ended = groups.run([*words, "run.dir=run"])
     assert ended.statuses == [2, 0]
-    (line,) = said(ended)
+    (line,) = own_errors(ended)
     assert reason in line
     assert not Path("run").exists()
 
@@ -220,7 +220,7 @@ def test_mistakes_are_one_line_and_status_2(groups: Groups, words: list[str], re
 def test_a_metric_that_cannot_be_merged_is_refused(groups: Groups) -> None:
     ended = groups.run([recipe(MEAN, SETS, METRICS + USED), "parallel=ddp", "run.dir=run"])
     assert ended.status == 2
-    (line,) = said(ended)
+    (line,) = own_errors(ended)
     assert "metric 'r2' has no merge_state(other)" in line
 
 
@@ -228,7 +228,7 @@ def test_nothing_that_counts_ends_all_processes(groups: Groups) -> None:
     none = COUNTED.replace("batch[1] > 0", "batch[1] > 99")
     ended = groups.run([recipe(none, SETS), "parallel=ddp", "run.dir=run"])
     assert ended.status == 1
-    (line,) = said(ended)
+    (line,) = own_errors(ended)
     assert "count returned 0 for all samples of a step" in line
 
 
@@ -237,7 +237,7 @@ def test_batches_that_cannot_be_shared_evenly_are_not_resumed(groups: Groups) ->
     assert groups.run(words).statuses == [0, 0]
     ended = groups.run(["run.resume=run", "train.max_steps=4"], 3)
     assert ended.status == 2
-    (line,) = said(ended)
+    (line,) = own_errors(ended)
     assert "batch of 16 samples cannot be split evenly over 3 processes" in line
     assert "1, 2, 4, 8, 16" in line
 
@@ -247,7 +247,7 @@ def test_a_loaders_batches_are_not_cut_on_resume(groups: Groups) -> None:
     again = ["run.resume=run", "run.trust=true", "parallel=ddp", "train.max_steps=4"]
     ended = groups.run(again)
     assert ended.status == 2
-    (line,) = said(ended)
+    (line,) = own_errors(ended)
     assert "batch of 4 samples cannot be split evenly over 2 processes" in line
 
 

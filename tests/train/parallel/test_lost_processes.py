@@ -18,7 +18,7 @@ from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
 from tests.run.test_resume import assert_equal, trained
-from tests.train.parallel.processes import Ended, Groups, Torchrun, said
+from tests.train.parallel.processes import Ended, Groups, Torchrun, own_errors
 from tests.train.parallel.test_equal_runs import assert_same_training, losses
 from tests.waiting import wait_for
 
@@ -192,7 +192,7 @@ def check_stopped(ended: Ended) -> None:
     assert ended.status != 0
     assert "resume with: mprun" in ended.out[0]
     assert f"run.resume={Path('run')}" in ended.out[0]
-    assert not said(ended)
+    assert not own_errors(ended)
     assert read_summary(Path("run")).status == "interrupted"
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from mprun.errors import RunFailedError
 from mprun.precision.policy import policy
-from mprun.train.parallel.layouts import BufferMean
+from mprun.train.parallel.layouts import BufferMean, ReplicaLayout
 from mprun.train.parallel.ranks import GroupRanks
-from mprun.train.parallel.replicas import ReplicaLayout
 from tests.train.parallel.processes import Groups
 
 FP32 = policy("fp32")
