@@ -45,7 +45,7 @@ def read_config(run: Path) -> Any:
         UnreadableConfigError: it is missing, too large, or not YAML without tags.
     """
     try:
-        return read_yaml(run / "config.yaml", MAX_BYTES)[1]
+        return read_yaml(run / "config.yaml", MAX_BYTES)
     except OSError as error:
         raise UnreadableConfigError(f"it cannot be read ({error.strerror})") from None
     except NotYamlError as error:
