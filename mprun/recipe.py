@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mprun.train.data import DataRequest, Splits, TensorSet
 
+# Defaults, compared by identity: a class that writes the same pair has set its own
 BY_ACCURACY = ("accuracy", "max")
 BY_LOSS = ("loss", "min")
 

@@ -41,8 +41,8 @@ from mprun.train.assemble import (
     step_memory,
     with_batch_size,
 )
-from mprun.train.assemble.initial_summary import variant_label
 from mprun.train.assemble.optimizer import optimizer_name
+from mprun.train.assemble.parts import variant_label
 from mprun.train.machine.machine import versions
 from mprun.train.user_code import described
 from mprun.watch.memory_recorder import DtypeMismatchError

@@ -49,7 +49,7 @@ from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
-from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, plan_run, policy_in
+from mprun.study.planned_run import FLOAT32_MODE, PlannedRun, PolicyProbe, plan_run, policy_in
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
 from mprun.train.data import Batch
@@ -247,7 +247,7 @@ class _StepInspector:
             FROM_THE_RUN,
             further=further,
         )
-        self._exact_probe = PolicyProbe(plan, policy(EXACT))
+        self._exact_probe = PolicyProbe(plan, policy(FLOAT32_MODE))
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
         self._exact = Statistics(

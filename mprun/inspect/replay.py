@@ -17,9 +17,8 @@ from mprun.config import Config
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
 from mprun.records.reader import DamagedArchiveError
 from mprun.records.result import Result
-from mprun.train.assemble.file_recipe import module_in
 from mprun.train.assemble.plan import choose_device
-from mprun.train.assemble.recipe_loading import recipe_of
+from mprun.train.assemble.recipe_loading import module_in, recipe_of
 from mprun.train.loss_terms import LossTerms, shown
 from mprun.train.torch_file import NotTensorsError, load_torch_file
 from mprun.train.user_code import explained, model_of

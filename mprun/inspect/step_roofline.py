@@ -53,21 +53,23 @@ from mprun.train.assemble.planned_memory import as_native
 from mprun.train.clock import StepTime
 from mprun.train.data import Batch
 from mprun.train.loop import Trainer, TrainingComponents
-from mprun.train.machine.doctor_result import DoctorSettings, Examination, renderables
-from mprun.train.machine.heap import steady_heap
-from mprun.train.machine.measure import spread
-from mprun.train.machine.roofline_result import (
+from mprun.train.machine.doctor_result import (
     NO_LAYERS,
     NO_UNITS,
     PAYS_FROM,
+    DoctorSettings,
+    Examination,
     FormatGains,
     LayerGain,
     LayerGains,
     Roofline,
     Shape,
     format_parts,
+    renderables,
     roofline_parts,
 )
+from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.measure import spread
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
 PASSES = 20  # the fastest of so many passes of a layer is hardly disturbed

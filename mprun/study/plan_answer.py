@@ -25,9 +25,8 @@ from mprun.records.run_record import read_summary
 from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.study.study import Study
 from mprun.train.assemble import Plan, make_plan, recipe_of
-from mprun.train.assemble.file_recipe import record_of
 from mprun.train.assemble.optimizer import class_of, import_path, options_of
-from mprun.train.assemble.recipe_loading import source_of
+from mprun.train.assemble.recipe_loading import record_of, source_of
 from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 
 # The scale where the configuration names no value; 65536 is GradScaler's own initial scale

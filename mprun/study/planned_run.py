@@ -27,9 +27,8 @@ from mprun.records.layer_values import in_rounding, without_formats
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.assemble import Plan, make_plan
-from mprun.train.assemble.file_recipe import forget_changed
-from mprun.train.assemble.initial_summary import initial_summary
-from mprun.train.assemble.parts import build_arithmetic, build_caster
+from mprun.train.assemble.parts import build_arithmetic, build_caster, initial_summary
+from mprun.train.assemble.recipe_loading import forget_changed
 from mprun.train.assemble.speed_trial import with_fastest
 from mprun.train.data import Batch
 from mprun.train.loop import StopRequestedError
@@ -105,9 +104,9 @@ def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict
     if reload:
         forget_changed()
     folder = composed.config.run.resume
-    # A resumed run keeps the execution and speed that were chosen when it began
     saved = None if folder is None else checkpoint.load(Path(folder))
     plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
+    # a resumed run repeats its choices: other kernels would give other bits
     return (plan if saved else with_fastest(plan)), saved
 
 
@@ -125,7 +124,7 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
     return PlannedRun(command, composed, make_plan(composed.config, composed.given))
 
 
-EXACT = "fp32"  # The policy of the passes that others are compared with
+FLOAT32_MODE = "fp32"  # The policy of the passes that others are compared with
 
 
 def policy_in(plan: Plan, short: str) -> Policy:
@@ -136,9 +135,8 @@ def policy_in(plan: Plan, short: str) -> Policy:
         short: fp16 or bf16.
     """
     old = plan.policy
-    stored_low = old.casting == "none" and old.is_low
+    stored_low = old.casting == "none" and old.is_low  # else ops are cast, as in the mixed modes
     policy = policy_of(f"{short}_{'true' if stored_low else 'mixed'}")
-    # Outputs are float32 if the run's are, else in the other 16-bit dtype
     output = policy.output_dtype if old.output_dtype == "float32" else policy.compute_dtype
     casting = old.casting if plan.op_lists else policy.casting  # the run's own lists decide
     return replace(policy, casting=casting, output_dtype=output)
@@ -154,15 +152,15 @@ class PolicyProbe:
     """
 
     def __init__(self, plan: Plan, policy: Policy, arithmetic: Arithmetic | None = None) -> None:
-        exact = policy.name == EXACT
+        is_float32 = policy.name == FLOAT32_MODE
         # The rounding of updates is the run's, and no part of a probe. Nor are product formats.
         layers = {n: in_rounding(x, "nearest") for n, x in without_formats(plan.layers).items()}
         self._plan = replace(
             plan,
             policy=policy,
             execution="native",
-            op_lists=None if exact else plan.op_lists,
-            layers={} if exact else layers,
+            op_lists=None if is_float32 else plan.op_lists,
+            layers={} if is_float32 else layers,
             fp32_fallback=choose_fp32_fallback(
                 plan.config.speed.name, policy, "native", plan.device
             ),

@@ -27,8 +27,8 @@ from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import FOLDER as CLAIMS
 from mprun.study.trials import Outcome, Trial, TrialClaims, Trials, interleaved
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
-from mprun.train.assemble.file_recipe import lies_in
 from mprun.train.assemble.plan import data_request
+from mprun.train.assemble.recipe_loading import lies_in
 from mprun.train.loggers import LoggedRun, build_loggers
 
 LOGS = ".launcher"  # The folder of a launcher's files in a study's: see `hydra_launch.py`

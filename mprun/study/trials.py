@@ -30,7 +30,7 @@ from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.study.study_progress import StudyProgress
 from mprun.train import checkpoint
 from mprun.train.assemble import DataCache, Plan, build_parts, make_plan
-from mprun.train.assemble.speed_trial import KEPT, with_fastest
+from mprun.train.assemble.speed_trial import SAVED, with_fastest
 from mprun.train.callbacks import Progress
 from mprun.train.loop import Limits, Trainer
 from mprun.train.machine.machine import host
@@ -172,7 +172,7 @@ class Trials:
         watch = Stopwatch()
         plan = self._plan(composed, choices)
         plan = plan if choices else with_fastest(plan)  # a resumed run keeps its earlier choice
-        speed = (plan.speed_reason or "").removesuffix(KEPT)
+        speed = (plan.speed_reason or "").removesuffix(SAVED)
         self._view.notices(plan.policy.name, plan.warnings, speed)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)

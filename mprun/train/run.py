@@ -22,8 +22,7 @@ from mprun.records.files import dated_folder
 from mprun.records.run_folder import RECIPE, RunFolder
 from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.assemble import Plan, build_run, footprint, make_plan
-from mprun.train.assemble.initial_summary import initial_summary
-from mprun.train.assemble.parts import effective, requested, run_loggers
+from mprun.train.assemble.parts import effective, initial_summary, requested, run_loggers
 from mprun.train.assemble.planned_memory import has_room_for_another
 from mprun.train.callbacks import Callback, Messages
 from mprun.train.checkpoint import (
@@ -48,7 +47,12 @@ from mprun.train.checks import (
 )
 from mprun.train.exception_log import ExceptionLog, GuardLog
 from mprun.train.loggers import Logger
-from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
+from mprun.train.loop import (
+    StopRequestedError,
+    Trainer,
+    TrainingComponents,
+    unfinished_epoch,
+)
 from mprun.train.parallel.coordinator import Coordinator, coordinator_here
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import PeerLostError
@@ -56,8 +60,10 @@ from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.user_code import explain_faults
+from mprun.watch.nonfinite import RunExceptions
 
-# Two steps of less take less time than a step on fake tensors, whose first imports a compiler
+# Two real steps of less take less time than the import of PyTorch's compiler (1.8 s), which the
+# first fake tensor of a process needs
 QUICK_STEP_S = 0.2
 
 
@@ -103,60 +109,51 @@ def run(
             explain_faults(summary, folder),
             plan.backend_flags(),
         ):
-            folder.write("config.yaml", OmegaConf.to_yaml(resolved))
+            folder.write("config.yaml", OmegaConf.to_yaml(resolved))  # first: a run resumes from it
             if plan.recipe_source is not None:
                 folder.write(RECIPE, plan.recipe_source.content)
             folder.summary(summary)
             try:
                 with _accounted(summary, watch):
-                    notified = [*loggers, *callbacks]
-                    _train(plan, summary, folder, stop, notified, messages, saved, watch)
+                    shared = _StartedRun(plan, summary, folder, stop, messages, saved, watch)
+                    _train(shared, [*loggers, *callbacks])
                 summary.status = "completed"
             except (StopRequestedError, SignalReceivedError):
                 summary.status = "interrupted"
                 summary.error = f"{stop.name} at step {summary.steps}"
             except CheckpointMisfitError:
                 if earlier is not None:
-                    folder.restore(earlier)
+                    folder.restore(earlier)  # nothing was trained: the record stays as it was
                 raise
             folder.summary(summary)
     return RunResult(summary, folder.path)
 
 
-def _train(
-    plan: Plan,
-    summary: Summary,
-    folder: RunFolder,
-    stop: StopSignals,
-    callbacks: Sequence[Callback],
-    messages: Messages,
-    saved: dict[str, Any] | None,
-    watch: Stopwatch,
-) -> None:
+class _StartedRun(NamedTuple):
+    """What the parts of a run share in the first process."""
+
+    plan: Plan
+    summary: Summary
+    folder: RunFolder
+    stop: StopSignals
+    messages: Messages
+    saved: dict[str, Any] | None  # The checkpoint of the run to resume
+    watch: Stopwatch
+
+
+def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     """Assemble the run, train, test and check it."""
-    train, coordinator = plan.config.train, coordinator_here()
+    plan, summary, folder, stop, messages, saved, watch = run
+    coordinator, path = coordinator_here(), folder.path
     layout = coordinator.layout(plan.config.parallel.name, plan.device)
-    coordinator.announce(
-        Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve())
-    )
-    coordinator.keep_folder(folder.path)
-    with stop.deferred():
-        try:
-            with coordinator.together():
-                layout.ranks.barrier()  # the others have planned
-                parts, exceptions = build_run(plan, messages.report, layout)
-            row = effective(plan, parts.model, parts.optimizer, parts.precision)
-            summary.converted_gemms = parts.precision.converted_gemms
-            summary.effective = row.with_partials_of(summary.effective)
-        finally:
-            for callback in callbacks:
-                callback.on_start(summary, folder.path)
-            messages.warn(slow_dtype_warning(summary))
-        with coordinator.together():
-            _raise_if_stopped(layout, stop)
+    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted, path.resolve()))
+    coordinator.keep_folder(path)
+    parts, exceptions = _assemble(run, callbacks, layout, coordinator)
 
     arithmetic = parts.precision.arithmetic
-    recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
+    recorder = Recorder(
+        summary, folder, arithmetic, plan.device, plan.config.train.log_every, watch
+    )
     guard_log = GuardLog(parts.precision.guard, summary, folder, recorder)
     states: dict[str, Stateful] = {
         "journal": recorder,
@@ -164,29 +161,16 @@ def _train(
         "guard": guard_log,
     }
     facts = {"choices": plan.choices, **run_facts(summary)}
-    checkpointer = Checkpointer(folder.path, layout, states, facts, saved)
+    checkpointer = Checkpointer(path, layout, states, facts, saved)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
-    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
+    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
-    every = train.checkpoint_every_steps
+    every = plan.config.train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
-    if saved is not None:
-        with restoring(folder.path), coordinator.together():
-            trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
-            for name, part in states.items():
-                part.load_state_dict(saved[name])
-        done = trainer.step == plan.planned_steps
-        more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
-        messages.report(f"resumed at step {trainer.step}{more}")
-        if plan.splits.train.is_stream and trainer.batches_to_skip:
-            messages.report(
-                f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
-                "that this epoch has trained on are read again and dropped; the run continues "
-                "exactly only if the stream gives the same samples as before"
-            )
+    _restore(run, trainer, states, layout, coordinator)
 
     with _ending(callbacks, watch), stop.deferred(), coordinator.together():
         for callback in callbacks:
@@ -199,14 +183,69 @@ def _train(
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
-    messages.warn(skipped_warning(summary))
-    messages.warn(page_fault_warning(summary))
-    messages.warn(partial_scores_warning(summary))
-    messages.warn(over_time_warning(summary, train.max_time_s))
-    if plan.config.preset.loss_must_fall:
-        messages.warn(
-            check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
+    _warn_at_end(run, recorder)
+
+
+def _assemble(
+    run: _StartedRun, callbacks: Sequence[Callback], layout: Layout, coordinator: Coordinator
+) -> tuple[TrainingComponents, RunExceptions]:
+    """The parts of the run, which all processes build at once; its callbacks start."""
+    plan, summary, messages = run.plan, run.summary, run.messages
+    # a signal waits until the parts are built: one process alone would leave the others waiting
+    with run.stop.deferred():
+        try:
+            with coordinator.together():
+                layout.ranks.barrier()  # the others have planned
+                parts, exceptions = build_run(plan, messages.report, layout)
+            row = effective(plan, parts.model, parts.optimizer, parts.precision)
+            summary.converted_gemms = parts.precision.converted_gemms
+            summary.effective = row.with_partials_of(summary.effective)
+        finally:
+            # also where the model cannot be built: a tracker shows the failed run
+            for callback in callbacks:
+                callback.on_start(summary, run.folder.path)
+            messages.warn(slow_dtype_warning(summary))
+        with coordinator.together():
+            _raise_if_stopped(layout, run.stop)
+    return parts, exceptions
+
+
+def _restore(
+    run: _StartedRun,
+    trainer: Trainer,
+    states: dict[str, Stateful],
+    layout: Layout,
+    coordinator: Coordinator,
+) -> None:
+    """Continue from the checkpoint of the run that is resumed, if any."""
+    plan, saved, report = run.plan, run.saved, run.messages.report
+    if saved is None:
+        return
+    with restoring(run.folder.path), coordinator.together():
+        trainer.load_state_dict(fetched(saved, path_in(run.folder.path), layout))
+        for name, part in states.items():
+            part.load_state_dict(saved[name])
+    done = trainer.step == plan.planned_steps
+    more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
+    report(f"resumed at step {trainer.step}{more}")
+    if plan.splits.train.is_stream and trainer.batches_to_skip:
+        report(
+            f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
+            "that this epoch has trained on are read again and dropped; the run repeats its "
+            "numbers only if the stream gives the same samples as before"
         )
+
+
+def _warn_at_end(run: _StartedRun, recorder: Recorder) -> None:
+    """Warnings about what the whole run shows."""
+    config, summary, warn = run.plan.config, run.summary, run.messages.warn
+    warn(skipped_warning(summary))
+    warn(page_fault_warning(summary))
+    warn(partial_scores_warning(summary))
+    warn(over_time_warning(summary, config.train.max_time_s))
+    if config.preset.loss_must_fall:
+        losses = recorder.losses
+        warn(check_loss_falls(losses.values, run.plan.planned_steps, losses.width))
 
 
 def _raise_if_stopped(layout: Layout, stop: StopSignals) -> None:
@@ -262,7 +301,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
         with _ending([checkpointer], watch), coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
-            if not layout.ranks.any(False):  # the first process knows: `_train`
+            if not layout.ranks.any(False):  # the first process decides: see `_train`
                 trainer.test()
 
 
@@ -351,8 +390,9 @@ def _first_summary(
     summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
     if earlier is not None:
         summary.started_at, summary.memory_bytes = earlier.started_at, earlier.memory_bytes
-        kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
-        summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
+        # whether scores are partial is decided anew at the run's end
+        remaining = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
+        summary.warnings = list(dict.fromkeys([*remaining, *summary.warnings]))
         summary.effective = summary.effective.with_partials_of(earlier.effective)
     return summary
 

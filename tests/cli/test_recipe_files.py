@@ -17,7 +17,7 @@ from torch import nn
 
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
-from mprun.train.assemble import Plan, file_recipe, footprint
+from mprun.train.assemble import Plan, footprint, recipe_loading
 from tests.parity.raw_loop import RawLoop, assert_same, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
@@ -106,7 +106,7 @@ _measured: dict[str, tuple[dict[str, int], str | None]] = {}
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the files that were run, as a new process has run none."""
-    monkeypatch.setattr(file_recipe, "_loaded", {})
+    monkeypatch.setattr(recipe_loading, "_loaded", {})
 
 
 def write(name: str, text: str) -> Path:

@@ -25,14 +25,15 @@ from mprun.inspect.step_roofline import (
 from mprun.precision.gemms import RECIPES
 from mprun.records.reader import read_json
 from mprun.records.run_record import StepTimes
-from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination
-from mprun.train.machine.roofline_result import (
+from mprun.train.machine.doctor_result import (
+    SCHEMA_VERSION,
+    Examination,
     FormatGains,
     Roofline,
     Shape,
+    format_verdicts,
     roofline_parts,
-    summary,
-    verdicts,
+    roofline_summary,
 )
 from tests.schema import conforms
 from tests.train.machine import AVX2_ONLY, examination, measured
@@ -249,7 +250,7 @@ def test_the_summary_has_the_bound_and_the_share() -> None:
         "GFLOP/s (float32): it reaches 50 % of the roof"
     )
     assert [*roofline_parts(roof)] == [text, "one", "two"]
-    assert summary(replace(roof, step_time_ms=none, share=None)) == (
+    assert roofline_summary(replace(roof, step_time_ms=none, share=None)) == (
         "r, fp32, batch 8: a step takes at least 5 ms, its 0.1 GFLOP at 20 GFLOP/s (float32)"
     )
 
@@ -301,13 +302,13 @@ def test_the_sum_is_over_converted_layers() -> None:
     # 2 layers of 4,000 us become 2,000, one of 400 us becomes 800; d is not converted
     assert found.speedup == dict.fromkeys(RECIPES, pytest.approx(8400 / 4800))
     assert gains_of(shapes).speedup == {}
-    first, *_ = verdicts(found)
+    first, *_ = format_verdicts(found)
     assert first == (
         f"{next(iter(RECIPES))} pays for 2 of 4 linear layers on Some GPU (at least 1.05 times as "
         f"fast), measured; precision={next(iter(RECIPES))} makes the layers that it converts 1.75 "
         "times as fast"
     )
-    slower, *_ = verdicts(gains_of(shapes, ("c",)))
+    slower, *_ = format_verdicts(gains_of(shapes, ("c",)))
     assert slower.endswith("makes the layers that it converts slower, by 2.00 times")
 
 

@@ -15,7 +15,7 @@ import pytest
 from mprun.cli.main import main
 from mprun.errors import first_line, text_of, traceback_text
 from mprun.records.run_record import read_lines, read_summary
-from mprun.train.assemble import file_recipe
+from mprun.train.assemble import recipe_loading
 from tests.run.processes import Forking
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -42,7 +42,7 @@ RUN = ("train.max_steps=2", "train.batch_size=8", "train.lr=0.01", "device=cpu",
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Files that other tests ran are forgotten."""
-    monkeypatch.setattr(file_recipe, "_loaded", {})
+    monkeypatch.setattr(recipe_loading, "_loaded", {})
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):

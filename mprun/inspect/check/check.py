@@ -42,8 +42,8 @@ from mprun.records.result import Result
 from mprun.records.run_record import Summary
 from mprun.study.planned_run import PlannedRun
 from mprun.train.assemble import DataCache, make_plan
-from mprun.train.assemble.given_recipe import given_recipe
-from mprun.train.assemble.initial_summary import variant_label
+from mprun.train.assemble.parts import variant_label
+from mprun.train.assemble.recipe_loading import given_recipe
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 # First parts of keys that float32 does not get

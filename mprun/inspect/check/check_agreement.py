@@ -53,7 +53,7 @@ from mprun.precision.emulate import Emulated16
 from mprun.precision.nested import to_dtype
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rounding import sums_db
-from mprun.study.planned_run import EXACT
+from mprun.study.planned_run import FLOAT32_MODE
 from mprun.train.loss_terms import LossTerms
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
@@ -91,7 +91,7 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
 
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
     """The first module, forward or backward, with an error that is not explained."""
-    mode, is_exact = passes.mode, passes.mode.plan.policy.name == EXACT
+    mode, is_exact = passes.mode, passes.mode.plan.policy.name == FLOAT32_MODE
     least = TF32 if mode.plan.policy.tf32 else 0.0
     own = _captured(mode, 0, passes.scale)
     known = _suspects(own, least)

@@ -27,6 +27,7 @@ from mprun.watch.memory_recorder import fake_tensors
 @as_usage_error()
 def build_policy(config: Config) -> Policy:
     """The policy a configuration's precision section describes."""
+    # layers and layers_file are of single modules and need the model; see `choose_layers`
     row = {k: v for k, v in vars(config.precision).items() if not k.startswith("layers")}
     return Policy(**row)
 
@@ -41,7 +42,7 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
         asked = {**_layers_file(Path(config.precision.layers_file)), **asked}
     if not asked:
         return {}
-    with fake_tensors():
+    with fake_tensors():  # the names of modules are enough: no weight is drawn
         model = model_of(recipe)
         with as_usage_error():
             layers = resolve(model, asked)
@@ -70,7 +71,7 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     with as_usage_error("op_lists: "):
         lists = op_lists(lower, fp32, promote, section.unlisted == "first_input")
     if section.strict and lists.unknown:
-        first, rest = lists.unknown[:5], len(lists.unknown) - 5
+        first, rest = lists.unknown[:5], len(lists.unknown) - 5  # an error is one line
         more = f"; {rest} more" if rest > 0 else ""
         raise UsageError(f"op_lists.strict=true: {'; '.join(map(str, first))}{more}")
     return lists
@@ -83,7 +84,7 @@ def entries(
     path = getattr(section, f"{kind}_file")
     if path is not None and not resumed:
         return read_list(Path(path), kind)
-    own = getattr(section, f"{device.type}_{kind}", None)
+    own = getattr(section, f"{device.type}_{kind}", None)  # autocast's lists differ by device
     names = getattr(section, kind) if own is None else own
     source = path or f"op_lists={section.name}"
     return [Entry(name, source) for name in of_this_version(section.name, names)]
@@ -97,8 +98,8 @@ def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | 
     section = config.op_lists
     if config.precision.casting != "op_lists" or not _kinds_from_files(section):
         return None
-    settled = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
-    displaced = [(kind, names) for kind, (_, names) in settled if names and kind != "promote"]
+    rows = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
+    displaced = [(kind, names) for kind, (_, names) in rows if names and kind != "promote"]
     if not displaced:
         return None
     files = " and ".join(f"op_lists.{kind}_file" for kind in _kinds_from_files(section))
@@ -124,8 +125,9 @@ def _without_displaced(
     """
     lists = {kind: entries(section, kind, device, resumed) for kind in KINDS}
     from_files = _kinds_from_files(section)
+    # by op, because two lists may name one op differently
     taken = {op for kind in from_files for entry in lists[kind] for op in spelled(entry.text)}
-    settled = []
+    result = []
     for kind, listed in lists.items():
         remaining: list[Entry] = []
         displaced: dict[str, None] = {}
@@ -135,8 +137,8 @@ def _without_displaced(
             displaced |= dict.fromkeys(lost)
             rest = [Entry(op, entry.where) for op in ops if op not in lost]
             remaining += rest if lost else [entry]
-        settled.append((remaining, list(displaced)))
-    return settled
+        result.append((remaining, list(displaced)))
+    return result
 
 
 def _layers_file(path: Path) -> dict[str, str]:
@@ -169,9 +171,10 @@ def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> P
     if policy.gemms == "none":
         return policy
     try:
+        # the meta device, because fake tensors import the compiler (1.3 s)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = model_of(recipe)
-    except Exception:  # it is the user's, and may need values: the run finds out
+    except Exception:  # the user's model may need values: then the run itself reports the mistake
         return policy
     with as_usage_error(f"precision={policy.name}: "):
         model_gemms(model, layers, policy.gemms)

@@ -41,7 +41,7 @@ from mprun.precision.layers import layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
-from mprun.train.assemble.file_recipe import extends, imported
+from mprun.train.assemble.recipe_loading import extends, imported
 from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.train.time_limit import Schedule
 from mprun.train.user_code import model_of
@@ -80,7 +80,7 @@ def refuse_closures(kind: type[Optimizer], what: str) -> None:
 
 def arguments_of(kind: type[Optimizer]) -> list[str] | None:
     """The names of the arguments of a class beside its parameters and lr; None for any."""
-    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    parameters = list(inspect.signature(kind).parameters.values())[1:]  # the first: what it trains
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return ANY
     return [p.name for p in parameters if p.name != "lr" and p.kind is not p.VAR_POSITIONAL]
@@ -102,22 +102,23 @@ def takes(kind: type[Optimizer], name: str) -> bool:
     return name in (arguments_of(kind) or ())
 
 
-def implementation(kind: type[Optimizer], args: Mapping[str, Any], chosen: str) -> str:
+def implementation(kind: type[Optimizer], args: Mapping[str, Any], fastest: str) -> str:
     """The implementation of a run with this class: forloop, foreach, fused, or own.
 
     Args:
         kind: the class.
         args: the user's arguments, which win.
-        chosen: what was measured to be the fastest of PyTorch's optimizers.
+        fastest: the fastest of PyTorch's implementations, as measured.
     """
     if not takes(kind, "foreach"):
         return "own"
+    # at most one: PyTorch refuses both
     asked = [name for name in ("fused", "foreach") if args.get(name)]
     if asked:
         return asked[0]
     if any(name in args for name in ("fused", "foreach")):
         return "forloop"
-    return "foreach" if chosen == "fused" and not takes(kind, "fused") else chosen
+    return "foreach" if fastest == "fused" and not takes(kind, "fused") else fastest
 
 
 def made_of_class(
@@ -132,9 +133,11 @@ def made_of_class(
     options = {"lr": lr, **{name: _as_argument(value) for name, value in given.items()}}
     if implementation not in ("own", "masters"):
         names = [n for n in ("foreach", "fused") if takes(kind, n)]
+        # both are set: PyTorch picks foreach by itself on a GPU where neither is named
         if not any(name in given for name in names):
             options |= {name: implementation == name for name in names}
     if config.target is None:
+        # without the import of the compiler, 1.5 s; a class at an import path may override anything
         return eager_optimizer(kind)(parameters, **options)  # type: ignore[arg-type]
     try:
         return kind(parameters, **options)
@@ -153,7 +156,7 @@ def article(value: Any) -> str:
 
 
 def _as_argument(value: Any) -> Any:
-    """A list as the tuple that optimizers take (betas)."""
+    """A list, which YAML has, as the tuple that optimizers take (betas)."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -191,7 +194,9 @@ def build_schedule(
     if train.warmup_steps or train.min_lr:
         lowest = 0.0 if train.scheduler == "none" else train.min_lr
         curve = CURVES[train.scheduler]
+        # LambdaLR takes factors, so the lowest rate is one relative to that of each group
         bases = [float(group["lr"]) for group in optimizer.param_groups]
+        # steps is None with scheduler=none, whose curve does not read it, and in `check_optimizer`
         factors = [factor(curve, train.warmup_steps, steps or 1, lowest / base) for base in bases]
         return Schedule(LambdaLR(optimizer, factors))
     if train.scheduler == "none" or steps is None:
@@ -221,6 +226,7 @@ def factor(
     def at(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
+        # max: a run that ends with its warm-up; min: the scheduler steps once after the last step
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         return lowest + (1 - lowest) * curve(done)
 
@@ -254,10 +260,11 @@ def import_path(config: OptimizerConfig) -> str:
 
 
 def options_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
-    """What its class is told, without lr: the fields of its name, or the user's arguments."""
+    """The arguments of its class without lr: the fields of its name, or the user's."""
     if config.target is None:
         values = {**vars(config), "betas": (config.beta1, config.beta2)}
         return {name: values[name] for name in OPTIMIZERS[config.name].arguments}
+    # an optimizer without weight decay would refuse even 0
     decays = config.weight_decay and takes(kind, "weight_decay")
     return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
 
@@ -341,7 +348,7 @@ def check_optimizer(
             build_schedule(config.train, recipe, optimizer, steps=None)
     except UsageError:
         raise
-    except Exception:  # the model or the optimizer is the user's, and may need values
+    except Exception:  # the user's model or optimizer may need values: then the run reports it
         return
 
 
@@ -349,7 +356,7 @@ def choose_implementation(
     config: OptimizerConfig,
     recipe: Recipe,
     low: bool,
-    chosen: str,
+    fastest: str,
     untrusted: Path | None = None,
 ) -> str | None:
     """The implementation of an optimizer without namesake in `mprun.optim`: see `SpeedChoice`.
@@ -358,7 +365,7 @@ def choose_implementation(
         config: the optimizer section.
         recipe: the recipe, which may make its own.
         low: whether parameters are stored in 16 bits.
-        chosen: what was measured to be the fastest.
+        fastest: the fastest of PyTorch's implementations, as measured.
         untrusted: a folder whose code is not run.
 
     Returns:
@@ -379,7 +386,7 @@ def choose_implementation(
             f"train.optimizer.target={config.target} takes sparse gradients, and parameters in 16 "
             "bits have none; legal: another optimizer, or precision=bf16_mixed"
         )
-    return "masters" if low else implementation(kind, given, chosen)
+    return "masters" if low else implementation(kind, given, fastest)
 
 
 def build_optimizer(
@@ -438,7 +445,7 @@ def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in known for p in held):
         raise UsageError(f"{name} holds no parameter of the model that it was given")
-    for group in optimizer.param_groups:  # frozen ones never have a gradient
+    for group in optimizer.param_groups:  # a frozen parameter never has a gradient, nor needs state
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return optimizer
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.config import Config
-from mprun.config.validate import loss_scale_kind
+from mprun.config.validate import GUARD, loss_scale_kind, without_inert
 from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision, devices
 from mprun.precision.caster import caster_of
@@ -34,8 +34,19 @@ from mprun.precision.op_lists import CastLog, Watcher
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.precision.switches import tf32_is_on
 from mprun.precision.update import ALONE, Combine
-from mprun.records.run_record import PrecisionRow, Summary
-from mprun.train.assemble.optimizer import build_optimizer, build_schedule
+from mprun.records.run_config import variant_hash
+from mprun.records.run_record import (
+    BackendRow,
+    DataRow,
+    FpExceptionsRow,
+    GuardRow,
+    LossScaleRow,
+    Metric,
+    ParallelRow,
+    PrecisionRow,
+    Summary,
+)
+from mprun.train.assemble.optimizer import build_optimizer, build_schedule, unused_by
 from mprun.train.assemble.plan import Plan, guard_action
 from mprun.train.callbacks import Messages
 from mprun.train.checkpoint import seed_process
@@ -60,8 +71,10 @@ from mprun.train.loggers import LoggedRun, Logger, build_loggers
 from mprun.train.loggers.logged_run import run_tags
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
+from mprun.train.machine.heap import allocator
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import Ranks
+from mprun.train.recorder import new_summary
 from mprun.train.sums import readback_for
 from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
@@ -107,7 +120,7 @@ def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
     """What decides the dtypes of ops; `watcher` is notified of the casts of op lists."""
-    several = plan.batch.accumulate > 1
+    several = plan.batch.accumulate > 1  # then a weight is cast once for all passes of a step
     return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
 
@@ -123,14 +136,14 @@ def build_arithmetic(plan: Plan, ranks: Ranks | None = None) -> Arithmetic:
 def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     """The guard of products with formats of 8 bits or fewer.
 
-    Each process decides about the products of its own samples. What they found is counted together.
+    Each process decides about the products of its own samples. The findings of all are counted.
     """
     debug, shared = plan.config.debug, ranks or Ranks()
 
     def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
         if not shared.any(bool(own)):
             return []
-        return [finding for found in shared.gather(own) for finding in found]
+        return [finding for one in shared.gather(own) for finding in one]
 
     action = guard_action(plan.config, plan.policy)
     return guard_of(action, debug.guard_underflow, debug.guard_error, of_all_processes)
@@ -162,6 +175,7 @@ def build_run(
     make, combine = exceptions.precision, layout.combine
     precision = build_precision(plan, caster, arithmetic, make, combine)
     parts = build_parts(plan, precision, layout)
+    # after the weights, which all processes draw alike: from here on dropout differs
     seed_process(plan.config.seed, layout.ranks)
     if plan.speed.compile:
         compile_model(parts.model)
@@ -218,7 +232,7 @@ def first_samples(plan: Plan, at_most: int) -> MicroBatch:
     """The first samples of the training data, in the stored order: a batch, or `at_most`."""
     size = min(plan.config.train.batch_size or at_most, at_most)
     batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
-    with closing(iter(batches)) as stream:
+    with closing(iter(batches)) as stream:  # ends a loader's processes
         return next(stream).parts[0]
 
 
@@ -232,9 +246,6 @@ def build_batches(
 ) -> tuple[Batches, Order]:
     """The batches of a part of the plan's data, and the order of its epochs.
 
-    Floating samples in memory that a recipe prepares stay on the host in every mode. They are
-    prepared there, so all modes train on the same numbers, and sent in the mode's dtype.
-
     Args:
         plan: the plan.
         data: the part.
@@ -245,6 +256,7 @@ def build_batches(
     """
     form, device, seed = batch_form(plan), plan.device, plan.config.seed
     if isinstance(data, TensorSet):
+        # floating samples that are prepared stay on the host: all modes prepare the same numbers
         is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
         placed = data if is_floating and plan.recipe.prepares else place(data, device)
         whole = size * split.of
@@ -285,7 +297,7 @@ def build_model(
     """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
     layout = layout or Layout()
     config = plan.config
-    seed_all(config.seed)
+    seed_all(config.seed)  # here, so that data and metrics do not change the weights drawn
     model = model_of(plan.recipe)
     plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
@@ -327,6 +339,9 @@ def run_loggers(
     return build_loggers(config.name, logged, messages.warn, messages.report)
 
 
+# ---- the precision that is carried out -----------------------------------------------------------
+
+
 def requested(plan: Plan) -> PrecisionRow:
     """The policy as the configuration asks for it."""
     extra: dict[str, Any] = {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
@@ -341,6 +356,7 @@ def planned(plan: Plan) -> PrecisionRow:
     try:
         with fake_tensors(), plan.backend_flags():
             precision = build_precision(plan)
+            # fake tensors have no values, so no weights are loaded into them
             model, optimizer = build_model(replace(plan, weights=DRAWN), precision)
             return effective(plan, model, optimizer, precision)
     except Exception:
@@ -374,7 +390,7 @@ def effective(
         )
     row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
-    if plan.config.parallel.world_size == 1:  # nothing is sent
+    if plan.config.parallel.world_size == 1:  # no gradient is sent, so none is sent in 16 bits
         row["reduce_dtype"] = "float32"
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
@@ -387,3 +403,103 @@ def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     for dtype, elements in dtypes:
         counts[dtype] += elements
     return counts.most_common(1)[0][0]
+
+
+# ---- the summary of a run that starts ------------------------------------------------------------
+
+
+def initial_summary(
+    plan: Plan,
+    resolved: dict[str, Any],
+    elapsed_s: float = 0.0,
+    effective: PrecisionRow | None = None,
+) -> Summary:
+    """The summary of a run before its first step.
+
+    Args:
+        plan: the run's plan.
+        resolved: its configuration.
+        elapsed_s: seconds since the run's start-up began.
+        effective: the precision that is carried out; None: that of the plan's objects.
+    """
+    config, splits = plan.config, plan.splits
+    # on the CPU, where reading the value waits for no GPU
+    scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
+    initial = 1.0 if scale.tensor is None else scale.tensor.item()
+    return new_summary(
+        plan.device,
+        [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else [],
+        elapsed_s,
+        sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
+        recipe=config.recipe.name,
+        recipe_sha256=None if plan.recipe_source is None else plan.recipe_source.sha256,
+        seed=config.seed,
+        precision=plan.policy.name,
+        variant=variant_label(plan),
+        variant_hash=variant_hash(without_inert(config, resolved, _unused(plan))),
+        requested=requested(plan),
+        effective=effective or planned(plan),
+        execution=plan.execution,
+        backend=BackendRow(
+            memory_format=plan.speed.memory_format,
+            optimizer_impl=plan.speed.optimizer_impl,
+            compile=plan.speed.compile,
+            threads=torch.get_num_threads(),
+            allocator=allocator(),
+            speed_trial=plan.speed_reason,
+        ),
+        data=DataRow(
+            name=splits.name,
+            source=splits.source,
+            train_samples=splits.train.samples,
+            validation_samples=splits.validation.samples,
+            test_samples=splits.test.samples,
+        ),
+        batch=plan.batch,
+        batch_size=plan.batch.effective,
+        loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
+        fp_exceptions=_fp_exceptions(plan),
+        guard=_guard(plan),
+        warnings=list(plan.warnings),
+        parallel=ParallelRow(
+            kind=config.parallel.name if config.parallel.world_size > 1 else "none",
+            world_size=config.parallel.world_size,
+        ),
+        metric=Metric(
+            name=plan.recipe.METRIC[0],
+            higher_is_better=plan.recipe.METRIC[1] == "max",
+        ),
+    )
+
+
+def _unused(plan: Plan) -> set[str]:
+    """Fields without effect that only the plan knows."""
+    unused = {*plan.recipe.ignores, *unused_by(plan.recipe)}
+    return unused | ({*GUARD} if plan.policy.gemms == "none" else set())
+
+
+def _guard(plan: Plan) -> GuardRow | None:
+    guard = build_guard(plan)
+    if guard.action == "off":
+        return None
+    return GuardRow(action=guard.action, thresholds=guard.thresholds, gemms=[])
+
+
+def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
+    action = plan.config.debug.fp_exceptions
+    if action == "off":
+        return None
+    return FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0)
+
+
+def variant_label(plan: Plan) -> str:
+    """A short name for tables: the mode and the differences to it."""
+    factor, lists = plan.config.batch.factor, plan.config.op_lists
+    files = (lists.lower_file, lists.fp32_file, lists.promote_file)
+    label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
+    label += "+files" if any(files) else ""
+    label += "+skip" if plan.config.debug.fp_exceptions == "skip" else ""
+    label += "+guard" if guard_action(plan.config, plan.policy) == "promote" else ""
+    label += f" x{factor}" if factor > 1 else ""
+    parallel = plan.config.parallel
+    return label + (f" {parallel.name}-{parallel.world_size}" * (parallel.world_size > 1))

@@ -27,7 +27,11 @@ from mprun.config.validate import (
 from mprun.errors import UsageError, as_usage_error
 from mprun.optim import engines
 from mprun.precision import Policy, backend_flags, devices
-from mprun.precision.execution import choose_execution, choose_fp32_fallback
+from mprun.precision.execution import (
+    ExecutionChoice,
+    choose_execution,
+    choose_fp32_fallback,
+)
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, Unknown
@@ -41,7 +45,6 @@ from mprun.train.assemble.dtype_choices import (
     displaced_ops,
     with_formats,
 )
-from mprun.train.assemble.file_recipe import RecipeSource, record_of
 from mprun.train.assemble.optimizer import (
     FUSED,
     check_optimizer,
@@ -52,7 +55,14 @@ from mprun.train.assemble.optimizer import (
     unused_weight_decay,
     warmup_warning,
 )
-from mprun.train.assemble.recipe_loading import Load, load_data, recipe_of, source_of
+from mprun.train.assemble.recipe_loading import (
+    Load,
+    RecipeSource,
+    load_data,
+    recipe_of,
+    record_of,
+    source_of,
+)
 from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger, unused_fields
@@ -62,16 +72,6 @@ from mprun.train.machine.machine import has_amx
 from mprun.train.machine.speed_choices import SpeedChoice, choose
 from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
-
-
-@as_usage_error()
-def choose_device(wanted: str) -> torch.device:
-    """The device; `auto` is the accelerator if there is one.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
-    return devices.find(wanted)
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,12 @@ class Plan:
     @property
     def limits(self) -> Limits:
         """When the run ends."""
-        train = self.config.train
-        return Limits(train.epochs, train.max_steps, train.max_time_s)
+        return _limits(self.config)
 
     @property
     def planned_steps(self) -> int | None:
         """Optimizer steps if time does not run out, or None if only time ends the run."""
-        micro_batches = self.splits.train.batches(self.batch.micro)
-        if micro_batches is None:
-            return self.limits.planned_steps(None)
-        per_step = self.batch.accumulate * self.config.parallel.world_size
-        return self.limits.planned_steps(-(-micro_batches // per_step))
+        return planned_steps(self.config, self.splits, self.batch)
 
     def backend_flags(self) -> AbstractContextManager[None]:
         """Set PyTorch's process-wide switches by the policy; restore them at the end."""
@@ -143,31 +138,69 @@ class Plan:
         return layer_rows(model, self.layers, self.policy) if self.layers else []
 
 
-class Asked(NamedTuple):
+def _limits(config: Config) -> Limits:
+    return Limits(config.train.epochs, config.train.max_steps, config.train.max_time_s)
+
+
+def planned_steps(config: Config, splits: Splits, batch: BatchRow) -> int | None:
+    """Optimizer steps if time does not run out, or None if only time ends the run."""
+    micro_batches = splits.train.batches(batch.micro)
+    if micro_batches is None:
+        return _limits(config).planned_steps(None)
+    # the last step of an epoch takes the micro-batches that remain, so the quotient is rounded up
+    per_step = batch.accumulate * config.parallel.world_size
+    return _limits(config).planned_steps(-(-micro_batches // per_step))
+
+
+class Request(NamedTuple):
+    """What is planned: the checked configuration, its recipe, and the choices of an earlier run."""
+
+    config: Config
+    given: Sequence[str]  # The keys that the user set
+    recipe: Recipe
+    earlier: Mapping[str, Any]  # `Plan.choices` of the run that is resumed, which are repeated
+    resumed: bool
+    untrusted: Path | None  # A folder whose code is not run
+
+
+class PlannedPrecision(NamedTuple):
     """Step 1: what the configuration asks of the precision."""
 
     policy: Policy
     layers: dict[str, str]
 
 
-class Execution(NamedTuple):
-    """Step 3, on the device of step 2: how the policy is carried out there."""
+class PlannedExecution(NamedTuple):
+    """Step 3, on the device of step 2: how the policy is carried out, before kernels are timed."""
 
-    name: str
-    why_emulated: str | None
     op_lists: OpLists | None
     speed: SpeedChoice
-    fp32_fallback: str
-    why_not_compiled: str | None
     notices: list[str]
 
 
-class Data(NamedTuple):
+class PlannedData(NamedTuple):
     """Step 4: what the run trains on and starts from."""
 
     weights: Weights
     splits: Splits
     batch: BatchRow
+    notices: list[str]
+
+
+class PlannedSchedule(NamedTuple):
+    """Step 5: the learning rate of an optimizer and a schedule that can be made."""
+
+    lr: float
+    notices: list[str]
+
+
+class TimedChoices(NamedTuple):
+    """What the time of this machine's kernels decides, after all checks."""
+
+    execution: str
+    why_emulated: str | None
+    fp32_fallback: str
+    why_not_compiled: str | None
     notices: list[str]
 
 
@@ -183,8 +216,8 @@ def make_plan(
 ) -> Plan:
     """Choose, check and load, in five steps: policy, device, execution, data, schedule.
 
-    Each takes the configuration and what the steps before it chose. Data are loaded when all that
-    does not depend on them is known to fit.
+    Each takes the request and what the steps before it chose. A mistake of the user is reported by
+    one of them, before anything is timed.
 
     Args:
         config: the checked configuration.
@@ -199,150 +232,182 @@ def make_plan(
     Raises:
         UsageError: see the package's text.
     """
-    check_logger(config.logger.name, config.logger.mode == "online")
-    if config.speed.name != "plain":
-        steady_heap()  # a switch of the process, which holds for memory that it gets afterwards
-    if untrusted is None and config.run.resume is not None and not config.run.trust:
-        untrusted = record_of(Path(config.run.resume))
-    recipe_source = source_of(config)
-    recipe = recipe or recipe_of(config, untrusted)
-    earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
+    resumed = bool(choices) if resumed is None else resumed
+    request, source = _request(config, given, choices or {}, resumed, untrusted, recipe)
 
-    asked = ask_precision(config, recipe)
-    device = choose_device(earlier.get("device", config.device))
-    chosen = execution_on(device, config, recipe, asked, earlier, resumed, untrusted)
-    data = load_parts(config, recipe, asked, earlier, resumed, load)
-    lr = checked_lr(config, recipe, asked, chosen.speed, data.splits)
-    plan = Plan(
+    precision = plan_precision(request)
+    device = choose_device(request.earlier.get("device", config.device))
+    execution = plan_execution(request, precision, device)
+    data = plan_data(request, precision, load)
+    schedule = plan_schedule(request, precision, execution, data)
+
+    timed = time_kernels(request, precision, device, execution.speed)
+    compiled = execution.speed.compile and timed.why_not_compiled is None
+    return Plan(
         config=config,
-        recipe=recipe,
-        recipe_source=recipe_source,
-        policy=asked.policy,
+        recipe=request.recipe,
+        recipe_source=source,
+        policy=precision.policy,
         device=device,
-        execution=chosen.name,
-        why_emulated=chosen.why_emulated,
-        speed=chosen.speed,
+        execution=timed.execution,
+        why_emulated=timed.why_emulated,
+        speed=replace(execution.speed, compile=compiled),
         splits=data.splits,
         batch=data.batch,
-        lr=lr,
-        layers=asked.layers,
-        op_lists=chosen.op_lists,
+        lr=schedule.lr,
+        layers=precision.layers,
+        op_lists=execution.op_lists,
         weights=data.weights,
-        fp32_fallback=chosen.fp32_fallback,
+        fp32_fallback=timed.fp32_fallback,
         warnings=(
-            *_fields_without_effect(config, given, recipe, asked.policy),
-            *(*chosen.notices, *data.notices),
+            *_fields_without_effect(request, precision.policy),
+            *(*timed.notices, *execution.notices, *data.notices),
             *_decided_by_loader(given, data.splits),
+            *schedule.notices,
         ),
-        why_not_compiled=chosen.why_not_compiled,
-        untrusted=untrusted,
+        why_not_compiled=timed.why_not_compiled,
+        untrusted=request.untrusted,
     )
-    warmup = warmup_warning(config.train, plan.planned_steps, given)
-    return plan if warmup is None else replace(plan, warnings=(*plan.warnings, warmup))
 
 
-def ask_precision(config: Config, recipe: Recipe) -> Asked:
-    """The policy, and the modules with a precision of their own."""
-    policy = build_policy(config)
-    layers = choose_layers(config, recipe, policy)
-    policy = with_formats(policy, recipe, layers)
-    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
-        raise UsageError(SATURATES)
-    check_parallel(config, recipe, policy)
-    return Asked(policy, layers)
-
-
-def execution_on(
-    device: torch.device,
+def _request(
     config: Config,
-    recipe: Recipe,
-    asked: Asked,
+    given: Sequence[str],
     earlier: Mapping[str, Any],
     resumed: bool,
     untrusted: Path | None,
-) -> Execution:
-    """Whose kernels compute, and how; a resumed run repeats the choices of `earlier`."""
-    policy, layers = asked
-    wanted, guard = earlier.get("execution", config.execution), guard_action(config, policy)
-    with as_usage_error():
-        chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
-    op_lists = choose_op_lists(config, device, resumed)
+    recipe: Recipe | None,
+) -> tuple[Request, RecipeSource | None]:
+    """The request with its recipe, and the recipe's file."""
+    check_logger(config.logger.name, config.logger.mode == "online")
+    if untrusted is None and config.run.resume is not None and not config.run.trust:
+        untrusted = record_of(Path(config.run.resume))
+    # before the recipe is imported: a file that was changed since the run began must not run
+    source = source_of(config)
+    recipe = recipe or recipe_of(config, untrusted)
+    return Request(config, given, recipe, earlier, resumed, untrusted), source
+
+
+def plan_precision(request: Request) -> PlannedPrecision:
+    """Step 1: the policy, and the modules with a precision of their own."""
+    config, recipe = request.config, request.recipe
+    policy = build_policy(config)
+    layers = choose_layers(config, recipe, policy)
+    policy = with_formats(policy, recipe, layers)
+    # a dynamic scale falls at an overflow, and numbers that saturate show none
+    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
+        raise UsageError(SATURATES)
+    check_parallel(config, recipe, policy)
+    return PlannedPrecision(policy, layers)
+
+
+@as_usage_error()
+def choose_device(wanted: str) -> torch.device:
+    """Step 2: the device; `auto` is the accelerator if there is one.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    return devices.find(wanted)
+
+
+def plan_execution(
+    request: Request, precision: PlannedPrecision, device: torch.device
+) -> PlannedExecution:
+    """Step 3: op lists, memory format and optimizer kernels, and whether the execution exists."""
+    config, (policy, layers) = request.config, precision
+    # speed=plain times no kernel: here only an execution that is impossible is reported
+    _execution(request, precision, device, "plain")
+    op_lists = choose_op_lists(config, device, request.resumed)
     low = stores_low_precision(policy, layers, config.train.optimizer)
-    speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
-    fallback = earlier.get("fp32_fallback")
-    if fallback is None:
-        fallback = choose_fp32_fallback(config.speed.name, policy, chosen.name, device)
-    not_compiled = why_not(config, chosen.name, fallback)
-    notices = [
-        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
-        displaced_ops(config, device, resumed),
-        chosen.why_emulated if chosen.is_choice else None,
-        *(unknown_names(op_lists.unknown) if op_lists else []),
-    ]
-    speed = replace(speed, compile=speed.compile and not_compiled is None)
-    known = [text for text in notices if text is not None]
-    return Execution(
-        chosen.name, chosen.why_emulated, op_lists, speed, fallback, not_compiled, known
+    speed = choose_speed(request, policy, device, low)
+    displaced = displaced_ops(config, device, request.resumed)
+    notices = [displaced] if displaced is not None else []
+    return PlannedExecution(
+        op_lists, speed, notices + (unknown_names(op_lists.unknown) if op_lists else [])
     )
 
 
-def load_parts(
-    config: Config,
-    recipe: Recipe,
-    asked: Asked,
-    earlier: Mapping[str, Any],
-    resumed: bool,
-    load: Load,
-) -> Data:
-    """Initial weights, samples and the sizes of batches."""
-    weights = DRAWN
-    if config.train.init_from is not None and not resumed:  # a resumed run has its own
+def plan_data(request: Request, precision: PlannedPrecision, load: Load) -> PlannedData:
+    """Step 4: initial weights, samples and the sizes of batches."""
+    config, recipe, weights = request.config, request.recipe, DRAWN
+    if config.speed.name != "plain":
+        steady_heap()  # for the process's memory from here on, so before the first large tensors
+    if config.train.init_from is not None and not request.resumed:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
-    splits = as_stored(load(recipe, data_request(config)), recipe, asked.policy)
+    splits = as_stored(load(recipe, data_request(config)), recipe, precision.policy)
     if splits.train.is_empty:
         raise UsageError(f"{splits.name} has no training sample")
     own = splits.train.own_batch_size
     batch, capped = batch_sizes(config, own)
-    if (whole := earlier.get("effective_batch")) is not None:
+    if (whole := request.earlier.get("effective_batch")) is not None:
         batch = with_effective(batch, whole, config.parallel.world_size, own)
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
-    notices = [capped, splits.notice, range_warning(weights, *asked)]
-    return Data(weights, splits, batch, [text for text in notices if text is not None])
+    notices = [capped, splits.notice, range_warning(weights, *precision)]
+    return PlannedData(weights, splits, batch, [text for text in notices if text is not None])
 
 
-def checked_lr(
-    config: Config, recipe: Recipe, asked: Asked, speed: SpeedChoice, splits: Splits
-) -> float:
-    """The learning rate of an optimizer and a schedule that can be made."""
-    _check_schedule(config, splits.train)
+def plan_schedule(
+    request: Request, precision: PlannedPrecision, execution: PlannedExecution, data: PlannedData
+) -> PlannedSchedule:
+    """Step 5: the learning rate, once optimizer, schedule and warm-up are known to be possible."""
+    config = request.config
+    _check_schedule(config, data.splits.train)
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
-    check_optimizer(config, recipe, *asked, speed, lr)
-    return lr
+    # after the data, because the functions of a recipe's file may share what data() has read
+    check_optimizer(config, request.recipe, *precision, execution.speed, lr)
+    steps = planned_steps(config, data.splits, data.batch)
+    warmup = warmup_warning(config.train, steps, request.given)
+    return PlannedSchedule(lr, [] if warmup is None else [warmup])
 
 
-def choose_speed(
-    config: Config,
-    recipe: Recipe,
-    device: torch.device,
-    policy: Policy,
-    low: bool,
-    earlier: Mapping[str, Any],
-    untrusted: Path | None,
-) -> SpeedChoice:
-    """Memory format and optimizer kernels; a resumed run repeats those of `earlier`.
+def time_kernels(
+    request: Request, precision: PlannedPrecision, device: torch.device, speed: SpeedChoice
+) -> TimedChoices:
+    """Native kernels or emulation; a resumed run repeats its choices, and nothing is timed."""
+    config = request.config
+    choice = _execution(request, precision, device, config.speed.name)
+    fallback = request.earlier.get("fp32_fallback")
+    if fallback is None:
+        fallback = choose_fp32_fallback(config.speed.name, precision.policy, choice.name, device)
+    not_compiled = why_not_compiled(config, choice.name, fallback)
+    notices = [
+        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
+        choice.why_emulated if choice.is_choice else None,
+    ]
+    known = [text for text in notices if text is not None]
+    return TimedChoices(choice.name, choice.why_emulated, fallback, not_compiled, known)
+
+
+def _execution(
+    request: Request, precision: PlannedPrecision, device: torch.device, speed: str
+) -> ExecutionChoice:
+    config, (policy, layers) = request.config, precision
+    wanted, guard = request.earlier.get("execution", config.execution), guard_action(config, policy)
+    with as_usage_error():
+        return choose_execution(wanted, policy, device, speed, layers.values(), guard)
+
+
+def choose_speed(request: Request, policy: Policy, device: torch.device, low: bool) -> SpeedChoice:
+    """Memory format and optimizer kernels; a resumed run repeats its own.
 
     Args:
+        request: what is planned.
+        policy: the mode.
+        device: where.
         low: whether the optimizer writes anything in 16 bits.
     """
+    config, recipe, earlier = request.config, request.recipe, request.earlier
     optimizer = config.train.optimizer
     named = "adamw" if import_path(optimizer) in FUSED else optimizer.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
-    other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
+    other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, request.untrusted)
     if earlier:
         names = (earlier["memory_format"], earlier["optimizer_impl"])
         speed = SpeedChoice(*names, earlier["compile"])
     else:
+        # "auto" is decided by the trial of `with_fastest`, and does not compile without one
         speed = replace(speed, compile=config.speed.compile is True)
     if other is not None:
         return replace(speed, optimizer_impl=other)
@@ -354,8 +419,9 @@ def choose_speed(
     return replace(speed, optimizer_impl=engines.fastest(device, optimizer.name))
 
 
-def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
+def why_not_compiled(config: Config, execution: str, fp32_fallback: str) -> str | None:
     """Why the model is not compiled in this mode; None where it can be."""
+    # the first reason that applies; the user reads one
     if execution == "emulated":
         return "emulated arithmetic rounds op by op, which compiled code does not do"
     if fp32_fallback != "none":
@@ -364,6 +430,7 @@ def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
         return "parallel=fsdp2 gathers parameters between modules, which was not tried compiled"
     if config.debug.fp_exceptions != "off":
         return "debug.fp_exceptions inspects single ops, which compiled code does not run"
+    # where PyTorch's Inductor looks for a compiler of its CPU code
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):
         return "torch.compile needs a C++ compiler, and there is none"
     return None
@@ -402,10 +469,10 @@ def guard_action(config: Config, policy: Policy) -> str:
     return "off" if policy.gemms == "none" else config.debug.guard
 
 
-def _fields_without_effect(
-    config: Config, given: Sequence[str], recipe: Recipe, policy: Policy
-) -> Iterable[str]:
+def _fields_without_effect(request: Request, policy: Policy) -> Iterable[str]:
     """A sentence for each field that the user set without effect; the recipe's reason wins."""
+    config, given, recipe = request.config, request.given, request.recipe
+    # by the field, with which each sentence begins: later reasons replace earlier ones
     sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
     sentences |= unused_fields(config.logger.name, given)
     unused = unused_by(recipe)
@@ -436,7 +503,7 @@ def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
 
 
 def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
-    """Raise `UsageError` for a schedule over a number of steps that nobody knows."""
+    """Raise `UsageError` for a schedule over an unknown number of steps."""
     scheduler, steps = config.train.scheduler, config.train.max_steps
     if scheduler != "none" and steps is None and train.batches(1) is None:
         raise UsageError(
@@ -447,7 +514,7 @@ def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
 
 def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
     """A sentence for each of the first 20 names that no op has, and one for the rest."""
-    rest = len(unknown) - 20
+    rest = len(unknown) - 20  # a list for another version of PyTorch may have hundreds
     more = [f"{rest} more names of unknown ops"] if rest > 0 else []
     return [*map(str, unknown[:20]), *more]
 
@@ -457,6 +524,7 @@ def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
 
     In a true 16-bit mode they then go to the device at half the size.
     """
+    # `prepare` and the loss get the samples as they are stored, so that modes differ only after it
     if recipe.prepares or recipe.loss_reads_inputs:
         return splits
     convert = partial(to_dtype, dtype=torch_dtype(policy.input_dtype))
@@ -476,7 +544,7 @@ def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str |
     notice, factor, accumulate = None, config.batch.factor, config.train.accumulate
     if own is not None:
         base = micro = own
-        accumulate *= factor
+        accumulate *= factor  # the loader's batches are not joined, so more of them make a step
     else:
         if cap is not None and base > cap:
             notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
@@ -513,21 +581,24 @@ def with_effective(
     each, rest = divmod(effective, world_size)
     if rest or not each or (own is not None and each % own):
         units = effective // (own or 1)
+        # up to 64, so that the message stays one line
         legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
         raise UsageError(
             f"the run's batch of {effective} samples cannot be split evenly over {world_size} "
             f"processes; legal numbers of processes: {', '.join(map(str, legal))}"
         )
+    # divides the share evenly and is no larger than the planned one, so it fits the memory
     micro = math.gcd(batch.micro, each)
     return replace(batch, micro=micro, accumulate=each // micro, effective=effective)
 
 
 def lr_factor(rule: str, factor: int) -> float:
-    """The factor of the learning rate for a batch that is `factor` times larger.
-    linear: Goyal et al., "Accurate, Large Minibatch SGD", 2017; sqrt: Krizhevsky, "One weird
-    trick", 2014.
-    """
-    return {"none": 1.0, "linear": float(factor), "sqrt": math.sqrt(factor)}[rule]
+    """The factor of the learning rate for a batch that is `factor` times larger."""
+    return {
+        "none": 1.0,
+        "linear": float(factor),  # Goyal et al., "Accurate, Large Minibatch SGD", 2017
+        "sqrt": math.sqrt(factor),  # Krizhevsky, "One weird trick", 2014
+    }[rule]
 
 
 def data_request(config: Config) -> DataRequest:

@@ -40,7 +40,8 @@ from mprun.watch.process_memory import (
 )
 
 ONE_PROCESS = ProcessLayout()
-# Of the device's memory: a model with more parameters gets no second one beside it
+# Of the device's memory: a model with more parameters gets no second one beside it, which with
+# float32 gradients and the two moments of Adam takes four times as much
 MAX_MEMORY = 0.1
 
 
@@ -92,6 +93,7 @@ def as_native(plan: Plan) -> Plan:
     plan = replace(plan, execution="native", policy=policy, fp32_fallback="none")
     if policy.gemms == "none":
         return plan
+    # the name of the mode without those products, by which equal steps are recognised
     name = "bf16_mixed" if policy.gemms == policy.name else policy.name
     plain = replace(policy, name=name, gemms="none", hadamard=False)
     return replace(plan, policy=plain, layers=without_formats(plan.layers))
@@ -131,14 +133,16 @@ def fake_step(plan: Plan) -> Iterator[tuple[TrainingComponents, Batch]]:
     one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
     splits = replace(plan.splits, train=one, validation=none, test=none)
     with fake_tensors():
-        # Fake tensors have no values to load into.
+        # fake tensors have no values to load into
         parts = build_parts(replace(plan, splits=splits, weights=DRAWN))
         yield parts, _fake_batch(plan, shapes, form)
 
 
 def _on_real_tensors(plan: Plan, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:
+    # a plan of `load_shapes` has shapes alone, and a real step needs values
     if isinstance(plan.splits.train, TensorSet) and plan.splits.train.device.type == "meta":
         plan = replace(plan, splits=load_data(plan.recipe, data_request(plan.config)))
+    # building draws weights, and the run's random numbers must not move
     with plan.backend_flags(), torch.random.fork_rng(devices=[]):
         parts = build_parts(plan)
         with closing(parts.train.epoch(parts.order.draw())) as batches:
@@ -150,6 +154,7 @@ def _of_step(
 ) -> StepMemory:
     trainer = Trainer(parts, plan.limits)
     fake = any(is_fake(p) for p in parts.model.parameters())
+    # dropout that is recomputed repeats its random numbers, and fake tensors have none
     with checkpointed(parts.model, not fake) if layout.checkpointing else nullcontext():
         return memory(
             lambda: trainer.optimizer_step(batch),
@@ -226,6 +231,7 @@ def _fake_batch(plan: Plan, shapes: TensorSet | MicroBatch, form: BatchForm) -> 
 def with_batch_size(plan: Plan, size: int) -> Plan:
     """The plan with `train.batch_size=size`, without its preset's cap."""
     train = replace(plan.config.train, batch_size=size)
+    # the cap of preset=smoke bounds a run's time, and here a size is tried
     preset = replace(plan.config.preset, max_batch_size=None)
     batch, _ = batch_sizes(replace(plan.config, train=train, preset=preset))
     return replace(plan, batch=batch)

@@ -1,31 +1,62 @@
-"""Loading a recipe: its class, the user's parameters, its data."""
+"""Loading a recipe: its class, the user's parameters, its data; and running the user's code for it.
+
+A recipe is a class at an import path, a class or functions in a Python file, or objects that are
+given in Python (`given_recipe`). Functions become the methods of a class made here, so the rest of
+mprun knows one kind of recipe:
+
+    def model(): return nn.Linear(4, 1)
+    def data(): return {"train": (x, y)}
+    def loss(output, batch): return F.mse_loss(output, batch[1])
+
+Importing a module runs it, so outside of mprun its file is named before it runs. A run is resumed
+with its own configuration, which names the recipe's class. In a folder from someone else that name
+can lead to a module in the same folder: it is refused unless the user trusts the folder.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import linecache
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import ModuleType
+from typing import Any, TypeGuard, get_type_hints
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from mprun.config import Config
+from mprun.config.quoting import quoted
+from mprun.config.recipe_file import read_source
 from mprun.config.reference import describe_type
 from mprun.errors import MprunError, UsageError, first_line, hint
+from mprun.precision.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
+from mprun.records.console import note
+from mprun.records.run_folder import FILE
 from mprun.records.run_folder import RECIPE as COPY
 from mprun.records.run_record import read_summary
-from mprun.train.assemble.file_recipe import RecipeSource, class_in, extends, file_source, imported
 from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.train.data.loader_sets import NOTHING
+from mprun.train.data.random_numbers import seeded
 from mprun.train.data.recipe_parts import as_splits
 from mprun.train.recipe_metrics import check_metric
-from mprun.train.user_code import explained
+from mprun.train.user_code import described, explained
 
 Load = Callable[[Recipe, DataRequest], Splits]  # Gives a recipe's samples
 NO_DATA = "none"  # The source of splits without samples, which only say what samples look like
@@ -106,7 +137,7 @@ def load_recipe(
             f"({first_line(error)}); legal are int, float, bool, str, enums, and lists and "
             "dictionaries of them"
         ) from None
-    OmegaConf.set_readonly(schema, False)  # the class is frozen, the values being merged are not
+    OmegaConf.set_readonly(schema, False)  # the class is frozen, the merged values are not
     for name, value in parameters.items():
         try:
             OmegaConf.update(schema, name, value)
@@ -125,6 +156,7 @@ def load_recipe(
 
 def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
     """What can be set instead of a name that is no parameter."""
+    # an attribute of the class without a type annotation is no field of the dataclass
     if hasattr(kind, name) and not hasattr(Recipe, name):
         return f"a type makes it one: write `{name}: int = ...` in the class"
     if known:
@@ -143,15 +175,19 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
     )
 
 
+# ---- its data ------------------------------------------------------------------------------------
+
+
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; an error in the recipe's own code becomes one line."""
     with explained(f"the data of {type(recipe).__name__} cannot be made"):
+        # a recipe in a user's file may write data() without a parameter
         parts = recipe.data(request) if _takes_request(recipe) else recipe.data()  # type: ignore[call-arg]
         return as_splits(parts, _name_of(recipe), request)
 
 
 def _takes_request(recipe: Recipe) -> bool:
-    """Whether `data` has a parameter; that of a class in a user's file may have none."""
+    """Whether `data` has a parameter."""
     return bool(inspect.signature(recipe.data).parameters)
 
 
@@ -167,6 +203,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     It is the recipe's `sample`; without one, the data are loaded. The memory of a step of such a
     plan can be counted (`process_memory`), but the step cannot run.
     """
+    # on the meta device even a sample of a large data set takes no memory
     with explained(f"a sample of {type(recipe).__name__} cannot be made"), torch.device("meta"):
         like = recipe.sample()
         if not isinstance(like, TensorSet | None):
@@ -177,10 +214,11 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
         train = load_data(recipe, request).train
         notice = (
             f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
-            "(see mprun.recipe.Recipe) makes that needless"
+            "(see mprun.recipe.Recipe) makes that unnecessary"
         )
 
     def one(x: Tensor) -> Tensor:
+        # one row stands for any number: a plan's step has rows of its own batch size
         return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
 
     assert train is not None
@@ -201,10 +239,433 @@ class DataCache:
         self._splits: Splits | None = None
 
     def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
+        # samples that do not depend on the seed are the same for all seeds
         own = request if recipe.draws_data else replace(request, seed=0)
         key = (type(recipe), repr(recipe), own)
         if self._splits is None or key != self._key:
-            self._key, self._splits = None, None  # not two sets at once
+            self._key, self._splits = None, None  # memory has room for one set, not for two
             self._splits = load_data(recipe, request)
             self._key = key
         return self._splits
+
+
+# ---- which code runs -----------------------------------------------------------------------------
+
+
+class UntrustedCodeError(UsageError):
+    """A recipe's code lies in a folder that the user does not trust."""
+
+
+@contextmanager
+def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[None]:
+    """Inside, importing the user's code names its files before they run.
+
+    Args:
+        what: the override that leads to the code, for example `recipe=my.py`.
+        untrusted: a folder whose code is not run, or None.
+        target: the import path of the class that is imported; empty for a file, which is named
+            alone.
+
+    Raises:
+        UntrustedCodeError: a file lies in that folder.
+    """
+    finder = _AnnouncingFinder(what, untrusted, target)
+    # before Python's own finders: a file is looked at after it is located and before it runs
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _AnnouncingFinder(MetaPathFinder):
+    """Finds what the other finders find, and looks at it.
+
+    Which file a name leads to is decided while it is imported, package by package.
+    """
+
+    def __init__(self, what: str, untrusted: Path | None, target: str) -> None:
+        self._what, self._untrusted, self._target = what, untrusted, target
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            refuse_untrusted(self._what, Path(spec.origin), self._untrusted)
+            # the packages that lead to the class are the user's; what they import is not announced
+            if self._target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
+                note(f"{self._what} runs the code of {spec.origin}")
+        return spec
+
+
+def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
+    """Raise `UntrustedCodeError` for a file in a folder whose code is not run."""
+    if untrusted is not None and lies_in(file, untrusted):
+        raise UntrustedCodeError(
+            f"{what} would run {file}, which is a part of {untrusted} itself and may be anyone's "
+            "code; read it, then add run.trust=true"
+        )
+
+
+def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
+    """What an import path names, the value of a field; None if its module has no such name.
+
+    The current folder is searched too.
+
+    Args:
+        key: the field.
+        target: the import path.
+        untrusted: a folder whose code is not run, or None.
+        legal: what the field can be, for the error.
+
+    Raises:
+        UsageError: its module cannot be imported.
+    """
+    module, _, name = target.rpartition(".")
+    # `python -m` searches the current folder, an installed command does not; last, so that no file
+    # there hides an installed package
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    what = f"{key}={target}"
+    try:
+        with announced(what, untrusted, target):
+            return getattr(importlib.import_module(module), name, None)
+    except UntrustedCodeError:
+        raise
+    except Exception as error:  # the module is the user's: anything can be wrong with it
+        raise UsageError(f"{what} cannot be loaded ({described(error)}); {legal}") from None
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path leads into a folder, links followed or not."""
+    # a link may lead into the folder or out of it: either way the code is in the folder's hands
+    starts = {os.path.abspath(folder), os.path.realpath(folder)}  # noqa: PTH100 (keeps links)
+    paths = {os.path.abspath(path), os.path.realpath(path)}  # noqa: PTH100
+    return any(Path(one).is_relative_to(start) for one in paths for start in starts)
+
+
+def record_of(run: Path) -> Path:
+    """The study that a run's folder is a part of, else that folder: both have one origin."""
+    above = run.absolute().parent  # a study's runs are folders right below it
+    return above if (above / FILE).exists() else run
+
+
+# ---- a Python file -------------------------------------------------------------------------------
+
+
+NEEDED = ("model", "data")
+# The functions of a file that are a recipe's
+FUNCTIONS = (
+    *NEEDED,
+    *("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample"),
+)
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """The file of a recipe, as it was when its code was run."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    source: RecipeSource
+    module: ModuleType
+
+
+# The files that ran in this process. Each runs once, so the recorded SHA-256 is that of the code
+# that trains, although the file may be edited during a long study.
+_loaded: dict[Path, _Loaded] = {}
+
+
+def file_source(path: Path) -> RecipeSource:
+    """The file's content: what was run in this process, else what is there.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if path in _loaded:
+        return _loaded[path].source
+    return RecipeSource(path, read_source(path))
+
+
+def forget_changed() -> None:
+    """Let files that were changed since they ran in this process run again when they are named."""
+    for path, loaded in list(_loaded.items()):
+        if not path.is_file() or read_source(path) != loaded.source.content:
+            del _loaded[path], sys.modules[loaded.module.__name__]
+
+
+def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
+    """The recipe's class of a file; its code is run unless it was.
+
+    Args:
+        path: the file.
+        name: a class in it; empty: its only recipe, else its functions.
+        untrusted: a folder whose code is not run, or None.
+
+    Raises:
+        UsageError: it cannot be run, or contains no such recipe.
+    """
+    module = module_in(path, untrusted)
+    classes = _classes(module)
+    if name:
+        if name not in classes:
+            legal = f"; legal: {', '.join(classes)}" if classes else ""
+            raise UsageError(
+                f"recipe={path}:{name}: the file has no class {name} that extends mprun.Recipe"
+                f"{hint(name, classes)}{legal}"
+            )
+        return _as_dataclass(classes[name], path)
+    if len(classes) > 1:
+        raise UsageError(
+            f"recipe={path}: the file has several recipes; name one of them: "
+            + ", ".join(f"recipe={path}:{one}" for one in classes)
+        )
+    if classes:
+        return _as_dataclass(next(iter(classes.values())), path)
+    return of_functions(module, path)
+
+
+# ---- running the file ----------------------------------------------------------------------------
+
+
+def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
+    """The file as a module, run once per process; see `forget_changed`.
+
+    Args:
+        path: the file.
+        untrusted: a folder whose code is not run, or None.
+        prefix: of the file's name in messages.
+
+    Raises:
+        UsageError: it cannot be read or run.
+    """
+    if path in _loaded:
+        return _loaded[path].module
+    source = file_source(path)
+    module = ModuleType(_module_name(path), None)
+    module.__file__ = str(path)
+    # as if `python my.py` ran, but last: modules of other folders win
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    linecache.checkcache(str(path))  # else a traceback shows the lines of an earlier version
+    sys.modules[module.__name__] = module  # before it runs: dataclasses and pickle look it up there
+    try:
+        refuse_untrusted(f"{prefix}{path}", path, untrusted)
+        note(f"{prefix}{path} runs the code of this file")
+        with announced(f"{prefix}{path}", untrusted):
+            # dont_inherit: this module's `annotations` import is not the user's
+            exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
+    except MprunError:
+        del sys.modules[module.__name__]
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, or call exit()
+        del sys.modules[module.__name__]
+        raise UsageError(
+            f"{prefix}{path} cannot be loaded: {described(error)}; correct the file"
+        ) from None
+    except BaseException:  # Ctrl-C
+        del sys.modules[module.__name__]
+        raise
+    _loaded[path] = _Loaded(source, module)
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's stem, under which its classes can be pickled, unless it is another module's."""
+    stem = path.stem
+    if stem.isidentifier() and stem not in sys.modules:
+        try:  # an installed package of that name keeps it
+            spec = importlib.util.find_spec(stem)
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        if spec is None or spec.origin == str(path):
+            return stem
+    # the path makes the name unique; it may hold bytes that are no UTF-8
+    digest = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"_recipe_{stem if stem.isidentifier() else ''}_{digest}"
+
+
+# ---- a class in it -------------------------------------------------------------------------------
+
+
+def _classes(module: ModuleType) -> dict[str, type[Recipe]]:
+    """The recipes that the module defines itself and that lack nothing."""
+    return {
+        kind.__name__: kind
+        for kind in vars(module).values()
+        if extends(kind, Recipe)
+        # a class that the file imports is a base of its recipes, not one of them
+        and kind.__module__ == module.__name__
+        and not inspect.isabstract(kind)
+    }
+
+
+def extends(x: Any, base: type) -> TypeGuard[type[Any]]:
+    """Whether `x` is a class below `base`."""
+    # `issubclass` raises for `list[int]`, which Python 3.10 has for a class as well
+    return isinstance(x, type) and base in x.__mro__[1:]
+
+
+def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
+    """The class as a frozen dataclass: its annotated fields are its parameters.
+
+    Raises:
+        UsageError: a field cannot be a parameter.
+    """
+    # DEFAULTS are read from the file's text, before any of its code runs
+    if "DEFAULTS" in vars(kind):
+        raise UsageError(
+            f"{path}: {kind.__name__}.DEFAULTS is not read; write DEFAULTS = {{...}} outside of "
+            "the class"
+        )
+    for base in reversed(kind.__mro__):  # a class inherits the fields of its bases
+        undecorated = "__dataclass_fields__" not in vars(base)
+        if undecorated and base.__module__ == kind.__module__:
+            try:
+                dataclass(frozen=True)(base)  # changes the class itself
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{path}: {base.__name__} cannot have these fields ({first_line(error)})"
+                ) from None
+    for field in fields(kind):  # type: ignore[arg-type]
+        name = field.name
+        if hasattr(Recipe, name):
+            is_value = not callable(getattr(Recipe, name))
+            fix = f"write it without a type: {name} = ..." if is_value else "give it another name"
+            raise UsageError(
+                f"{path}: the parameter {kind.__name__}.{name} has the name of a part of "
+                f"mprun.Recipe; {fix}"
+            )
+    return kind
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
+    """The class whose methods are the module's functions.
+
+    Raises:
+        UsageError: one is missing, or is no function.
+    """
+    functions: dict[str, Any] = {
+        name: vars(module)[name] for name in FUNCTIONS if name in vars(module)
+    }
+    for name in NEEDED:
+        if name not in functions:
+            near = hint(name, [n for n in vars(module) if not n.startswith("_")])
+            raise UsageError(
+                f"recipe={path}: the file has no function {name}(){near}; a recipe is the "
+                "functions model() and data(), and loss(output, batch) unless the output brings "
+                "a loss, or a class that extends mprun.Recipe"
+            )
+    for name, value in functions.items():  # any object can have such a name
+        if not callable(value) or isinstance(value, type):
+            raise UsageError(
+                f"recipe={path}: {name} is {str(value)[:40]}; legal is a function {name}"
+            )
+    methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
+    methods["data"] = _data_method(functions["data"], path.stem)
+    if hasattr(module, "METRIC"):
+        methods["METRIC"] = module.METRIC
+    # data() has no parameter, so these fields and the seed cannot reach it
+    methods |= {"ignores": frozenset({"data.source", "data.root", "data.fallback"})}
+    methods |= {"draws_data": False}
+    methods |= {"__module__": module.__name__, "__doc__": module.__doc__}
+    return dataclass(frozen=True)(type(path.stem, (Recipe,), methods))
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def method(self: Recipe, *args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    return method
+
+
+def _data_method(function: Callable[[], Any], name: str) -> Callable[[Recipe, DataRequest], Splits]:
+    def data(self: Recipe, request: DataRequest) -> Splits:
+        with seeded(0):  # runs of all seeds train on the same samples
+            return as_splits(function(), name, request)
+
+    return data
+
+
+# ---- objects that are given in Python ------------------------------------------------------------
+
+
+def given_recipe(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+) -> tuple[Recipe, list[str]]:
+    """The recipe of a model, a batch and a loss, and overrides to which the user's are added.
+
+    Args:
+        model: any module, in any dtype and on any device.
+        batch: a tensor, tuple, list or mapping of tensors, nested. With a loss, the last item of a
+            tuple or list is the target; the other items, or the items of a mapping by their names,
+            are the arguments of the model.
+        loss: of the output and the target (of a batch without one: the batch) the mean loss, a
+            scalar, or a dict of named ones. None: the output brings its own, as `output.loss` or
+            `output["loss"]`.
+        optimizer: makes one of a model. None: `train.optimizer`, AdamW at 1e-3.
+
+    Raises:
+        UsageError: something of it cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"check: model is a {type(model).__name__}; legal is a torch.nn.Module")
+    # a scalar of a batch has no samples; the others should agree on their number
+    sizes = {len(x) if x.dim() else 0 for x in all_tensors(batch)}
+    if sizes <= {0}:
+        raise UsageError(
+            f"check: batch is a {type(batch).__name__} without samples; legal is a tensor, or a "
+            "tuple or mapping of tensors"
+        )
+    form = map_tensors(lambda x: x.detach().cpu(), batch)
+    if not isinstance(form, Mapping):
+        form = tuple(form) if isinstance(form, tuple | list) else (form,)
+    whole: Any = [form]
+    # Tensors of unequal lengths (time first, then samples) are a batch that cannot be cut:
+    # batch_size=None makes the loader pass it on whole.
+    train = form if len(sizes) == 1 else DataLoader(whole, batch_size=None)
+    name = type(model).__name__
+    module = ModuleType(name, f"{name}, given in Python")
+    functions: dict[str, Any] = vars(module)
+    functions["model"] = lambda: _copied(model)
+    functions["data"] = lambda: {"train": train, "validation": None}
+    if loss is not None:
+        functions["loss"] = lambda output, b: loss(output, b if isinstance(b, Mapping) else b[-1])
+    else:  # every item is an argument
+        functions["forward"] = lambda m, b: m(**b) if isinstance(b, Mapping) else m(*b)
+    if optimizer is not None:
+        functions["optimizer"] = optimizer
+    return of_functions(module, Path(name))(), [
+        "recipe=linear",  # whose other settings are the defaults of a run
+        f"recipe.name={quoted(name)}",
+        f"recipe.target={quoted(f'{type(model).__module__}.{type(model).__qualname__}')}",
+        "train.optimizer.name=adamw",
+        "train.lr=0.001",  # PyTorch's own for AdamW
+        f"train.batch_size={max(sizes)}",  # the batch is all of the training data
+    ]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy on the CPU without gradients."""
+    copied = copy.deepcopy(model).cpu()  # each mode trains its own; the caller's stays as it is
+    copied.zero_grad(set_to_none=True)
+    return copied

@@ -1,15 +1,10 @@
 """`speed=auto`, measured: a short trial chooses memory format, optimizer kernels and compilation.
 
 Which choice is faster depends on the model, the batch and the machine: channels-last images win on
-one CPU and lose on the next. So a few steps of the run itself are timed with each candidate. All
-candidates step in turns, so that a machine that becomes slower does so for each. A candidate
-replaces the table's choice (`doctor.speed_choices`) if it is at least 3 % faster in the median and
-in three of four rounds; the time includes the preparation of the batch.
-
-The trial takes at most 4 % of the time that the run is planned for; a shorter run takes the table's
-choice. Compiling takes about a minute, so `speed.compile=auto` tries it where half an hour or more
-is planned. A result is kept for this machine, model and shape: later seeds, and other runs of the
-same study, use it. Neither random numbers nor data of the run are touched.
+one CPU and lose on the next. So a few steps of the run itself are timed with each candidate. One
+that gains replaces the choice of the table (`machine/speed_choices.py`). The result is saved for
+this machine, model and shape: later seeds, and other runs of the same study, use it. Neither random
+numbers nor data of the run are touched.
 """
 
 from __future__ import annotations
@@ -38,12 +33,13 @@ from mprun.train.machine.machine import cpu_name, usable_cores
 from mprun.train.machine.speed_choices import SpeedChoice
 
 ROUNDS = 8
-WARM_UP = 2
+WARM_UP = 2  # Rounds that are not timed: caches fill, and optimizers make their state
 SHARE = 0.04  # Of the planned time, the most that a trial takes
 MIN_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE  # Shorter runs have no time for two candidates
-MIN_GAIN = 0.97  # A ratio of medians above it is no gain
-COMPILE_FROM_S = 1800.0  # `speed.compile=auto` tries it where at least this is planned
-KEPT = " (kept from an earlier trial)"
+MIN_GAIN = 0.97  # A ratio of medians above it is within the noise of a few steps
+# `speed.compile=auto` tries it where at least this is planned: compiling takes about a minute
+COMPILE_FROM_S = 1800.0
+SAVED = " (saved by an earlier trial)"
 # Kernels of PyTorch's that may win or lose; fused AdamW won on every model
 IMPLEMENTATIONS = {"sgd": ("forloop", "fused")}
 
@@ -70,30 +66,31 @@ def with_fastest(plan: Plan) -> Plan:
     if plan.config.speed.name == "plain" or is_short:
         return plan
     if not isinstance(plan.splits.train, TensorSet):
-        return plan
+        return plan  # a loader may be a stream, whose samples are read once
     key = trial_key(plan)
     with speed_choices.choice_lock(key):  # of processes that begin at once, one tries
-        if (kept := speed_choices.read_choice(key)) is not None:
-            return _with(plan, kept.choice, kept.reason + KEPT)
+        if (saved := speed_choices.read_choice(key)) is not None:
+            return _with(plan, saved.choice, saved.reason + SAVED)
         return _after_trial(plan, key)
 
 
 def _after_trial(plan: Plan, key: str) -> Plan:
-    """The plan with what a trial finds, which is kept."""
+    """The plan with the result of a trial, which is saved."""
     try:
         with plan.backend_flags(), untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
-            found = _tried(plan)
+            result = _tried(plan)
     except Exception:
-        return plan  # the run fails in the same way, and says so
-    if found is None:
+        return plan  # the run fails in the same way, and reports it
+    if result is None:
         return plan
-    choice, reason = found
-    speed_choices.write_choice(key, speed_choices.KeptChoice(choice, reason))
+    choice, reason = result
+    speed_choices.write_choice(key, speed_choices.SavedChoice(choice, reason))
     return _with(plan, choice, reason)
 
 
 def _with(plan: Plan, choice: SpeedChoice, reason: str) -> Plan:
+    # a saved result may be of a run that left compiling open; what the user sets wins
     if plan.config.speed.compile is True:
         choice = replace(choice, compile=plan.speed.compile)
     elif plan.config.speed.compile is False:
@@ -104,7 +101,8 @@ def _with(plan: Plan, choice: SpeedChoice, reason: str) -> Plan:
 def _tried(plan: Plan) -> tuple[SpeedChoice, str] | None:
     """The best choice and a sentence about the trial; None where the run is too short for one."""
     first = Stepper(plan, plan.speed)
-    first.step_ms()
+    first.step_ms()  # the first step allocates
+    # the shorter of two, which other processes disturbed less
     step_s = min(first.step_ms(), first.step_ms()) / 1e3
     planned_s = planned_time_s(plan, step_s)
     rest = [c for c in candidates(plan, first, planned_s) if c != plan.speed]
@@ -112,7 +110,7 @@ def _tried(plan: Plan) -> tuple[SpeedChoice, str] | None:
     if not rest or cost_s > SHARE * planned_s:
         return None
     steppers = [first, *(Stepper(plan, choice) for choice in rest)]
-    return chosen(times(steppers, ROUNDS))
+    return choose_by_times(times(steppers, ROUNDS))
 
 
 def planned_time_s(plan: Plan, step_s: float) -> float:
@@ -154,6 +152,7 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
         return
     yield own
     assert isinstance(data, TensorSet)
+    # [B, C, H, W]: a memory format of channels exists only for tensors of 4 dimensions
     images = any(x.dim() == 4 for x in all_tensors(data.inputs))
     if images and any(p.dim() == 4 for p in parameters):
         other = "contiguous" if own.memory_format == "channels_last" else "channels_last"
@@ -172,6 +171,8 @@ def times(steppers: list[Stepper], rounds: int) -> list[Tried]:
     rows: list[list[float]] = [[] for _ in steppers]
     for n in range(WARM_UP + rounds):
         order = list(enumerate(steppers))
+        # in turns, so that a machine that becomes slower does so for each; in both orders, because
+        # a step inherits the caches of the one before
         for i, stepper in order if n % 2 else reversed(order):
             ms = stepper.step_ms()
             if n >= WARM_UP:
@@ -179,13 +180,14 @@ def times(steppers: list[Stepper], rounds: int) -> list[Tried]:
     return [Tried(s.choice, tuple(row)) for s, row in zip(steppers, rows, strict=True)]
 
 
-def chosen(tried: list[Tried]) -> tuple[SpeedChoice, str]:
-    """The choice that the times speak for, and a sentence that says why.
+def choose_by_times(tried: list[Tried]) -> tuple[SpeedChoice, str]:
+    """The choice by the times, and a sentence with the reason.
 
     Candidates differ from the first in one thing each. Those that gain are combined.
     """
     base, *others = tried
     choice = base.choice
+    # the fastest last: where two change the same thing, its change stays
     for other in sorted(others, key=lambda t: t.median_ms, reverse=True):
         if gains(base, other):
             changed = {k: v for k, v in vars(other.choice).items() if v != vars(base.choice)[k]}
@@ -198,6 +200,7 @@ def gains(base: Tried, other: Tried) -> bool:
     """Whether `other` is faster than `base`, beyond noise."""
     won = sum(b < a for a, b in zip(base.times_ms, other.times_ms, strict=True))
     is_faster = other.median_ms < MIN_GAIN * base.median_ms
+    # a median alone may come from a few slow steps of the base
     return is_faster and won >= 0.75 * len(base.times_ms)
 
 
@@ -220,5 +223,5 @@ def trial_key(plan: Plan) -> str:
         "shapes": shapes,
         "table": vars(plan.speed),
     }
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    text = json.dumps(facts, sort_keys=True, default=str)  # str: a recipe may have any parameter
+    return hashlib.sha256(text.encode()).hexdigest()[:24]  # 96 bits: enough for a file's name

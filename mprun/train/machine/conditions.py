@@ -3,7 +3,7 @@
 Step times change with all three, so a difference between two runs may be theirs. Linux counts, for
 each CPU, the time in which it computed, was idle, or was taken by the hypervisor (`/proc/stat`, in
 ticks of 10 ms). What other processes took is the computing time of the CPUs that this process may
-use, less its own. Below a second the ticks are too coarse for a share.
+use, less its own.
 
 Sources: proc_stat(5); the kernel's cpufreq documentation (`scaling_cur_freq`).
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 STAT, CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")
 CPUS = Path("/sys/devices/system/cpu")
 
-SHORTEST_S = 1.0  # A share of a shorter time would be known to less than a percent of a core
+SHORTEST_S = 1.0  # 100 ticks of 10 ms: a share of a shorter time would be coarser than a percent
 
 # A system that accounts for a smaller share of the time (a sandbox) does not count it
 COUNTED = 0.9
@@ -50,6 +50,7 @@ def cpu_times(text: str, cpus: Collection[int], tick_s: float) -> CpuTimes | Non
         tick_s: the unit of the figures.
     """
     rows = {
+        # up to steal; the guest times that follow are contained in user and nice
         int(number): [int(x) for x in figures.split()[:8]]
         for number, figures in re.findall(r"^cpu(\d+) ([\d ]+)$", text, re.MULTILINE)
     }
@@ -77,6 +78,7 @@ def others_share(
         return None
     others_s = after.busy_s - before.busy_s - own_s
     stolen_s = after.stolen_s - before.stolen_s
+    # the clocks of the system and of the process round differently, so a share may leave [0, 1]
     return OthersShare(*(min(1.0, max(0.0, x / total_s)) for x in (others_s, stolen_s)))
 
 
@@ -110,20 +112,21 @@ def clock_mhz() -> float | None:
     kilohertz = [int(text) for file in files if (text := content(file).strip()).isdecimal()]
     if kilohertz:
         return max(kilohertz) / 1e3
+    # virtual machines have no cpufreq
     listed = re.findall(r"^cpu MHz\s*: ([\d.]+)$", content(CPUINFO), re.MULTILINE)
     return max(map(float, listed), default=None)
 
 
 def usable_cpus() -> list[int]:
     """The numbers of the CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    if hasattr(os, "sched_getaffinity"):  # Linux; a container may have fewer CPUs than the machine
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def _own_s() -> float:
     """CPU seconds of this process and of its children that ended."""
-    return sum(os.times()[:4])
+    return sum(os.times()[:4])  # the fifth is the wall time
 
 
 def content(path: Path) -> str:

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.console.formatting import counted, size_text
+from mprun.records.console.formatting import counted, significant, size_text
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Number
-from mprun.records.run_record import Hardware
-from mprun.train.machine.roofline_result import FormatGains, Roofline
+from mprun.records.run_record import Hardware, StepTimes
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 2  # 2: the roof is of FLOPs alone, and gains of formats are measured
 
 OpName = Literal["matmul", "convolution", "convolution_backward"]
 Format = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -180,6 +179,78 @@ class Measured:
     modes: list[Mode]
 
 
+# ---- a recipe's step: its share of the roof, and whether formats of 8 bits pay -------------------
+
+
+@dataclass(kw_only=True)
+class Roofline:
+    """The least time of a step's products, and the share of the step that it is."""
+
+    recipe: str
+    precision: str
+    variant: str
+    execution: str  # native or emulated
+    batch_size: int
+    flops: int | None = None
+    """Multiplications and additions of a step; null in records of schema version 1."""
+    gflops: dict[str, float]
+    """The mode's number format to its best measured rate, 10^9 operations a second."""
+    least_ms: float
+    """The FLOPs over the rate. In schema version 1 also the time to move the bytes of each op."""
+    step_time_ms: StepTimes
+    share: float | None  # `least_ms` over the median step; null where no step was timed
+    notes: list[str]  # What limits the figures, a sentence each
+
+
+PAYS_FROM = 1.05  # a smaller gain is within the noise of a step, and no reason to risk accuracy
+NO_LAYERS = (
+    "formats of 8 bits or fewer: the step calls no linear layer whose features are multiples of 16"
+)
+NO_UNITS = "formats of 8 bits or fewer: none pays here, {}"
+
+
+class Shape(NamedTuple):
+    """A linear layer's forward pass."""
+
+    samples: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(kw_only=True)
+class LayerGain:
+    """A layer's three products in a format, with the rounding of their factors."""
+
+    format: str  # The mode that has it
+    us: float  # Microseconds of forward and backward pass
+    speedup: float  # bfloat16's time over it
+    pays: bool  # Whether the speedup is at least `PAYS_FROM`
+
+
+@dataclass(kw_only=True)
+class LayerGains:
+    """Layers of one shape."""
+
+    layers: list[str]  # Their names
+    samples: int  # Rows of the input: samples of a micro-batch times the positions of each
+    in_features: int
+    out_features: int
+    bfloat16_us: float  # Microseconds of the three products of one layer
+    gains: list[LayerGain]
+
+
+@dataclass(kw_only=True)
+class FormatGains:
+    """The formats that a GPU multiplies, for each shape of a recipe's linear layers."""
+
+    gpu: str
+    source: Literal["measured", "predicted"] = "measured"
+    """predicted: in records of schema version 1, from published rates of another GPU."""
+    basis: str  # What it was measured with
+    shapes: list[LayerGains]
+    speedup: dict[str, float]  # Format to that of all layers that a mode converts, summed over them
+
+
 @dataclass(kw_only=True)
 class Examination(Measured):
     """The whole result of `mprun doctor`."""
@@ -196,6 +267,9 @@ class Examination(Measured):
     formats: list[FormatGains] | None = None
     """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without a recipe,
     empty where the device multiplies none."""
+
+
+# ---- the tables of the machine -------------------------------------------------------------------
 
 
 OP_NAMES: dict[OpName, str] = {
@@ -260,6 +334,7 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
         unit, factor = "TFLOP/s", 1000
     rows = sorted(rates, key=lambda r: list(OP_NAMES).index(r.op))
     names = [f"{OP_NAMES[r.op]} {r.size.partition(',')[0]}" for r in rows]
+    # the op is named in the first of its rows
     shown = ["" if n and names[n - 1] == name else name for n, name in enumerate(names)]
     return FittedTable(
         f"measured rates{by}: median (10th-90th percentile)",
@@ -364,3 +439,66 @@ def _gpu(cuda: Cuda | None) -> dict[str, str]:
 def _versions(examination: Examination) -> str:
     versions = {"mprun": examination.mprun_version, **examination.versions}
     return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())
+
+
+# ---- the tables of a recipe ----------------------------------------------------------------------
+
+
+def roofline_parts(roof: Roofline) -> Iterator[str]:
+    """The parts in the order they are shown."""
+    yield roofline_summary(roof)
+    yield from roof.notes
+
+
+def roofline_summary(roof: Roofline) -> str:
+    """The bound, and the share of it that is reached."""
+    rates = ", ".join(f"{rate:,.0f} GFLOP/s ({name})" for name, rate in roof.gflops.items())
+    what = f"{roof.recipe}, {roof.variant}, batch {roof.batch_size}"
+    least = f"at least {significant(roof.least_ms)} ms"
+    work = f"its {(roof.flops or 0) / 1e9:.3g} GFLOP at {rates}"
+    times = roof.step_time_ms
+    if times.median is None or roof.share is None:
+        return f"{what}: a step takes {least}, {work}"
+    spread = f"{significant(times.p10)}-{significant(times.p90)}"
+    return (
+        f"{what}: a step takes {significant(times.median)} ms ({spread}, {times.n} steps), "
+        f"{least}, {work}: it reaches {100 * roof.share:.0f} % of the roof"
+    )
+
+
+def format_parts(gains: FormatGains) -> Iterator[FittedTable | str]:
+    """The table, and a sentence for each format."""
+    yield FittedTable(
+        f"linear layers on {gains.gpu}, {gains.source.upper()}: speedup over bfloat16",
+        text_column("layer", cell=lambda row: row.layers[0] or "(model)"),
+        figure_column("number", 3, lambda row: str(len(row.layers))),
+        figure_column("samples", 2, lambda row: f"{row.samples:,}"),
+        figure_column("in", cell=lambda row: f"{row.in_features:,}"),
+        figure_column("out", cell=lambda row: f"{row.out_features:,}"),
+        figure_column("bfloat16 us", cell=lambda row: f"{row.bfloat16_us:.3g}"),
+        *(
+            figure_column(gain.format, cell=lambda row, n=n: f"{row.gains[n].speedup:.2f}x")  # type: ignore[misc]
+            for n, gain in enumerate(gains.shapes[0].gains)
+        ),
+        rows=gains.shapes,
+        elsewhere="the output of doctor.json=true",
+        caption=f"forward, backward and rounding of one layer; {gains.basis}",
+    )
+    yield from format_verdicts(gains)
+
+
+def format_verdicts(gains: FormatGains) -> Iterator[str]:
+    """A sentence for each format: for how many layers it pays, and what that makes of all."""
+    layers = sum(len(row.layers) for row in gains.shapes)
+    for n, gain in enumerate(gains.shapes[0].gains):
+        paying = sum(len(row.layers) for row in gains.shapes if row.gains[n].pays)
+        text = (
+            f"{gain.format} pays for {paying} of {layers} linear layers on {gains.gpu} "
+            f"(at least {PAYS_FROM:g} times as fast), {gains.source}"
+        )
+        if (whole := gains.speedup.get(gain.format)) is not None:
+            change = f"{whole:.2f} times as fast"
+            if whole < 1:
+                change = f"slower, by {1 / whole:.2f} times"
+            text += f"; precision={gain.format} makes the layers that it converts {change}"
+        yield text

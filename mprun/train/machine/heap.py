@@ -6,9 +6,9 @@ and the system clears each page when it is first touched: a page fault. This is 
 it differs between modes, because float32's blocks are larger than bfloat16's. So it changes the
 answer to "which mode is faster".
 
-`steady_heap` makes glibc keep its memory: no block is mapped apart, and the heap is never trimmed.
-The price is that the process keeps its largest size until it ends. An allocator that was loaded in
-glibc's place (jemalloc, tcmalloc, mimalloc) has its own rules and is left alone.
+`steady_heap` makes glibc keep its memory. The process then keeps its largest size until it ends. An
+allocator that was loaded in glibc's place (jemalloc, tcmalloc, mimalloc) has its own rules and is
+left alone.
 
 Source: mallopt(3), M_MMAP_MAX and M_TRIM_THRESHOLD.
 """
@@ -34,12 +34,15 @@ OTHERS = ("jemalloc", "tcmalloc", "mimalloc")  # Allocators that may be loaded i
 # glibc as it is, glibc that keeps its memory, and a C library that is not glibc
 GLIBC, STEADY, SYSTEM = "glibc", "glibc-steady", "system"
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-NEVER = -1  # the largest size, as an int
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+NEVER = -1  # the largest size_t, as an int
 # From this threshold on, an environment that also maps no blocks counts as steady
 TRIM_BYTES = 1 << 30
 
-BLOCKS, BLOCK_BYTES = 5, 4 * 2**20  # 1,024 faults of 4 KiB, far above the clock's step
+BLOCKS, BLOCK_BYTES = (
+    5,
+    4 * 2**20,
+)  # 1,024 faults of 4 KiB: their time is far above the clock's step
 
 _kept = False
 
@@ -57,6 +60,7 @@ def steady_heap() -> str:
     global _kept
     if allocator() == GLIBC:
         libc = ctypes.CDLL(None)
+        # no block is mapped apart, and the heap is never trimmed; mallopt returns 0 where it fails
         both = libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, NEVER)
         _kept = all(both)
     return allocator()
@@ -70,6 +74,7 @@ def is_steady(variables: Mapping[str, str]) -> bool:
     mapped = tunables.get("glibc.malloc.mmap_max", variables.get("MALLOC_MMAP_MAX_"))
     trimmed = tunables.get("glibc.malloc.trim_threshold", variables.get("MALLOC_TRIM_THRESHOLD_"))
     try:
+        # base 0: a tunable may be written as 0x40000000
         return int(mapped or "1", 0) == 0 and int(trimmed or "0", 0) >= TRIM_BYTES
     except ValueError:
         return False
@@ -77,14 +82,11 @@ def is_steady(variables: Mapping[str, str]) -> bool:
 
 @cache
 def _library() -> str:
-    """The library that allocates memory in this process.
-
-    It is the one that has `posix_memalign`, the function by which PyTorch allocates. The address of
-    `malloc` does not tell it: in a program that is not position-independent, as Debian's Python is
-    not, that address can lie in the program itself.
-    """
+    """The library that allocates memory in this process."""
     try:
         libc = ctypes.CDLL(None)
+        # PyTorch allocates by posix_memalign. The address of malloc can lie in the program itself,
+        # where that is not position-independent, as Debian's Python is not.
         address = ctypes.cast(libc.posix_memalign, ctypes.c_void_p).value or 0
         file = _file_at(address, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no global library
@@ -92,7 +94,7 @@ def _library() -> str:
     for name in OTHERS:
         if name in file:
             return name
-    ours = file.startswith(("libc.", "libc-"))
+    ours = file.startswith(("libc.", "libc-"))  # libc.so.6, before glibc 2.34 libc-2.31.so
     return GLIBC if ours and hasattr(libc, "gnu_get_libc_version") else SYSTEM
 
 
@@ -129,7 +131,7 @@ def _price_us() -> float | None:
         again_s = min(_touch(block) for _ in range(3))  # what the loop itself takes
     if before is None or after is None or after <= before:
         return None
-    return max(0.0, (first_s - again_s) / (after - before) * 1e6)
+    return max(0.0, (first_s - again_s) / (after - before) * 1e6)  # in microseconds
 
 
 def _touch(block: mmap.mmap) -> float:

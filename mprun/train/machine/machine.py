@@ -1,19 +1,5 @@
 """The facts about a machine that need no timing, except `hardware.accelerated`.
 
-Instruction sets. The operating system's list comes first. It contains what a process may use: AMX,
-for example, needs the kernel to save its registers. cpuinfo, which PyTorch uses, reads the
-processor itself and has reported AMX-FP16 on a processor without it
-(https://github.com/pytorch/cpuinfo/issues/312). It is used on systems without a list.
-
-oneDNN compiles its kernels for the best instructions of the CPU, unless an environment variable
-limits it (oneDNN's developer guide, "CPU Dispatcher Control"). It ignores an unknown or empty
-value. Case does not matter. ONEDNN_MAX_CPU_ISA has priority over the older DNNL_MAX_CPU_ISA, even
-with a value that is ignored (tried on oneDNN 3.13).
-
-Load. Threads that wait for each other are as fast as the slowest. Two threads on two cores, one of
-them used by another process, reached a fiftieth of their rate. So rates are measured with as many
-threads as have a core to themselves; the ratios between formats stay the same.
-
 A run records hardware, versions and the code's commit from here, too.
 """
 
@@ -124,6 +110,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 Each line allows one more set, in the order of `INSTRUCTIONS`.
 """
 
+# The first has priority over the older one, even with a value that oneDNN ignores (tried on 3.13)
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
@@ -135,6 +122,7 @@ def architecture() -> str:
 
 def onednn_limit(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """The variable that holds oneDNN's limit and its value in upper case, known or not."""
+    # oneDNN ignores case and empty values (its developer guide, "CPU Dispatcher Control")
     for name in LIMITS:
         if environment.get(name):
             return name, environment[name].upper()
@@ -150,9 +138,11 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
         capabilities: cpuinfo's names (`torch.cpu.get_capabilities`).
     """
     rows = INSTRUCTIONS.get(machine, {})
+    # The system's list has what a process may use: AMX needs the kernel to save its registers.
+    # cpuinfo has reported AMX-FP16 on a CPU without it (github.com/pytorch/cpuinfo/issues/312).
     if system == "Linux" and (flags := linux_flags(content(CPUINFO))):
         return {name: names.linux in flags for name, names in rows.items()}
-    # on macOS cpuinfo asks sysctl, so the system's word counts there too
+    # on macOS cpuinfo asks sysctl, so this is the system's list there too
     return {
         name: bool(capabilities[w.cpuinfo]) for name, w in rows.items() if w.cpuinfo in capabilities
     }
@@ -161,8 +151,8 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
 @cache
 def has_amx() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles."""
-    found = instructions(platform.system(), architecture(), torch.cpu.get_capabilities())
-    return found.get("AMX-BF16", False)
+    present = instructions(platform.system(), architecture(), torch.cpu.get_capabilities())
+    return present.get("AMX-BF16", False)
 
 
 def linux_flags(text: str) -> frozenset[str]:
@@ -257,7 +247,7 @@ def cpu_quota(root: Path) -> float | None:
         return None
 
 
-IDLE = 0.5  # The load average of an idle system
+IDLE = 0.5  # The load average of an idle system, whose own services run now and then
 
 
 def is_busy(machine: Machine) -> bool:
@@ -270,6 +260,8 @@ def is_busy(machine: Machine) -> bool:
 
 def threads_to_measure(machine: Machine) -> int:
     """PyTorch's threads, or as many as have a core to themselves."""
+    # Threads wait for the slowest: two on two cores, one of them used by another process, reached a
+    # fiftieth of their rate. With fewer threads the ratios between formats stay the same.
     fitting = [math.inf if machine.cpu_quota is None else machine.cpu_quota]
     load, cores = machine.load_average, machine.cores_total
     if is_busy(machine) and load is not None and cores is not None:
@@ -311,7 +303,7 @@ def git_commit() -> str | None:
             cwd=package,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=10,  # seconds: a folder on a network may not answer
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

@@ -1,17 +1,8 @@
 """What follows from the examination of a machine: warnings and notes, and the use of each mode.
 
 Warnings are about causes that make 16 bits slower than float32 or disturb measurements; everything
-else is a note.
-
-An op is faster than in float32 if the median speed-up is at least `LIMIT` and its 95 % interval
-lies above 1. It is slower if the median is at most 1 / `LIMIT` and the interval lies below 1. It is
-the same if the interval lies within a factor of `LIMIT` of 1, or if the median does and the
-interval excludes 1. Otherwise the result is not known, because the machine was too busy. An op that
-runs compute in float32 (`substituted`) has float32's speed, less two casts. Products of 8 bits are
-not measured here.
-
-A step consists of these ops and of others, in shares that depend on the model. So the speed-up of a
-step is not computed from those of its ops; `mprun compare` measures it.
+else is a note. A step consists of these ops and of others, in shares that depend on the model. So
+the speed-up of a step is not computed from those of its ops; `mprun compare` measures it.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ from mprun.train.machine.doctor_result import (
 )
 from mprun.train.machine.machine import ALLOWED, NEEDED, is_busy
 
-LIMIT = 1.1
+LIMIT = 1.1  # A smaller factor is no reason to change the precision: it counts as the same speed
 
 State = Literal["faster", "same", "slower", "not known"]
 
@@ -78,6 +69,7 @@ def conclusions(measured: Measured) -> list[Conclusion]:
 
 def largest(rates: Sequence[Rate], format_: Format) -> dict[OpName, Rate]:
     """Each op's rate in a format, at the largest size it was measured at."""
+    # by size, so the last one stays in the mapping
     mine = sorted((r for r in rates if r.format == format_), key=lambda r: r.flops)
     return {r.op: r for r in mine}
 
@@ -85,11 +77,12 @@ def largest(rates: Sequence[Rate], format_: Format) -> dict[OpName, Rate]:
 def judge(rate: Rate) -> State:
     """Whether an op is faster than in float32."""
     speedup = rate.speedup
-    median, low, high = speedup.median, speedup.low, speedup.high
+    median, low, high = speedup.median, speedup.low, speedup.high  # the 95 % interval of the median
     if low > 1:
         return "faster" if median >= LIMIT else "same"
     if high < 1:
         return "slower" if median <= 1 / LIMIT else "same"
+    # an interval that contains 1 and is wider than that: the machine was too busy
     return "same" if 1 / LIMIT < low <= high < LIMIT else "not known"
 
 
@@ -125,6 +118,7 @@ def _verdict(states: Sequence[State], substituted: int) -> SpeedVerdict:
     if "not known" in states:
         return "not known"
     if "faster" in states:
+        # an op that runs compute in float32 has float32's speed, less two casts
         every = set(states) == {"faster"} and not substituted
         return "worth trying" if every else "depends on the model"
     return "no gain" if "same" in states and "slower" not in states else "not for speed"
@@ -159,7 +153,7 @@ def _note(about: str, text: str) -> MachineFinding:
 
 
 def _slow_formats(measured: Measured) -> Iterator[MachineFinding]:
-    for format_ in FORMATS[1:]:
+    for format_ in FORMATS[1:]:  # without float32
         rates = largest(measured.rates, format_)
         slow = {op: rate for op, rate in rates.items() if judge(rate) == "slower"}
         if not slow:
@@ -281,6 +275,7 @@ def why_slow(format_: Format, slow: Collection[OpName], machine: Machine) -> str
         neither = f"neither {' nor '.join(needed)}" if len(needed) > 1 else f"no {needed[0]}"
         return f"this CPU has {neither}{ending}"
     forbidden = forbidden_instructions(machine)
+    # one allowed instruction set is enough for a fast kernel
     if all(name in forbidden for name, there in has.items() if there):
         present = ", ".join(name for name, there in has.items() if there)
         onednn = machine.onednn

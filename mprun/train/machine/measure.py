@@ -2,12 +2,9 @@
 
 Every op is timed in every format at a small size, which fits the budget even if a kernel is a
 hundred times slower than the others. Then it is timed at a large size, which shows the rate of fast
-kernels. A case is left out if it would exceed the budget at the large size, estimated from its time
-at the small one: no rate is extrapolated. Each round includes float32, and a speed-up is float32's
-time over another format's, round by round.
-
-Images have the memory format of a run (`speed_choices.py`): on CPUs float32 convolutions are faster
-channels-last, and a gain over the slower layout would be no real gain.
+kernels. A case is left out if it would exceed the budget at the large size: no rate is
+extrapolated. Each round includes float32, and a speed-up is float32's time over another format's,
+round by round.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ SIZES = {
     "cpu": (Sizes(256, (4, 32, 28)), Sizes(1024, (16, 64, 28))),
     "cuda": (Sizes(2048, (32, 64, 56)), Sizes(4096, (32, 256, 56))),
 }
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}  # Larger than most caches
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}  # 128 and 512 MiB, larger than most caches
 
 
 class Case(NamedTuple):
@@ -96,7 +93,7 @@ def measure_rates(
     formats = formats_of(device)
     cases = [Case(op, f) for op in small.ops() for f in formats]
     rates = _measure(cases, device, budget_s * SMALL, report)
-    # seconds of one operation at the small size
+    # seconds of one operation at the small size, by which the time at the large one is estimated
     flop_s: dict[tuple[str, str], float] = {
         (r.op, r.format): r.time_ms.median / 1e3 / r.flops for r in rates
     }
@@ -118,7 +115,7 @@ def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
     """
     quickest = sorted(expected_s, key=lambda case: expected_s[case])
     total_s = accumulate(expected_s[case] for case in quickest)
-    each_s = share_s / (2 * FEWEST + WARMUP)
+    each_s = share_s / (2 * FEWEST + WARMUP)  # twice: the estimate may be off by a factor
     fit = {case for case, s in zip(quickest, total_s, strict=True) if s <= each_s}
     based = {case.op.name for case in fit if case.format == "float32"}
     return [case for case in expected_s if case in fit and case.op.name in based]
@@ -141,6 +138,8 @@ def _measure(
 def _timer(case: Case, device: torch.device) -> Timer:
     tf32 = case.format == "tf32"
     dtype = "float32" if tf32 else case.format  # TF32 is a switch on float32 tensors
+    # as in a run: float32 convolutions on CPUs are faster channels-last, and a gain over the slower
+    # layout would be no real gain
     layout = choose("auto", device.type, dtype, OPTIMIZER, has_amx()).torch_memory_format
     return timer(case.op, torch_dtype(dtype), device, tf32, layout)
 
@@ -180,11 +179,11 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(values: Sequence[float]) -> Ratio:
     """The median and its 95 % interval.
 
-    Whatever the distribution, the number of values below its median is binomial with p = 1/2: the
-    interval is from the k-th smallest value to the k-th largest, k as large as leaves 2.5 % or less
-    outside on either side (Hahn and Meeker, "Statistical Intervals"). Fewer than six values reach
-    no 95 %: their interval is all of them.
+    The interval is from the k-th smallest value to the k-th largest, k as large as leaves 2.5 % or
+    less outside on either side (Hahn and Meeker, "Statistical Intervals").
     """
     ordered, n = sorted(values), len(values)
+    # Whatever the distribution, the number of values below its median is binomial with p = 1/2.
+    # Fewer than six values reach no 95 %: k is 1, and their interval is all of them.
     k = max(1, int(binom.ppf(0.025, n, 0.5)))
     return Ratio(median=float(np.median(ordered)), low=ordered[k - 1], high=ordered[n - k], n=n)

@@ -1,18 +1,13 @@
 """Choices that change the time of a step, not its result: memory format, kernels, compilation.
 
 `speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
-implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that a
-trial on this machine found faster (`assemble/speed_trial.py`); everything else stays plain.
-Results are equal up to float addition order.
+implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that
+were faster in a trial on this machine (`assemble/speed_trial.py`); everything else stays plain.
+Results are equal up to the order of additions. The table is from measurements on two AVX512-BF16
+cores with PyTorch 2.15, and on one H100; benchmarks/README.md has the figures.
 
-Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
-wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
-convolutions, and for bfloat16 unless the CPU has AMX, where it lost a tenth to a quarter. Compiling
-was slower than eager on the CPU. On CUDA (one H100) fused AdamW takes 2 to 6 % off a step, and 22 %
-where a loss scale decides about it, since the host then need not wait; channels-last won nothing.
-
-What a trial found is kept for later runs, in a small JSON file for each machine, model and shape in
-the user's cache folder. A damaged file counts as none.
+The result of a trial is saved for later runs, in a small JSON file for each machine, model and
+shape in the user's cache folder. A damaged file counts as none.
 """
 
 from __future__ import annotations
@@ -73,52 +68,59 @@ def choose(
     if speed == "plain":
         return default
     if device_type != "cpu":
+        # on an H100 fused AdamW takes 2 to 6 % off a step, and 22 % with a loss scale, for whose
+        # decision the host need not wait; channels-last gained nothing
         return replace(default, optimizer_impl="fused") if optimizer == "adamw" else default
+    # channels-last gained for float32 convolutions, and for bfloat16 unless the CPU has AMX, where
+    # it lost a tenth to a quarter
     last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
     return SpeedChoice(
         "channels_last" if last else "contiguous",
+        # fused AdamW gained on every model; fused SGD and foreach RMSprop did not
         "fused" if optimizer == "adamw" else "forloop",
     )
 
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024  # Of a file that is read: anything may lie in the cache folder
 LOCK_TIMEOUT_S = 300.0  # A trial that takes longer is made once more
 FORMATS = ("contiguous", "channels_last")
 IMPLEMENTATIONS = ("forloop", "foreach", "fused", "c", "inductor", "eager", "masters")
 
 
 @dataclass(frozen=True)
-class KeptChoice:
-    """What a trial found."""
+class SavedChoice:
+    """The result of a trial."""
 
     choice: SpeedChoice
     reason: str  # A sentence about the trial
 
 
-def read_choice(key: str) -> KeptChoice | None:
-    """What an earlier trial found; None without one."""
+def read_choice(key: str) -> SavedChoice | None:
+    """The result of an earlier trial; None without one."""
     try:
         with _path(key).open("rb") as file:
-            kept = msgspec.json.decode(file.read(MAX_BYTES), type=KeptChoice)
+            saved = msgspec.json.decode(file.read(MAX_BYTES), type=SavedChoice)
     except (OSError, ValueError):
         return None
-    known = kept.choice.memory_format in FORMATS and kept.choice.optimizer_impl in IMPLEMENTATIONS
-    return kept if known and kept.reason.isprintable() else None
+    known = saved.choice.memory_format in FORMATS and saved.choice.optimizer_impl in IMPLEMENTATIONS
+    # printable: the sentence is shown in a terminal, which obeys escape codes
+    return saved if known and saved.reason.isprintable() else None
 
 
 @contextlib.contextmanager
 def choice_lock(key: str) -> Iterator[None]:
     """Inside, no other process makes this trial; where nothing can be locked, one may."""
     with contextlib.ExitStack() as stack:
+        # NotImplementedError: a file system without locks
         with contextlib.suppress(OSError, NotImplementedError, Timeout):
             stack.enter_context(FileLock(_path(key).with_suffix(".lock"), timeout=LOCK_TIMEOUT_S))
         yield
 
 
-def write_choice(key: str, kept: KeptChoice) -> None:
-    """Keep it; where nothing can be written, the next run tries again."""
+def write_choice(key: str, saved: SavedChoice) -> None:
+    """Save it; where nothing can be written, the next run tries again."""
     with contextlib.suppress(OSError):
-        write_atomic(_path(key), msgspec.json.encode(kept))
+        write_atomic(_path(key), msgspec.json.encode(saved))
 
 
 def _path(key: str) -> Path:

@@ -1,4 +1,4 @@
-"""Whether 16-bit arithmetic is native or emulated where the user leaves it open."""
+"""What a plan chooses where the user leaves it open, and what it checks before it times kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mprun.config import compose
+from mprun.errors import UsageError
 from mprun.precision import Policy, execution, rates
 from mprun.precision.execution import EMULATED_FROM, choose_execution
 from mprun.train.assemble import make_plan
@@ -77,6 +78,25 @@ def test_a_gpu_is_native_without_a_trial(tried: list[torch.dtype]) -> None:
 
 
 @pytest.mark.parametrize(
+    "mistake",
+    [
+        "precision.layers={nowhere: fp32}",
+        "train.optimizer.target=torch.optim.Adagrat",
+        "train.init_from=nowhere",
+        "train.warmup_steps=11",
+    ],
+    ids=["policy", "execution", "data", "schedule"],
+)
+def test_a_mistake_is_reported_before_kernels_are_timed(
+    mistake: str, tried: list[torch.dtype]
+) -> None:
+    composed = compose([*LINEAR, "precision=bf16_mixed", "train.max_steps=10", mistake])
+    with pytest.raises(UsageError):
+        make_plan(composed.config, composed.given)
+    assert tried == []
+
+
+@pytest.mark.parametrize(
     ("value", "execution"),
     [
         ("fp8_rowwise", "native"),
@@ -143,3 +163,22 @@ def test_a_trial_is_the_mean_factor_of_the_ops_and_is_made_once(
             assert rates.slowdown(torch.bfloat16, CPU) == pytest.approx(4.0)
     finally:
         rates.slowdown.cache_clear()
+
+
+# ---- a warm-up that is longer than the run -------------------------------------------------------
+
+CHAR_GPT = ["recipe=char_gpt", "device=cpu", "data.source=generated"]
+
+
+def test_the_recipes_own_warmup_may_be_cut_short() -> None:
+    composed = compose([*CHAR_GPT, "train.max_steps=10"])
+    plan = make_plan(composed.config, composed.given)
+    assert "the run's 10 steps end within the recipe's warm-up of 100" in plan.warnings
+    composed = compose([*CHAR_GPT, "train.max_steps=100"])
+    assert not any("warm-up" in x for x in make_plan(composed.config, composed.given).warnings)
+
+
+def test_the_users_warmup_is_refused() -> None:
+    composed = compose([*CHAR_GPT, "train.max_steps=10", "train.warmup_steps=11"])
+    with pytest.raises(UsageError, match="legal is at most 10"):
+        make_plan(composed.config, composed.given)

@@ -23,8 +23,7 @@ from mprun.optim import MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
 from mprun.train.assemble import build_parts, make_plan
-from mprun.train.assemble.initial_summary import initial_summary
-from mprun.train.assemble.parts import effective
+from mprun.train.assemble.parts import effective, initial_summary
 from mprun.train.assemble.planned_memory import step_memory
 from mprun.train.checkpoint import path_in
 from mprun.train.data import DataRequest, Splits, TensorSet

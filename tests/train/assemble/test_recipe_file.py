@@ -19,8 +19,8 @@ from torch import nn
 
 from mprun.errors import UsageError
 from mprun.recipe import Recipe
-from mprun.train.assemble import DataCache, file_recipe, load_recipe
-from mprun.train.assemble.file_recipe import file_source
+from mprun.train.assemble import DataCache, load_recipe, recipe_loading
+from mprun.train.assemble.recipe_loading import file_source
 from mprun.train.data import DataRequest
 
 FUNCTIONS = """
@@ -54,7 +54,7 @@ class Small(Base):
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No file was run, no module imported: what a test loads is forgotten after it."""
-    monkeypatch.setattr(file_recipe, "_loaded", {})
+    monkeypatch.setattr(recipe_loading, "_loaded", {})
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):

@@ -18,7 +18,7 @@ from mprun.train.assemble.speed_trial import (
     Stepper,
     Tried,
     candidates,
-    chosen,
+    choose_by_times,
     trial_key,
     with_fastest,
 )
@@ -65,7 +65,7 @@ def test_the_fastest_candidate_is_chosen_recorded_and_kept(monkeypatch: pytest.M
     stepped.clear()
     again = with_fastest(planned("seed=7"))
     assert (again.speed, stepped) == (FIRST, [])
-    assert again.speed_reason == f"{found.speed_reason} (kept from an earlier trial)"
+    assert again.speed_reason == f"{found.speed_reason} (saved by an earlier trial)"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def tried(choice: SpeedChoice, *ms: float) -> Tried:
 def test_noise_is_no_gain() -> None:
     base = tried(FIRST, 10, 10, 10, 10)
     for other in ((9.8, 9.8, 9.8, 9.8), (8, 8, 12, 12), (5, 5, 11, 11)):
-        assert chosen([base, tried(LAST, *other)])[0] == FIRST
-    assert chosen([base, tried(LAST, 9, 9, 9, 11)])[0] == LAST
+        assert choose_by_times([base, tried(LAST, *other)])[0] == FIRST
+    assert choose_by_times([base, tried(LAST, 9, 9, 9, 11)])[0] == LAST
 
 
 def test_gains_in_different_things_are_combined() -> None:
@@ -188,7 +188,7 @@ def test_gains_in_different_things_are_combined() -> None:
         tried(replace(base, optimizer_impl="fused"), 9, 9, 9, 9),
         tried(replace(base, compile=True), 12, 12, 12, 12),
     ]
-    assert chosen(rows)[0] == SpeedChoice("channels_last", "fused")
+    assert choose_by_times(rows)[0] == SpeedChoice("channels_last", "fused")
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_a_damaged_file_counts_as_none(content: bytes, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_read_back() -> None:
-    kept = speed_choices.KeptChoice(replace(LAST, compile=True), "speed: because")
+    kept = speed_choices.SavedChoice(replace(LAST, compile=True), "speed: because")
     speed_choices.write_choice("x", kept)
     assert speed_choices.read_choice("x") == kept
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_choices, "_path", lambda key: Path("/dev/null/speed.json"))
-    speed_choices.write_choice("x", speed_choices.KeptChoice(LAST, "speed"))
+    speed_choices.write_choice("x", speed_choices.SavedChoice(LAST, "speed"))
     assert speed_choices.read_choice("x") is None
 
 

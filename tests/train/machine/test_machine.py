@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mprun.precision._torch import onednn_takes
 from mprun.train.machine import machine as module
@@ -16,10 +19,13 @@ from mprun.train.machine.machine import (
     architecture,
     cpu_quota,
     examine_machine,
+    is_busy,
     onednn,
     tensor_cores,
+    threads_to_measure,
 )
 from tests.schema import conforms
+from tests.train.machine import machine
 
 CPU = torch.device("cpu")
 
@@ -148,32 +154,70 @@ def test_why_no_gpu_is_examined(
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"),
+    ("files", "cores"),
     [
-        ("max 100000\n", None),
-        ("150000 100000\n", 1.5),
-        ("50000 100000\n", 0.5),
-        ("", None),
-        ("x y", None),
-        ("1 0", None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "50000 100000\n"}, 0.5),
+        ({"cpu.max": ""}, None),
+        ({"cpu.max": "x y"}, None),
+        ({"cpu.max": "1 0"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.5),
+        ({}, None),  # a system without control groups
     ],
+    ids=str,
 )
-def test_a_quota_is_read_from_control_group_version_2(
-    text: str, cores: float | None, tmp_path: Path
-) -> None:
-    (tmp_path / "cpu.max").write_text(text, encoding="utf-8")
-    assert cpu_quota(tmp_path) == cores
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("250000", 2.5)])
-def test_a_quota_is_read_from_control_group_version_1(
-    quota: str, cores: float | None, tmp_path: Path
+def test_a_quota_is_read_from_control_groups_of_both_versions(
+    files: dict[str, str], cores: float | None, tmp_path: Path
 ) -> None:
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n", encoding="utf-8")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n", encoding="utf-8")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     assert cpu_quota(tmp_path) == cores
 
 
-def test_a_system_without_control_groups_has_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
+# ---- how many threads rates are measured with ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "threads"),
+    [
+        ({}, 8),
+        ({"load_average": 0.5}, 8),
+        ({"load_average": 1.1}, 6),
+        ({"load_average": 7.9}, 1),
+        ({"load_average": 50.0}, 1),
+        ({"load_average": 4.0, "threads": 4}, 4),
+        ({"load_average": None}, 8),
+        ({"cores_total": None, "load_average": 50.0}, 8),
+        ({"cpu_quota": 2.5}, 2),
+        ({"cpu_quota": 0.5}, 1),
+        ({"cpu_quota": 64.0}, 8),
+        ({"threads": 64}, 8),
+        ({"threads": 1, "load_average": 3.0}, 1),
+        # 4 of 16 cores are this process's; the load is the whole machine's
+        ({"cores_total": 16, "threads": 4, "load_average": 13.5}, 2),
+        ({"cores_total": 16, "threads": 4, "load_average": 11.0}, 4),
+    ],
+    ids=str,
+)
+def test_threads_are_those_that_have_a_core(changes: dict[str, Any], threads: int) -> None:
+    assert threads_to_measure(machine("AVX2", **changes)) == threads
+
+
+@given(
+    st.integers(1, 256),
+    st.integers(1, 256),
+    st.none() | st.floats(0, 1000),
+    st.none() | st.floats(0.01, 256),
+)
+def test_there_is_one_thread_and_never_more_than_pytorch_s(
+    threads: int, cores: int, load: float | None, quota: float | None
+) -> None:
+    where = machine(threads=threads, cores_total=cores, load_average=load, cpu_quota=quota)
+    assert 1 <= threads_to_measure(where) <= threads
+
+
+def test_too_many_threads_alone_are_no_load() -> None:
+    assert not is_busy(machine(threads=64, load_average=0.0))
