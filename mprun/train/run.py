@@ -46,13 +46,18 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
-from mprun.train.exception_log import ExceptionLog, GuardLog
 from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.parallel.coordinator import Coordinator, coordinator_here
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import PeerLostError
-from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
+from mprun.train.recorder import (
+    ConditionsRecorder,
+    ExceptionLog,
+    GuardLog,
+    MemoryCount,
+    Recorder,
+)
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.user_code import explain_faults
@@ -93,7 +98,7 @@ def run(
     """
     watch = watch or Stopwatch()
     earlier = _earlier_summary(plan)
-    with contextlib.closing(_open_folder(plan, saved)) as folder:
+    with contextlib.closing(_open_folder(plan, saved)) as folder:  # holds its lock until the end
         summary = _first_summary(plan, resolved, earlier, watch)
         messages = Messages(summary, callbacks)
         first_step = None if saved is None else saved["trainer"]["step"] + 1
@@ -116,7 +121,7 @@ def run(
                 summary.status = "interrupted"
                 summary.error = f"{stop.name} at step {summary.steps}"
             except CheckpointMisfitError:
-                if earlier is not None:
+                if earlier is not None:  # nothing was trained: the record stays that of the run
                     folder.restore(earlier)
                 raise
             folder.summary(summary)
@@ -143,13 +148,15 @@ def _train(
     with stop.deferred():
         try:
             with coordinator.together():
-                layout.ranks.barrier()  # the others have planned
+                layout.ranks.barrier()  # the others have planned: a mistake there ends the run here
                 parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
             summary.converted_gemms = parts.precision.converted_gemms
             summary.effective = row.with_partials_of(summary.effective)
         finally:
-            for callback in callbacks:
+            for (
+                callback
+            ) in callbacks:  # even where the model cannot be built: it is shown and logged
                 callback.on_start(summary, folder.path)
             messages.warn(slow_dtype_warning(summary))
         with coordinator.together():
@@ -168,8 +175,9 @@ def _train(
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
-    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
+    # The order matters: the guard's events come before the recorder's lines of their steps, and
+    # loggers write before a checkpoint: a run resumed from it does not log earlier steps again.
     callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
@@ -319,7 +327,7 @@ def _earlier_summary(plan: Plan) -> Summary | None:
         return None
     try:
         earlier = read_summary(Path(resume))
-    except MprunError:
+    except MprunError:  # it was killed before its first summary
         return None
     if plan.recipe_source is None and name != earlier.data.name:
         raise UsageError(
@@ -351,8 +359,9 @@ def _first_summary(
     summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
     if earlier is not None:
         summary.started_at, summary.memory_bytes = earlier.started_at, earlier.memory_bytes
-        kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
-        summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
+        # a partial score may be replaced by a whole one now
+        valid = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
+        summary.warnings = list(dict.fromkeys([*valid, *summary.warnings]))
         summary.effective = summary.effective.with_partials_of(earlier.effective)
     return summary
 
