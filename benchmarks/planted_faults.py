@@ -121,7 +121,7 @@ warm-up train/clock.py A run of exactly 100 steps has a short warm-up.
 if steps < MANY_STEPS => if steps <= MANY_STEPS
 shared-metric train/recipe_metrics.py Training and evaluation add to one metric.
 metric = copy.deepcopy(self.metric) => metric = self.metric
-test-time train/time_limit.py A validation may take the time that the test needs.
+test-time train/stopwatch.py A validation may take the time that the test needs.
 self.validation_until = self._ends_at - share * test_s => self.validation_until = self._ends_at
 worst-epoch train/recorder.py Of a loss the worst epoch is kept as the best.
 score = number(value) if self._metric.higher_is_better else -number(value) => score = number(value)

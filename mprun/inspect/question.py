@@ -100,7 +100,7 @@ def prepared_by(module: str) -> Callable[[Given], Prepared]:
     That module imports the record of its question. So the question has its name alone, and files
     import each other in one direction.
     """
-    return lambda given: import_module(module).prepare(given)  # type: ignore[no-any-return]
+    return lambda given: import_module(module).prepare(given)
 
 
 def of_run(planned: PlannedRun, measure: Callable[[Measuring], Result], **more: Any) -> Prepared:

@@ -19,9 +19,9 @@ from mprun.records.reader import DamagedArchiveError
 from mprun.records.result import Result
 from mprun.train.assemble.plan import choose_device
 from mprun.train.assemble.recipe_loading import module_in, recipe_of
+from mprun.train.checkpoint import NotTensorsError, load_torch_file
 from mprun.train.loss_terms import LossTerms, shown
-from mprun.train.torch_file import NotTensorsError, load_torch_file
-from mprun.train.user_code import explained, model_of
+from mprun.train.user_code import explain_mistakes, model_of
 from mprun.watch.nonfinite.saved_step import SavedStep, saved_step
 from mprun.watch.nonfinite.step_replay import StepFunction, StepMisfitError, replay
 
@@ -123,7 +123,7 @@ def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:
     Raises:
         UsageError: it does not fit the model, or the model's or script's code fails.
     """
-    with explained("the model cannot be made"):
+    with explain_mistakes("the model cannot be made"):
         model = parts.model()
     torch.set_num_threads(max(1, min(saved.threads, os.cpu_count() or 1)))
     try:
@@ -133,7 +133,7 @@ def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:
     except StepMisfitError as error:
         raise UsageError(f"{path}: {error}; give the code that the step is from") from None
     except Exception as error:
-        with explained(f"{path}: the step cannot be run again"):
+        with explain_mistakes(f"{path}: the step cannot be run again"):
             raise error
     done = replace(done, notes=(*parts.notes, *done.notes))
     return Result(done, list(done.lines()), status=EXIT_FAILED if done.cause is None else EXIT_OK)

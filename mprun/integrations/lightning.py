@@ -1,4 +1,4 @@
-"""mprun's eyes in the Trainer of Lightning.
+"""Records a training by Lightning's Trainer.
 
     from mprun.integrations.lightning import MprunCallback
 
@@ -29,6 +29,7 @@ from mprun.train.observe.observed_record import split_of
 from mprun.train.observe.trainer_record import TrainerRecord
 
 SEED = "PL_GLOBAL_SEED"  # Where `seed_everything` leaves the seed
+# Usual names, and with the ending of Lightning's figures of a step beside those of an epoch
 LOGGED_LOSSES = ("loss", "train_loss", "train_loss_step", "loss_step")
 
 
@@ -69,7 +70,7 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
             run.on_evaluation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking:  # the validation before training, of two batches
             scores = {
                 k: v for k, v in trainer.callback_metrics.items() if split_of(k)[0] == "validation"
             }

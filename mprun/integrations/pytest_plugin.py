@@ -4,7 +4,8 @@
     def test_low_precision(mprun_check):
         mprun_check(model, (inputs, target), torch.nn.functional.cross_entropy)
 
-Neither mprun's other modules nor torch are imported until a test calls the fixture.
+pytest loads it in every project where mprun is installed, so it imports neither mprun's other
+modules nor torch until a test calls the fixture.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MARK = "precision"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark."""
+    # else pytest warns of an unknown mark, or refuses it with --strict-markers
     text = f"{MARK}(*modes): run the test with mprun_check in each of these precision modes"
     config.addinivalue_line("markers", text)
 
@@ -50,7 +52,7 @@ def mprun_check(request: pytest.FixtureRequest) -> Callable[..., Result]:
     marked = getattr(request, "param", "bf16_mixed")
 
     def check(*given: Any, precision: str = marked, **settings: Any) -> Result:
-        __tracebackhide__ = True
+        __tracebackhide__ = True  # pytest shows the line of the test, not this one
         import mprun
         from mprun.errors import UsageError
         from mprun.inspect.check.check_result import ERROR
@@ -58,7 +60,7 @@ def mprun_check(request: pytest.FixtureRequest) -> Callable[..., Result]:
         try:
             result = mprun.check(*given, precision=precision, **settings)
         except UsageError as error:
-            pytest.fail(str(error), pytrace=False)
+            pytest.fail(str(error), pytrace=False)  # the message has all that a user needs
         errors = []
         for label, x in result.record.findings:
             if x.severity == ERROR:

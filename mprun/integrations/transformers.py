@@ -1,4 +1,4 @@
-"""mprun's eyes in the Trainer of Hugging Face.
+"""Records a training by Hugging Face's Trainer.
 
     from mprun.integrations.transformers import MprunCallback
 
@@ -56,10 +56,10 @@ class MprunCallback(TrainerRecord, TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         values = logs or {}
-        if "train_loss" in values:  # the training is over
+        if "train_loss" in values:  # the training is over; beside it are speeds, no scores
             self.log_training_loss(values["train_loss"])
             return
-        left_out = ("epoch", "learning_rate", "num_input_tokens_seen")
+        left_out = ("epoch", "learning_rate", "num_input_tokens_seen")  # numbers, but no scores
         self.log_values(
             {
                 name: value

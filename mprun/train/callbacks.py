@@ -85,12 +85,7 @@ class Callback:
 
 
 class Messages:
-    """Messages of a run for its user.
-
-    Args:
-        summary: keeps the warnings.
-        callbacks: notified of every message.
-    """
+    """Messages of a run for its user: callbacks show them, the summary has the warnings."""
 
     def __init__(self, summary: Summary, callbacks: Sequence[Callback]) -> None:
         self._summary, self._callbacks = summary, callbacks
@@ -104,11 +99,11 @@ class Messages:
         """Show and record a warning; nothing happens for None."""
         if text is not None:
             self.report(f"warning: {text}")
-            if text not in self._summary.warnings:
+            if text not in self._summary.warnings:  # a resumed run meets those of before
                 self._summary.warnings.append(text)
 
 
-FEW_EPOCHS = 20
+FEW_EPOCHS = 20  # All of a short run are shown
 # After the first few, epochs are shown at most this often: a run may have hundreds
 SHOW_EPOCH_EVERY_S = 1.0
 
@@ -128,7 +123,7 @@ class Progress(Callback):
         self._view, self._planned_steps, self._max_time_s = view, planned_steps, max_time_s
         self._began = time.perf_counter()
         self._shown_at = 0.0
-        self._judged_by = "accuracy"
+        self._judged_by = "accuracy"  # until `on_start` names the run's metric
 
     def on_start(self, summary: Summary, folder: Path) -> None:
         self._judged_by = summary.metric.name
@@ -141,7 +136,7 @@ class Progress(Callback):
         last, elapsed_s = lines[-1], time.perf_counter() - self._began
         by_steps = last.step / self._planned_steps if self._planned_steps else 0.0
         by_time = elapsed_s / self._max_time_s if self._max_time_s else 0.0
-        done = min(1.0, max(by_steps, by_time))
+        done = min(1.0, max(by_steps, by_time))  # the run ends at the first of its limits
         self._view.update(
             Moment(last.epoch, last.step, last.loss, last.step_time_ms, done, elapsed_s)
         )

@@ -1,46 +1,125 @@
 """Checkpoints: the state of a run between two steps, in one file; shards lie in a folder beside it.
 
 A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
-else's checkpoint runs no code: see `torch_file.py`. What of it decides how the run is assembled is
-checked first (`SavedRun`); the assembled run's parts take the rest, or it does not fit.
-
-What a checkpoint holds of each process: its random numbers, and the times of its steps.
+else's file runs no code (`load_torch_file`). The fields that decide how the run is assembled are
+checked first (`SavedRun`); the assembled run's parts take the rest, or report that it does not fit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import pickletools
 import re
 import shutil
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
+from torch import Tensor
 
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.precision import devices
 from mprun.precision.nested import map_tensors
 from mprun.records.files import write_atomic
-from mprun.records.reader import converted
+from mprun.records.reader import ZIP, check_archive, converted
 from mprun.records.run_record import SavedRun, Status, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
 from mprun.train.data.random_numbers import restore_states, saved_states, seed_all
 from mprun.train.parallel.layouts import Layout, Outline
 from mprun.train.parallel.ranks import Ranks
-from mprun.train.torch_file import load_torch_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # Of `last.pt`; a later one is refused, earlier ones are read
 NAME = "last.pt"
 SHARDS = "shards-"  # The beginning of the name of a folder of shards; the step follows
 TENSORS = ("model", "optimizer")  # The parts of the loop's state that processes may have cut
 # The keys that a resumed run needs. `journal` is the recorder's state.
 PARTS = ("choices", "trainer", "journal")
+
+
+# `weights_only` runs no code, but does not bound the work: a byte of a pickle makes an object of
+# 200. A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million.
+MAX_PICKLE_BYTES = 2**23
+# An older file begins with as many: magic number, version, system, content, keys of storages
+LEGACY_PICKLES = 5
+MAX_REPEATED_BYTES = 2**28  # An expanded tensor stores a value once; copying it stores all
+
+
+class NotTensorsError(ValueError):
+    """The file is no collection of tensors and plain values; the text is the reason."""
+
+
+def load_torch_file(path: Path) -> Any:
+    """The content of a file of `torch.save`, on the CPU.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedArchiveError: it is no whole archive.
+        NotTensorsError: it contains anything but tensors and plain values, or would become much
+            larger in memory than it is.
+        Exception: of any other kind, for a damaged file.
+    """
+    check_archive(path)  # the sizes in the zip, before anything is made of its content
+    _check_pickles(path)
+    with warnings.catch_warnings():  # of an archive of TorchScript, which it refuses
+        warnings.simplefilter("ignore")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    _check_sizes(content)
+    return content
+
+
+def _check_pickles(path: Path) -> None:
+    """Refuse pickles that are large, or that name the one function that makes large objects."""
+    with path.open("rb") as file:
+        is_archive = file.read(len(ZIP)) == ZIP  # how PyTorch decides
+        file.seek(0)
+        content = _pickles_of(file) if is_archive else _legacy_pickles(file)
+    if len(content) > MAX_PICKLE_BYTES:
+        raise NotTensorsError(f"it has more than {MAX_PICKLE_BYTES:,} bytes beside its tensors")
+    if b"bytearray" in content:  # allowed by `weights_only`, and `bytearray(n)` has any size
+        raise NotTensorsError("it contains a bytearray")
+
+
+def _pickles_of(file: BinaryIO) -> bytes:
+    with zipfile.ZipFile(file) as archive:
+        entries = [x for x in archive.infolist() if x.filename.endswith(".pkl")]
+        return b"".join(archive.read(entry) for entry in entries)
+
+
+def _legacy_pickles(file: BinaryIO) -> bytes:
+    """The beginning of an older file, up to its storages: the ends of pickles say where."""
+    for _ in range(LEGACY_PICKLES):
+        for _ in pickletools.genops(file):
+            if file.tell() > MAX_PICKLE_BYTES:  # refused by `_check_pickles`
+                break
+    size = file.tell()
+    file.seek(0)
+    return file.read(size)
+
+
+def _check_sizes(content: Any) -> None:
+    """Refuse tensors that stand for many more values than the file has."""
+    seen: set[int] = set()
+    repeated_bytes = 0
+    waiting = [content]  # no recursion: the nesting may be deeper than Python's stack
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            strided = value.layout == torch.strided and not value.is_meta
+            if strided:
+                repeated_bytes += max(0, value.nbytes - value.untyped_storage().nbytes())
+            if repeated_bytes > MAX_REPEATED_BYTES:
+                raise NotTensorsError("tensors in it repeat few values many times")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # it may hold itself
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 class CheckpointMisfitError(UsageError):
@@ -55,6 +134,7 @@ def path_in(run: Path) -> Path:
 def serialized(state: dict[str, Any]) -> bytes:
     """The content of a checkpoint's file: tensors, on the CPU, and plain values."""
     buffer = io.BytesIO()
+    # on the CPU, as it may be resumed where that device is not; "meta": its values are in shards
     on_host = map_tensors(lambda x: x if x.is_meta else x.cpu(), state)
     torch.save({"format_version": FORMAT_VERSION, **on_host}, buffer)
     return buffer.getvalue()
@@ -76,6 +156,7 @@ def load(run: Path) -> dict[str, Any] | None:
     except Exception as error:  # unpickling a damaged file raises almost anything
         raise _no_checkpoint(path, error) from None
     known = converted(path, state, SavedRun)
+    # each is right alone, and lines of the record would be lost or doubled
     if known.trainer.step != known.journal.steps:
         raise UsageError(
             f"{path} is damaged: trainer.step is {known.trainer.step}, and journal.steps is "
@@ -103,6 +184,7 @@ def fetched(
     if shards is None:
         return dict(state)
     name = shards["folder"]
+    # the file may come from anyone: no path out of its folder
     if not re.fullmatch(rf"{SHARDS}\d+", name) or (file.parent / name).is_symlink():
         raise ValueError(f"{name} is not a folder of shards")
     outline = Outline({key: state[key] for key in keys}, shards["tied"])
@@ -206,7 +288,7 @@ class Checkpointer(Callback):
         self._remove_others()
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        self._finish()
+        self._finish()  # one at a time: an earlier one must not become the last after a later one
         folder = path_in(self._run).with_name(f"{SHARDS}{state['step']}")
         rest, written = self._layout.write_shards({key: state[key] for key in TENSORS}, folder)
         data = None
@@ -217,8 +299,9 @@ class Checkpointer(Callback):
                 content["shards"] = {"folder": folder.name, "tied": rest.tied}
             data = serialized(content)
         self._ended = Future()
+        # the file last: it makes the shards, which are written while training goes on, valid
         written.add_done_callback(partial(self._end, self._ended, data, folder.name))
-        if self._ended.done():
+        if self._ended.done():  # nothing was cut: a full disk is reported at this step
             self._finish()
 
     def on_end(self, status: Status) -> None:
@@ -248,7 +331,7 @@ class Checkpointer(Callback):
             if data is not None:
                 write_atomic(path_in(self._run), data)
             self._kept = folder
-        except BaseException as error:
+        except BaseException as error:  # passed on to the thread that waits
             self._remove_others()
             ended.set_exception(error)
         else:
@@ -257,7 +340,7 @@ class Checkpointer(Callback):
 
     def _remove_others(self) -> None:
         """Remove the shards of earlier checkpoints, and of one that was never complete."""
-        if not self._layout.ranks.is_first:
+        if not self._layout.ranks.is_first:  # the folder is shared
             return
         for path in path_in(self._run).parent.glob(f"{SHARDS}*"):
             if path.name != self._kept:
@@ -284,15 +367,11 @@ def saved_random_numbers(ranks: Ranks) -> dict[str, Any]:
 
 
 def restore_random_numbers(state: dict[str, Any], ranks: Ranks) -> None:
-    """Continue the random numbers of this process.
-
-    A run that continues with more processes than it had has no states for the further ones: theirs
-    begin from the first process's next number and their own.
-    """
+    """Continue the random numbers of this process."""
     own = state
     if ranks.rank:
         saved = state.get("processes", [])  # a run of one process has none
-        if ranks.rank >= len(saved):
+        if ranks.rank >= len(saved):  # a new process: begins from the first one's next number
             torch.set_rng_state(state["rng"])
             seed_process(int(torch.randint(2**31, ())), ranks)
             return
@@ -305,15 +384,12 @@ def restore_random_numbers(state: dict[str, Any], ranks: Ranks) -> None:
 def seed_process(seed: int, ranks: Ranks) -> None:
     """Give each process but the first random numbers of its own: dropout drops other units."""
     if ranks.rank:
+        # 2^32 / golden ratio: far from the seeds of other runs, which are 0, 1, 2, ...
         seed_all((seed + 0x9E3779B9 * ranks.rank) % 2**32)
 
 
 class ProcessTimes:
-    """The step times of each process, without what it waited for the others.
-
-    Args:
-        ranks: the processes.
-    """
+    """The step times of each process, without what it waited for the others."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -325,7 +401,7 @@ class ProcessTimes:
         if self._ranks.size == 1:
             return
         self._seen += 1
-        if self._seen > warmup_steps(self._seen):
+        if self._seen > warmup_steps(self._seen):  # the same steps as in the record's step times
             self._own.add((step_s - waited_s) * 1e3)
             self._waits.add(waited_s * 1e3)
             self._steps.add(step_s * 1e3)

@@ -20,17 +20,11 @@ SKIPPED_SHARE = 0.1  # A larger share of skipped steps gets a warning: their dat
 
 PAGE_FAULT_SHARE = 0.05  # A larger share of a step that goes into page faults gets a warning
 
-_AGAINST_FAULTS = {"glibc": "speed=auto makes it keep its memory"}
-_KEEP = "set it to keep its memory"
-
 
 def slow_dtype_warning(summary: Summary) -> str | None:
-    """A sentence if float32 is faster than the mode's dtype on this machine, or None.
-
-    Emulation computes in float32, and what chose it has said why.
-    """
+    """A sentence if float32 is faster than the mode's dtype on this machine, or None."""
     dtype = summary.requested.compute_dtype
-    if summary.execution == "emulated":
+    if summary.execution == "emulated":  # computes in float32; why it was chosen was reported
         return None
     if summary.hardware.accelerated.get(dtype, True):
         return None
@@ -42,14 +36,15 @@ def slow_dtype_warning(summary: Summary) -> str | None:
 
 def page_fault_warning(summary: Summary) -> str | None:
     """A sentence if page faults take more than a twentieth of a step, or None."""
-    share = page_fault_share(summary)
+    share, allocator = page_fault_share(summary), summary.backend.allocator
     if share is None or share <= PAGE_FAULT_SHARE:
         return None
+    # glibc's is the only allocator that `speed=auto` has settings for
+    cure = "speed=auto makes it" if allocator == "glibc" else "set it to"
     return (
         f"page faults take about {share:.0%} of a step ({summary.page_faults_per_step:,.0f} of "
-        f"{summary.hardware.page_fault_us:.2g} us): the "
-        f"allocator ({summary.backend.allocator}) returns memory to the system and gets it back in "
-        f"each step; {_AGAINST_FAULTS.get(summary.backend.allocator, _KEEP)}"
+        f"{summary.hardware.page_fault_us:.2g} us): the allocator ({allocator}) returns memory to "
+        f"the system and gets it back in each step; {cure} keep its memory"
     )
 
 
@@ -156,6 +151,7 @@ def check_loss_falls(
     Returns:
         A warning if time left too few steps to judge, or None.
     """
+    # thirds: means of many noisy losses, and the slow middle of a curve counts for neither
     steps, third = len(losses) * every, len(losses) // 3
     if steps < min(planned_steps or MIN_JUDGED, MIN_JUDGED):
         return (
@@ -165,7 +161,7 @@ def check_loss_falls(
     if third == 0:
         raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
-    if not last < first:
+    if not last < first:  # true for NaN too
         raise RunFailedError(
             f"the loss does not fall: mean {first:.4f} over the first {third * every} steps, "
             f"{last:.4f} over the last {third * every}"
@@ -174,14 +170,7 @@ def check_loss_falls(
 
 
 class AccumulationCheck(Callback):
-    """Records the dtype in which the run's kernels accumulated products, if not float32.
-
-    Args:
-        summary: its effective precision gets that dtype.
-        arithmetic: the run's; it lists the products that it computed.
-        device: the run's device.
-        warn: prints and records a warning.
-    """
+    """Records the dtype in which the run's kernels accumulated products, if not float32."""
 
     def __init__(
         self,
@@ -196,8 +185,9 @@ class AccumulationCheck(Callback):
     def on_end(self, status: Status) -> None:
         if status == "failed":  # kernels may not run any more
             return
-        lowest = float(TERMS)
+        lowest = float(TERMS)  # what float32 accumulation reaches
         for op, dtype in sorted(self._arithmetic.products, key=str):
+            # 16-bit accumulation stops where a 1 is less than half a step of the sum
             reached = sum_of_ones(op, dtype, self._device)
             short = dtype_name(dtype)
             if reached < TERMS:

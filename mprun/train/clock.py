@@ -2,19 +2,10 @@
 
 A step's time is from "batch ready" to "parameters updated". The wait for the batch is measured
 apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch are not timed,
-and the first timed steps are warm-up (allocators fill, kernels are selected): they are dropped.
-
-On an accelerator a step's kernels still run when the call that launched them returns, and to wait
-for them would slow the run. So a step's time is the difference of the events at the ends of steps,
-read later; it includes the wait for the batch. Where a device has no events, each step is waited
-for.
+and the first timed steps are dropped as warm-up.
 
 A list of all times would grow with every step, in every checkpoint too. So there are two summaries:
-
-    Distribution    for quantiles: counts of values in bins that are 0.1 % wide (Masson, Rim, Lee:
-                    DDSketch, VLDB 2019), so a quantile, the mean of its bin, is off by less
-    ThinnedSeries   for what depends on the order: all of the first 4,096 values, later a random one
-                    of every 2, 4, 8, ... successive values
+`Distribution` for quantiles, and `ThinnedSeries` for what depends on the order.
 """
 
 from __future__ import annotations
@@ -44,7 +35,7 @@ class StepTime(NamedTuple):
     """Of the whole process during the step; None if they are not counted."""
 
 
-COUNTED_FROM_MS = 2.0
+COUNTED_FROM_MS = 2.0  # Steps that take less are short
 # Counting page faults takes several microseconds: of shorter steps every eighth is counted
 COUNT_EVERY = 8
 
@@ -104,7 +95,7 @@ class WaitingClock(Clock):
 
 
 class EventClock(Clock):
-    """Differences of successive step-end events, without a synchronization per step."""
+    """Differences of successive step-end events, which include the wait for the batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,6 +107,7 @@ class EventClock(Clock):
             self._previous = devices.event(self._device)
 
     def stop(self) -> None:
+        # the step's kernels still run here, and to wait for them would slow the run
         end = devices.event(self._device)
         self._pairs.append((self._previous, end))
         self._previous = end
@@ -123,11 +115,11 @@ class EventClock(Clock):
     def take(self) -> list[StepTime]:
         taken, self._pairs = self._pairs, []
         if taken:
-            taken[-1][1].synchronize()
+            taken[-1][1].synchronize()  # events of a stream are in order: the last one is enough
         return [StepTime(start.elapsed_time(end)) for start, end in taken]
 
     def pause(self) -> None:
-        self._previous = None
+        self._previous = None  # the next step begins with an event of its own
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -138,12 +130,13 @@ def clock_for(device: torch.device) -> Clock:
 
 
 BIN_WIDTH = 1e-3  # Relative; a quantile is off by less
-BINS_PER_E = 1 / math.log1p(BIN_WIDTH)
+BINS_PER_E = 1 / math.log1p(BIN_WIDTH)  # Bins from a number to its e-fold
 # Smaller values share a bin. From here to 1e6 there are some 35,000 bins; a run has hundreds.
 LEAST = 1e-9
 
 MAX_VALUES = 4096  # Of a thinned series. Even, because it is thinned in pairs.
 
+# Allocators fill and kernels are selected in the first steps. A short run has few to give up.
 MANY_STEPS = 100
 WARMUP_MANY = 10
 WARMUP_FEW = 3
@@ -153,6 +146,8 @@ MIN_IN_A_THIRD = 10  # Fewer steps give a third's median to more than a few perc
 class Distribution:
     """Counts numbers from 0 on; gives their quantiles."""
 
+    # Masson, Rim, Lee: DDSketch, VLDB 2019: bins of equal relative width bound a quantile's error
+
     def __init__(self, bins: Iterable[tuple[int, int, float]] = ()) -> None:
         self._bins = {key: (count, total) for key, count, total in bins}
 
@@ -160,6 +155,7 @@ class Distribution:
         """Count a number."""
         key = math.floor(math.log(max(value, LEAST)) * BINS_PER_E)
         count, total = self._bins.get(key, (0, 0.0))
+        # the total gives the mean of the bin, which is exact where all of its values are equal
         self._bins[key] = count + 1, total + value
 
     def plus(self, values: Iterable[float]) -> Distribution:
@@ -196,7 +192,7 @@ class Distribution:
 class ThinnedSeries:
     """An even choice of a long series, in order: one value of every `width` successive ones.
 
-    Which one is random, so that nothing periodic is always or never met.
+    That is all of the first 4,096 values; later one of every 2, 4, 8, ...
     """
 
     def __init__(self, most: int = MAX_VALUES) -> None:
@@ -206,7 +202,8 @@ class ThinnedSeries:
         self.width = 1
         self._most = most
         self._next = 0
-        """The position of the next value that is kept."""
+        """The position of the next value that is chosen."""
+        # a random one of each group: every n-th step (a checkpoint, say) may be a slow one
         self._random = random.Random(0)
 
     def add(self, value: float) -> None:
@@ -230,7 +227,7 @@ class ThinnedSeries:
         """Continue a series."""
         self.values = state["values"].tolist()
         self.seen, self.width, self._next = state["seen"], state["width"], state["next"]
-        self._random.seed(self.seen)
+        self._random.seed(self.seen)  # reproducible, without saving its state of 625 numbers
 
 
 def warmup_steps(steps: int) -> int:
@@ -240,7 +237,7 @@ def warmup_steps(steps: int) -> int:
 
 def drift(step_ms: ThinnedSeries) -> float | None:
     """Median time of the last third of the steps over the first third's; None for few steps."""
-    warmup = math.ceil(warmup_steps(step_ms.seen) / step_ms.width)
+    warmup = math.ceil(warmup_steps(step_ms.seen) / step_ms.width)  # values of the series
     times = step_ms.values[warmup:]
     third = len(times) // 3
     if third < MIN_IN_A_THIRD:
@@ -309,6 +306,7 @@ class StepStatistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the statistics."""
         self._steps = state["steps"]
+        # checked: a checkpoint may come from anyone
         self._first = msgspec.convert(state["first"], list[tuple[float | None, ...]])
         step_ms, data_ms, page_faults = map(Distribution, state["columns"])
         self._columns = step_ms, data_ms, page_faults

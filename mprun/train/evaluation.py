@@ -31,16 +31,14 @@ from mprun.train.sums import (
     with_metrics,
 )
 
-TRIAL_BATCHES = 4  # The most batches that are evaluated to learn their time
+TRIAL_BATCHES = 4  # Batches evaluated to learn their time: one to warm up, a median of three
 
 
 class Evaluator:
     """Evaluates a model.
 
     Args:
-        recipe: gives loss and right samples.
-        model: the prepared model.
-        precision: the run's.
+        recipe, model, precision: those of the run.
         check: called after each batch; may raise to end the evaluation.
         metrics: those of the recipe; None: asks it for them.
         ranks: the processes that evaluate together, each a part of every batch.
@@ -77,13 +75,13 @@ class Evaluator:
         self._model.eval()
         with torch.no_grad(), closing(iter(batches)) as stream:
             for batch in stream:
-                if samples and self._is_late(until):
+                if samples and self._is_late(until):  # one batch at least: no score has no samples
                     is_part = True
                     break
                 own = self._score(batch, readback, metrics)
                 sizes += [(part.size, part.weight) for part in own.parts]
                 samples += batch.size
-                if readback.full:
+                if readback.full:  # bounds the scalars that wait on the device
                     sums.add_all(readback.take(), sizes)
                 self._check()
         sums.add_all(readback.take(), sizes)
@@ -101,6 +99,7 @@ class Evaluator:
             return 0.0
         readback, times, began = readback_for(batches.device), [], time.perf_counter()
         metrics = MetricPass(self._metrics, batches.device)
+        # a small set is read again: its few batches may all be the warm-up
         cycle = itertools.chain.from_iterable(itertools.repeat(batches))
         with _unchanged(self._model, batches.device), torch.no_grad():
             self._model.eval()
@@ -110,11 +109,11 @@ class Evaluator:
                 readback.take()  # waits for the device
                 now = time.perf_counter()
                 times.append((now - since) / max(1, batch.size))
-                since = now
+                since = now  # not the time before the next score: reading the batch counts
                 self._check()
                 if self._is_late(began + at_most_s):
                     break
-        return statistics.median(times[1:] or times)
+        return statistics.median(times[1:] or times)  # without the warm-up, if there is more
 
     def _is_late(self, until: float) -> bool:
         """Whether any process has reached a reading of `time.perf_counter`."""
@@ -123,8 +122,9 @@ class Evaluator:
         return self._ranks.any(time.perf_counter() >= until)
 
     def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> Batch:
-        """Score this process's part of a batch; it is returned, without a spare one."""
+        """Score this process's part of a batch, and return it; it is empty if there is none."""
         (part,) = batch.parts
+        # also for a part that only fills up: a forward pass of shards needs all processes
         output = self._precision.forward(self._forward, part.inputs)
         own = batch.without_idle
         if own.parts:

@@ -3,11 +3,10 @@
 A run starts from a run's folder, a checkpoint of mprun, the result of
 `torch.save(model.state_dict(), path)`, or a safetensors file or the index of several. Only weights
 are loaded: optimizer, step and order of the data start from zero, so this is no resumed run.
-Reading someone else's file runs no code: see `torch_file.py`.
+Reading someone else's file runs no code: safetensors has none, and see `load_torch_file`.
 
-The new run may have another precision. Floating weights are converted to float32, which represents
-every float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So the
-weights are rounded at most once; `range_warning` warns if that rounding can cost much.
+The new run may have another precision: weights are rounded at most once, and `range_warning` warns
+if that rounding can cost much.
 
 `mprun export` writes the weights of a run's last checkpoint for other programs, in the dtype that
 the run stored them in:
@@ -20,6 +19,7 @@ the run stored them in:
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from mprun.errors import UsageError, first_line
@@ -38,19 +39,9 @@ from mprun.recipe import Recipe
 from mprun.records.console.formatting import listed
 from mprun.records.files import write_atomic
 from mprun.records.layer_values import computes_float16
-from mprun.records.reader import DamagedArchiveError
+from mprun.records.reader import DamagedArchiveError, open_regular, read_bytes
 from mprun.train import checkpoint
-from mprun.train.torch_file import (
-    IN_FOLDER,
-    SUFFIX,
-    is_safetensors,
-    load_safetensors,
-    load_torch_file,
-    nested,
-    with_tied,
-    without_prefix,
-)
-from mprun.train.user_code import explained, model_of
+from mprun.train.user_code import explain_mistakes, model_of
 
 LEGAL = (
     "legal is a run's folder, a checkpoint of mprun, a safetensors file, or one saved by "
@@ -61,6 +52,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # (uniform within 0.03: 2^-25 / 0.03). A larger share is a property of the weights.
 ZERO_SHARE = 1e-3
 NAMED = 3  # The number of names that a message lists before it counts the rest
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+# Names of the weights in a folder that Hugging Face's libraries wrote
+IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
+MAX_INDEX_BYTES = 2**26  # 64 MiB of names: a larger one would fill the memory for nothing
+# Keys under which training programs keep the weights in a dictionary
+NESTED = ("state_dict", "model_state_dict", "model")
+# What DistributedDataParallel and torch.compile put before the names of a model
+PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
             f"train.init_from={path}: the weights do not fit the model of recipe={name}{of}: "
             f"{'; '.join(misfits)}; give the recipe and the recipe.model.* they were trained with"
         )
+    # float32 holds every float16 and bfloat16 value; the mode casts once, from these
     state = {k: v.float() if v.is_floating_point() else v for k, v in loaded.items()}
     for key, tensor in state.items():
         if count := int(tensor.isnan().sum()):
@@ -108,7 +109,7 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
 
 
 def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -> str | None:
-    """A warning that a float16 mode harms the weights, or None.
+    """A warning that the range of float16 is too small for the weights, or None.
 
     Weights trained in bfloat16 always get one. Others get one if a weight becomes infinite, or more
     than `ZERO_SHARE` of them become zero.
@@ -137,8 +138,9 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
 def _in_folder(path: Path) -> Path:
     """The weights in a folder: a run's checkpoint, else safetensors."""
     file = checkpoint.path_in(path)
-    found = [path / name for name in IN_FOLDER if not file.exists() and (path / name).exists()]
-    return found[0] if found else file
+    if file.exists():
+        return file
+    return next((path / name for name in IN_FOLDER if (path / name).exists()), file)
 
 
 def _missing(path: Path, file: Path) -> UsageError:
@@ -156,7 +158,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     # os.path.isdir is False for a name that is too long, or behind a locked folder.
     file = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112
     try:
-        content = load_safetensors(file) if is_safetensors(file) else load_torch_file(file)
+        content = (
+            load_safetensors(file) if is_safetensors(file) else checkpoint.load_torch_file(file)
+        )
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         if is_missing and not file.exists():  # else it is a part that an index names
@@ -202,7 +206,7 @@ def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
 def model_to_fill(recipe: Recipe) -> nn.Module:
     """A model of the recipe for weights that exist; nobody's random numbers are drawn."""
     what = f"the model of {type(recipe).__name__} cannot be made"
-    with explained(what), torch.random.fork_rng(devices=[]):
+    with explain_mistakes(what), torch.random.fork_rng(devices=[]):
         return model_of(recipe)
 
 
@@ -232,6 +236,81 @@ def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def _size(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "one number"
+
+
+def is_safetensors(file: Path) -> bool:
+    """Whether a file's name is that of safetensors, or of their index."""
+    return file.name.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def load_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors by name, on the CPU.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedArchiveError: it is no such file.
+    """
+    state: dict[str, Tensor] = {}
+    for part in _parts(file):
+        open_regular(part).close()  # a FIFO or a device would block `load_file`
+        try:
+            state |= load_file(part)
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise DamagedArchiveError(f"{part.name}: {error}") from None
+    return state
+
+
+def _parts(file: Path) -> list[Path]:
+    """The file, or those that an index names, which lie beside it."""
+    if not file.name.endswith(INDEX_SUFFIX):
+        return [file]
+    data = read_bytes(file, MAX_INDEX_BYTES)
+    try:
+        names = sorted(set(json.loads(data)["weight_map"].values()))
+        # no paths: someone else's index must not read another folder's files
+        plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DamagedArchiveError("it has no weight_map from names to files") from None
+    if not plain or not names:
+        raise DamagedArchiveError("its weight_map names other files than *.safetensors here")
+    return [file.parent / name for name in names]
+
+
+def nested(content: Any) -> Any:
+    """The weights in a dictionary of a training program, or `content` itself."""
+    if isinstance(content, Mapping) and not _all_tensors(content):
+        for key in NESTED:
+            if _all_tensors(content.get(key)):
+                return content[key]
+    return content
+
+
+def _all_tensors(content: Any) -> bool:
+    is_mapping = isinstance(content, Mapping) and len(content) > 0
+    return is_mapping and all(isinstance(x, Tensor) for x in content.values())
+
+
+def without_prefix(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without the prefixes of wrappers, unless the model's names begin so too."""
+    state = dict(loaded)
+    while state and not set(state) & set(model):  # wrappers may be nested
+        prefix = next((x for x in PREFIXES if all(key.startswith(x) for key in state)), None)
+        if prefix is None:
+            return dict(loaded)
+        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
+
+
+def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights with every name of a tied parameter of which one name is known."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):  # each name of a tied one
+        names.setdefault(id(p), []).append(name)
+    state = dict(loaded)
+    for tied in names.values():
+        if known := [name for name in tied if name in loaded]:
+            state |= {name: loaded[known[0]] for name in tied if name not in loaded}
+    return state
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -306,6 +385,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         UsageError: they do not fit.
     """
     own = dict([*model.named_parameters(), *model.named_buffers()])
+    # `load_state_dict` would cast to the model's dtypes
     for name, tensor in state.items():
         if name in own:
             own[name].data = own[name].data.to(tensor.dtype)
@@ -323,6 +403,7 @@ def _safetensors(state: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes
     places: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         storage = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+        # empty tensors all have the address 0, and share nothing
         places.setdefault((storage, tensor.storage_offset(), tuple(tensor.shape)), name)
     whole = {name: state[name].contiguous().clone() for name in places.values()}
     return save(whole, metadata={"format": "pt", **facts})

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from mprun.errors import RunFailedError
 from mprun.precision import Precision
+from mprun.precision._torch import is_fake
 from mprun.precision.apply import forward_backward
 from mprun.precision.nested import map_tensors
 from mprun.recipe import Recipe
@@ -34,7 +36,7 @@ from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
 from mprun.train.parallel.layouts import Layout
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
-from mprun.train.stopwatch import Stopwatch
+from mprun.train.stopwatch import Stopwatch, TimeLimit
 from mprun.train.sums import (
     NO_SCORES,
     MetricReadback,
@@ -44,7 +46,6 @@ from mprun.train.sums import (
     step_sums,
     with_metrics,
 )
-from mprun.train.time_limit import Schedule, TimeLimit
 
 
 class StopRequestedError(Exception):
@@ -61,10 +62,41 @@ class Limits:
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
         """Optimizer steps if time does not run out; None where only time or the data decide."""
-        countable = self.epochs is not None and steps_per_epoch is not None
-        by_epochs = self.epochs * steps_per_epoch if countable else None  # type: ignore[operator]
-        known = [n for n in (by_epochs, self.max_steps) if n is not None]
-        return min(known) if known else None
+        known = [] if self.max_steps is None else [self.max_steps]
+        if self.epochs is not None and steps_per_epoch is not None:
+            known.append(self.epochs * steps_per_epoch)
+        return min(known, default=None)
+
+
+class Schedule:
+    """Moves the learning rate after each step that the optimizer takes; None for a constant one."""
+
+    def __init__(self, scheduler: LRScheduler | None = None) -> None:
+        self._scheduler = scheduler
+
+    def step(self, skipped: Tensor | None) -> None:
+        """A step was attempted; `skipped` is 1 if it was not taken, None if none ever is."""
+        if self._scheduler is None:
+            return
+        # Skipped steps do not count: a run whose first ones overflow would warm up untrained.
+        # On an accelerator the host waits for the flag; fake tensors have no value.
+        if skipped is None or is_fake(skipped) or not skipped.item():
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` continues from."""
+        return {} if self._scheduler is None else self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue.
+
+        Raises:
+            KeyError: it is the state of no schedule.
+        """
+        if self._scheduler is not None:
+            if "_schedulers" not in state:  # a chain counts in its members
+                self._scheduler.last_epoch = state["last_epoch"]
+            self._scheduler.load_state_dict(state)
 
 
 @dataclass
@@ -134,7 +166,7 @@ class Trainer:
         self.limit(limits)
         self._callbacks = callbacks
         self._stop = stop
-        self._checkpoint_every = checkpoint_every_steps or sys.maxsize
+        self._checkpoint_every = checkpoint_every_steps or sys.maxsize  # no step number reaches it
         self._pending: list[_Pending] = []
         self._step_sums = step_sums(self._ranks)
         self._spent_before_s = 0.0
@@ -144,11 +176,12 @@ class Trainer:
         self._step_times = ProcessTimes(self._ranks)
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # of the last checkpoint: none is written twice
         self._is_asked_to_stop = self._stops = False
         self._in_epoch = False
         self._read_whole_epoch = False
         self._batches_done = 0
+        # before the epoch's order is drawn: a run resumed inside the epoch draws the same one
         self._order_state = parts.order.state()
 
     @cached_property
@@ -194,13 +227,14 @@ class Trainer:
             self._save()
             raise
         except Exception:
+            # else other processes would have to be met, which may be gone
             if self._step_sums.is_alone:
                 with contextlib.suppress(Exception):  # the fault may have left nothing to read
                     self._flush()
             raise
         self._flush()
         self._save_once()
-        if self._sums.epoch:
+        if self._sums.epoch:  # the last epoch had no validation, which would have ended it
             self._end_epoch(NO_SCORES)
 
     def _plan_time(self) -> None:
@@ -226,7 +260,7 @@ class Trainer:
             self._save_once()
         if not self.parts.validation.is_empty or self._metrics:
             self._flush()
-            self.parts.clock.pause()
+            self.parts.clock.pause()  # validation is not part of the next step's time
             scores = self._validate()
             if scores.samples is not None:  # time ran out: a resumed run evaluates all samples
                 self._save_once()
@@ -269,6 +303,7 @@ class Trainer:
             "trained_s": self._time.spent_s,
             "skipped_in_a_row": self._skipped_in_a_row,
             "sums": self._sums.state_dict(),
+            # metrics only where there are some, as before recipes had metrics
             "last_scores": {k: v for k, v in vars(last).items() if k != "metrics" or v},
             "order": self._order_state,
             "next_order": parts.order.state(),
@@ -298,12 +333,14 @@ class Trainer:
         parts.layout.load_optimizer(parts.optimizer, state["optimizer"])
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
+        # inside an epoch its order is drawn once more, and the batches already trained are skipped
         parts.order.restore(self._order_state if self._in_epoch else state["next_order"])
         restore_random_numbers(state, self._ranks)
 
     def _finished(self) -> bool:
         done = self._planned is not None and self.step >= self._planned
-        done |= not self._in_epoch and self.epoch >= self._most_epochs  # of a stream
+        # for a stream, whose number of steps is not planned
+        done |= not self._in_epoch and self.epoch >= self._most_epochs
         return done or self._is_time_over()
 
     def _is_time_over(self) -> bool:
@@ -315,7 +352,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         parts, watch = self.parts, self._watch
         asked_at = watch.switch("data")
-        if not parts.model.training:
+        if not parts.model.training:  # `train` visits every module
             parts.model.train()
         batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
         try:
@@ -326,14 +363,14 @@ class Trainer:
                 self._train_on(batch.trained, asked_at)
                 asked_at = watch.switch("data")
         finally:
-            batches.close()
+            batches.close()  # a loader that was not read to its end ends its worker processes now
 
     def _train_on(self, batch: Batch, asked_at: float) -> None:
         """Take a step on a batch that was asked for at a reading of `time.perf_counter`."""
         parts, clock, watch = self.parts, self.parts.clock, self._watch
         ready_at = watch.switch("compute")
         lr = float(parts.optimizer.param_groups[0]["lr"])  # torchao's is a tensor, changed in place
-        scale = parts.precision.loss_scale.tensor
+        scale = parts.precision.loss_scale.tensor  # of this step; the step may change it
         batch = parts.layout.weighted(batch)
         waited_s = self._ranks.waited_s
         clock.start()
@@ -344,7 +381,7 @@ class Trainer:
         self.step += 1
         self._batches_done += 1
         pairs = zip(result.outputs, batch.parts, strict=True)
-        outputs = [output for output, part in pairs if part.size]  # a spare part does not count
+        outputs = [output for output, part in pairs if part.size]  # an empty part does not count
         batch, correct = batch.without_idle, None
         if self._counts_correct:
             correct = count_correct(parts.recipe, outputs, batch)
@@ -379,10 +416,10 @@ class Trainer:
                 loss, output = forward_backward(
                     parts.precision,
                     forward,
-                    self._loss if part.size else self._loss.spare,
+                    self._loss if part.size else self._loss.zero_loss,
                     part.inputs,
                     part.content,
-                    share=part.weight / weight,
+                    share=part.weight / weight,  # so gradients add up to those of the whole batch
                     run=partial(
                         parts.layout.compute,
                         size=part.size,
@@ -392,6 +429,7 @@ class Trainer:
                 for name, term in self._loss.take_parts().items():
                     terms[name] = terms.get(name, 0) + term * (part.weight / weight)
                 losses.append(loss)
+                # with their graph, the outputs would hold the activations of every micro-batch
                 outputs.append(map_tensors(Tensor.detach, output))
         parts.layout.end_backward()
         skipped = parts.precision.step(parts.optimizer)
@@ -415,7 +453,7 @@ class Trainer:
         times = self.parts.clock.take()
         lines, closed = [], []
         for p, step_metrics, step_time in zip(pending, metrics, times, strict=True):
-            assert step_metrics.loss is not None
+            assert step_metrics.loss is not None  # only an evaluated batch may have none
             line = StepLine(
                 step=p.step,
                 epoch=p.epoch,
@@ -425,7 +463,7 @@ class Trainer:
                 skipped=step_metrics.skipped,
                 step_time_ms=step_time.ms,
                 data_time_ms=p.data_time_ms,
-                timed=self.parts.train.batch_size in (None, p.size),
+                timed=self.parts.train.batch_size in (None, p.size),  # no partial last batch
                 page_faults=step_time.page_faults,
                 parts=step_metrics.parts,
             )
@@ -441,6 +479,7 @@ class Trainer:
             for callback in self._callbacks:
                 callback.on_steps(lines)
         self.parts.clock.pause()  # the callbacks' time is not part of the next step
+        # after the callbacks: the record has the line of the step that ends the run
         for line in lines:
             self._check(line)
 
@@ -470,6 +509,7 @@ class Trainer:
         """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
         length = self.parts.train.length
+        # the last step may be the epoch's last one, before the loader was asked for a further batch
         is_read = self._read_whole_epoch or (length is not None and self._batches_done >= length)
         is_cut_off = ended.epoch == self.epoch and not is_read
         scores = with_metrics(ended.scores(), self._metric_pass.compute())

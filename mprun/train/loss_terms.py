@@ -47,27 +47,28 @@ class LossTerms:
         try:
             value = self._loss(output, batch)
         except Exception as error:
-            if output is None:  # the cause of whatever the loss says
+            if output is None:  # the cause of any error of the loss
                 raise RunFailedError(self._no_output) from error
             raise
         if type(value) is Tensor and value.requires_grad and _is_scalar(value):
-            return value  # at once: the clock of the step runs
+            return value  # at once: the checks below would be part of the step's time
         if isinstance(value, Mapping):
             value = self._sum(value)
         if value is None and not torch.is_grad_enabled() and not self._is_judged:
             return cast(Tensor, None)
         return self._checked(value, output)
 
-    def spare(self, output: Any, batch: Any) -> Tensor:
+    def zero_loss(self, output: Any, batch: Any) -> Tensor:
         """A loss of 0 that depends on every floating output, with parts of 0.
 
-        A process without samples of its own takes it: its gradients are 0, and it takes part in
-        everything that the processes exchange. The recipe's loss would be a mean over nothing.
+        It is for a process without samples of its own: the recipe's loss would be a mean over
+        nothing.
         """
-        with torch.no_grad():
+        with torch.no_grad():  # only for the names of the parts, which all processes add up
             self(output, batch)
         self._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
         tensors = [x for x in all_tensors(output) if x.is_floating_point() and x.requires_grad]
+        # every output: then each parameter gets its gradient of 0, which the others wait for
         return sum((x.float().sum() * 0.0 for x in tensors), torch.zeros(()))
 
     def take_parts(self) -> dict[str, Tensor]:
@@ -108,6 +109,7 @@ class LossTerms:
                 f"{', '.join(map(repr, parts))}; legal: a METRIC that names one of them"
             )
         self._parts = {name: part.detach().reshape(()) for name, part in parts.items()}
+        # not `sum`: it begins with the int 0, an addition more in the graph of the step
         return cast(Tensor, reduce(operator.add, parts.values()))
 
     def _checked(self, value: Any, output: Any) -> Tensor:
@@ -182,9 +184,10 @@ def checked_count(recipe: Recipe) -> Callable[[Any], float] | None:
         value: Any = recipe.count(batch)  # a user's code may return anything
         is_scalar = isinstance(value, Tensor) and value.numel() == 1
         number = value.item() if is_scalar else value
+        # a bool is an int of Python: `count` that returns a comparison is a mistake
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise RunFailedError(f"count returned {shown(value)}; {_LEGAL_COUNT}{where}")
-        if not 0 <= number < float("inf"):
+        if not 0 <= number < float("inf"):  # false for NaN too
             raise RunFailedError(f"count returned {number}; {_LEGAL_COUNT}{where}")
         return float(number)
 

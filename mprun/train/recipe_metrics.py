@@ -1,7 +1,6 @@
 """The metrics of a recipe: what they may be, one pass of them over an epoch or a set, their state.
 
-A pass works on copies of the recipe's metrics, so it starts without batches and never mixes with
-another one, whatever `reset` does. Metrics see a training step's outputs after the clock stopped.
+Metrics see a training step's outputs after the clock stopped.
 
 The state of a metric is its `state_dict` (of torchmetrics: once its states are persistent), or its
 attributes, as far as a checkpoint can hold them: numbers, text, tensors, and lists, tuples and
@@ -33,8 +32,7 @@ from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.data import Batch
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.metrics import SHIPPED
-from mprun.train.metrics.summed import scores_and_targets
+from mprun.train.metrics import SHIPPED, scores_and_targets
 from mprun.train.parallel.ranks import Ranks
 from mprun.train.user_code import described, is_out_of_memory
 
@@ -88,12 +86,12 @@ def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
             f"metrics() returned {shown(given)}; legal is a dict of name to metric, or a "
             "MetricCollection of torchmetrics"
         )
-    found: dict[str, RecipeMetric] = {}
+    metrics: dict[str, RecipeMetric] = {}
     for name, value in _each(given):
-        if name in found:
+        if name in metrics:  # a collection gives names of its own
             raise UsageError(f"metrics() names two metrics {name!r}; rename one")
-        found[_checked_name(name)] = _metric(name, value)
-    return found
+        metrics[_checked_name(name)] = _metric(name, value)
+    return metrics
 
 
 def _each(given: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -114,11 +112,12 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 def _is_of_torchmetrics(value: Any, name: str) -> bool:
     """Whether it is an instance of a class of torchmetrics, which may not be installed."""
-    module = sys.modules.get("torchmetrics")
+    module = sys.modules.get("torchmetrics")  # not imported: no metric is of it
     return module is not None and isinstance(value, getattr(module, name))
 
 
 def _checked_name(name: Any) -> str:
+    # names are columns of tables and keys of the record
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 60:
         raise UsageError(f"metrics() names a metric {name!r:.80}; legal is a short text")
     if name in RESERVED or name.startswith(PREFIX):
@@ -193,6 +192,7 @@ class MetricPass:
     ) -> None:
         self._ranks = ranks or Ranks()
         self._given = metrics
+        # copies: a pass starts without batches, and mixes with no other, whatever `reset` does
         self._metrics = {name: _copied(name, x, device) for name, x in metrics.items()}
         self._device = device
         self._held: list[_HeldStep] = []
@@ -205,20 +205,18 @@ class MetricPass:
         return bool(self._metrics)
 
     def add(self, outputs: Sequence[Any], batch: Batch, skipped: Tensor | None = None) -> None:
-        """Add a batch, unless its step was skipped.
-
-        On an accelerator, what a step that may be skipped adds is held until the next one is
-        queued, so that the host seldom waits for the flag and the device never for the host.
-        """
+        """Add a batch, unless its step was skipped."""
         if not self._metrics:
             return
         contents = [part.content for part in batch.parts]
         if skipped is None:
             self._update(outputs, contents)
-        elif not devices.backend(self._device).events:
+        elif not devices.backend(self._device).events:  # the step has been waited for
             if not skipped.item():
                 self._update(outputs, contents)
         else:
+            # held until the next step is queued: the host seldom waits for the flag, and the device
+            # never for the host
             self._held.append(_HeldStep(outputs, contents, skipped))
             self._release(keep=1)
 
@@ -340,7 +338,8 @@ class MetricPass:
                 entry.metric.to(self._device)
 
 
-_PLAIN = (Tensor, str, int, float, type(None))
+_PLAIN = (Tensor, str, int, float, type(None))  # What `torch.load` with `weights_only` reads
+# Attributes that do not change in training: not saved, and no reason to refuse a state
 _CONSTANT = (
     *(types.FunctionType, types.BuiltinFunctionType, type),
     *(types.ModuleType, torch.dtype, torch.device, Enum),
@@ -368,6 +367,7 @@ def _attributes(metric: Any) -> dict[str, Any]:
     Raises:
         TypeError: it has more than attributes.
     """
+    # contents that `vars` does not show would be lost
     has_slots = any(vars(kind).get("__slots__") for kind in type(metric).mro())
     if has_slots or isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):
         raise TypeError
@@ -388,7 +388,7 @@ def _keeps_state(metric: Any) -> bool:
         persistent: Any = getattr(metric, "persistent", None)
         if not callable(persistent):  # a plain module's state_dict lacks its attributes
             return False
-        persistent(True)
+        persistent(True)  # else the state_dict of torchmetrics is empty
     return all(callable(getattr(metric, x, None)) for x in ("state_dict", "load_state_dict"))
 
 
@@ -476,4 +476,5 @@ def _number(name: str, value: Any) -> Number | None:
             f"metric {name!r}: compute returned {shown(value)}; legal is one number, so list "
             "those of several classes or of a collection one by one"
         )
+    # readers of the record refuse larger numbers
     return math.copysign(math.inf, number) if abs(number) > LARGEST else number

@@ -4,14 +4,9 @@
 for anyone's. Its state is part of every checkpoint, so the figures of a resumed run cover the whole
 run.
 
-`EpochHistory` chooses the epochs of a summary, as `summary.json` is replaced often. A run of 500
-epochs or fewer keeps all of them. A longer one keeps an even choice (every second, fourth, eighth
-... epoch), and beside it the first, the last and the best epoch, the first one with a loss that is
-not finite, and those that were validated in part. `metrics.jsonl` has a line for every epoch.
-
-`MemoryCount` counts the memory of a step after the first steps. It runs a step on fake tensors,
-whose import takes longer than the rest of a start: so a run trains earlier, and a step that fails
-does so at once.
+`ExceptionLog` records the floating-point exceptions (fp_exceptions.json), `GuardLog` the products
+that passed a threshold (guard_layers.yaml). Of several processes, each knows all exceptions, and
+all respond alike.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -31,12 +26,16 @@ import torch
 from mprun import __version__
 from mprun.precision import devices
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
-from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
+from mprun.precision.gemm_guard import GemmFinding, GemmGuard
+from mprun.records.files import write_json
+from mprun.records.layer_values import guard_layers
+from mprun.records.run_folder import GUARD_LAYERS, RunFolder, epoch_lines, read_epochs
 from mprun.records.run_record import (
     SCHEMA_VERSION,
     Conditions,
     DataTimes,
     Epoch,
+    FpExceptionsRow,
     LossScaleRow,
     Memory,
     Metric,
@@ -54,13 +53,16 @@ from mprun.train.clock import StepStatistics, ThinnedSeries, drift
 from mprun.train.loss_terms import PREFIX
 from mprun.train.machine import machine
 from mprun.train.machine.conditions import LoadMeter, clock_mhz
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.stopwatch import Stopwatch
+from mprun.watch.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
 
-MAX_EPOCHS = 500  # Of the even choice
+# Of the even choice. `summary.json` is replaced often; `metrics.jsonl` has a line for every epoch.
+MAX_EPOCHS = 500
 
 
 class EpochHistory:
-    """Chooses the epochs that a summary shows.
+    """Chooses the epochs that a summary shows: all, or of many an even choice and some others.
 
     Args:
         metric: decides which epoch is the best: by its validation, else by its training.
@@ -82,9 +84,9 @@ class EpochHistory:
         if self.last is not None and epoch.epoch <= self.last.epoch:
             return
         self.last = epoch
-        if (epoch.epoch - 1) % self._stride == 0:
+        if (epoch.epoch - 1) % self._stride == 0:  # the first epoch is always one of them
             self._even.append(epoch)
-        if len(self._even) > self._most:
+        if len(self._even) > self._most:  # then every second, fourth, eighth ... epoch
             self._stride *= 2
             self._even = [x for x in self._even if (x.epoch - 1) % self._stride == 0]
         if epoch.validation.samples is not None or self._is_first_broken(epoch):
@@ -93,10 +95,10 @@ class EpochHistory:
             self._best, self._best_score = epoch, score
 
     def epochs(self) -> list[Epoch]:
-        """Those kept, in order."""
+        """Those chosen, in order."""
         single = [x for x in (self._best, self.last) if x is not None]
-        kept = {x.epoch: x for x in (*self._even, *self._special, *single)}
-        return [kept[epoch] for epoch in sorted(kept)]
+        chosen = {x.epoch: x for x in (*self._even, *self._special, *single)}
+        return [chosen[epoch] for epoch in sorted(chosen)]
 
     def _is_first_broken(self, epoch: Epoch) -> bool:
         return _is_broken(epoch) and not any(map(_is_broken, self._special))
@@ -157,16 +159,15 @@ def new_summary(
     )
 
 
-WRITE_SUMMARY_EVERY_S = 1.0
+WRITE_SUMMARY_EVERY_S = 1.0  # An epoch may take milliseconds, a synced file as many
 
 
 class Recorder(Callback):
     """Records events in the run's folder.
 
     Args:
-        summary: updated with every event.
-        folder: the run's folder.
-        arithmetic: the run's; it lists the ops that it substituted.
+        summary, folder: where events are recorded.
+        arithmetic: lists the ops that it substituted.
         device: where the run computes.
         log_every: every n-th step gets a line in metrics.jsonl; skipped steps always do.
         watch: counts the run's seconds.
@@ -196,7 +197,8 @@ class Recorder(Callback):
 
     def on_steps(self, lines: list[StepLine]) -> None:
         summary = self._summary
-        self._first_ms = lines[0].step_time_ms if self._first_ms is None else self._first_ms
+        if self._first_ms is None:
+            self._first_ms = lines[0].step_time_ms
         for line in lines:
             if line.timed and self._timed:
                 self._statistics.add(line.step_time_ms, line.data_time_ms, line.page_faults)
@@ -233,6 +235,7 @@ class Recorder(Callback):
     def _write(self, rows: list[dict[str, Any]]) -> None:
         """Write lines and events by step, and the summary if an epoch ended and it is time."""
         rows, self._events = rows + self._events, []
+        # stable, so an event follows the line of its step
         self._folder.lines(sorted(rows, key=lambda row: int(row["step"])))
         ended = any(row["kind"] == "epoch" for row in rows)
         if ended and time.perf_counter() - self._written_at > WRITE_SUMMARY_EVERY_S:
@@ -265,11 +268,12 @@ class Recorder(Callback):
         summary.metrics = metric_rows(self._history.last, summary.test)
         summary.step_time_ms = statistics.step_times()
         if summary.backend.compile and self._first_ms and summary.step_time_ms.median:
+            # the first step compiles and trains
             summary.backend.compile_s = (self._first_ms - summary.step_time_ms.median) / 1e3
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()
-        if summary.batch_size:
+        if summary.batch_size:  # 0 in an observed loop before its first step
             summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
         summary.memory_bytes.allocator_peak = devices.peak_bytes(self._device)
 
@@ -305,7 +309,7 @@ class Recorder(Callback):
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]
         scale = msgspec.convert(state["loss_scale"], LossScaleRow)
-        if scale.kind != summary.loss_scale.kind:
+        if scale.kind != summary.loss_scale.kind:  # of another run, or a file that was changed
             raise ValueError(
                 f"journal.loss_scale.kind is {scale.kind!r}, not {summary.loss_scale.kind!r}"
             )
@@ -313,15 +317,11 @@ class Recorder(Callback):
         self._substituted = msgspec.convert(state["substitutions"], list[Substitution])
 
 
-READ_CLOCK_EVERY_S = 1.0  # A reading costs a file for each CPU
+READ_CLOCK_EVERY_S = 1.0  # A reading opens a file for each CPU
 
 
 class ConditionsRecorder(Callback):
-    """Sets `conditions` of the summary at the end; those of a resumed run are its last part's.
-
-    Args:
-        summary: the run's.
-    """
+    """Sets `conditions` of the summary at the end; those of a resumed run are its last part's."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
@@ -329,7 +329,7 @@ class ConditionsRecorder(Callback):
         self._clock_mhz = ThinnedSeries()
         self._clock_ends_mhz: tuple[float, float] | None = None
         """The first reading and the last one."""
-        self._read_at = -READ_CLOCK_EVERY_S
+        self._read_at = -READ_CLOCK_EVERY_S  # the first step is read
         self._step_ms = ThinnedSeries()
 
     def on_steps(self, lines: list[StepLine]) -> None:
@@ -360,7 +360,7 @@ class MemoryCount(Callback):
     """Sets `memory_bytes` of a summary, once.
 
     Args:
-        summary: the run's.
+        summary: is updated.
         count: gives bytes by category, and touches nothing of the run; it takes the seconds of the
             shortest step so far, None where no step was timed.
         watch: counts the run's seconds; these belong to its start-up.
@@ -373,6 +373,8 @@ class MemoryCount(Callback):
         self._done = False
 
     def on_steps(self, lines: list[StepLine]) -> None:
+        # not before: it runs a step on fake tensors, whose import takes longer than the rest of a
+        # start. So a run trains earlier, and a step that fails does so at once.
         self._once(min((line.step_time_ms / 1e3 for line in lines), default=None))
 
     def on_end(self, status: Status) -> None:
@@ -385,3 +387,138 @@ class MemoryCount(Callback):
         self._done = True
         with self._watch.during("start_up"):
             self._summary.memory_bytes = replace(self._summary.memory_bytes, **self._count(step_s))
+
+
+EXCEPTIONS_VERSION = 1  # Of fp_exceptions.json
+# Findings and expected exceptions after which no more events are written; counting continues
+EVENTS = 1000
+
+
+class ExceptionLog(Callback):
+    """Records the exceptions of each step.
+
+    Args:
+        exceptions: its report has all exceptions so far.
+        row: the summary's counts, which are updated; None if the run does not detect exceptions.
+        folder, recorder: where they are recorded, as a file and as events.
+        show: prints a line.
+    """
+
+    def __init__(
+        self,
+        exceptions: RunExceptions,
+        row: FpExceptionsRow | None,
+        folder: RunFolder,
+        recorder: Callback,
+        show: Callable[[str], None],
+    ) -> None:
+        self._report, self._row = exceptions.report, row
+        self._folder, self._recorder, self._show = folder, recorder, show
+
+    def on_step_end(self, outcome: StepOutcome) -> None:
+        """Write events and show new findings, unless the error that ends the run shows them."""
+        counts = self._report.counts
+        if counts["finding"] + counts["expected"] <= EVENTS:
+            for exception in outcome.exceptions:
+                if exception.verdict != "absorbed":
+                    self._recorder.on_event(event_row(exception))
+        if outcome.new_findings and outcome.stop_reason is None:  # else the error has them
+            for line in finding_lines(outcome.new_findings):
+                self._show(line)
+            self._write()
+
+    def on_end(self, status: Status) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        """Update the summary and the file."""
+        if self._row is not None:
+            vars(self._row).update(self._report.counts, dropped_steps=self._report.dropped_steps)
+            file = {"schema_version": EXCEPTIONS_VERSION, **self._report.state_dict()}
+            write_json(self._folder.path / "fp_exceptions.json", file)
+
+
+def event_row(exception: FpException) -> dict[str, object]:
+    """An exception's line in metrics.jsonl; fp_exceptions.json has the rest."""
+    columns = ("step", "verdict", "kind", "op", "phase", "module", "location", "process")
+    row = {name: getattr(exception, name) for name in columns}
+    if exception.process is None:
+        del row["process"]
+    return {"what": row.pop("kind"), "kind": "event", "event": "fp_exception", **row}
+
+
+def of_all_processes(ranks: Ranks, own: Iterable[FpException]) -> tuple[FpException, ...]:
+    """The exceptions of a step in all processes, each with the number of its process.
+
+    Where one process has seen an op, exceptions without an op are left out.
+    """
+    if ranks.size == 1:
+        return tuple(own)
+    every = [
+        replace(exception, process=number)
+        for number, exceptions in enumerate(ranks.gather([*own]))
+        for exception in exceptions
+    ]
+    # gradients are summed, so a NaN of one process appears in the others without an op
+    known = [exception for exception in every if exception.has_op]
+    return tuple(known or every)
+
+
+class GuardLog(Callback):
+    """Records the products of each step that passed a threshold.
+
+    Args:
+        guard: reports them.
+        summary: its `guard` is updated; nothing is recorded where that is None.
+        folder: gets guard_layers.yaml.
+        recorder: gets an event for each product of a step; it is notified after this.
+    """
+
+    def __init__(
+        self, guard: GemmGuard, summary: Summary, folder: RunFolder, recorder: Callback
+    ) -> None:
+        self._guard, self._summary = guard, summary
+        self._folder, self._recorder = folder, recorder
+        self._heard: list[GemmFinding] = []
+        """Of steps whose lines are not written yet."""
+        self._count = 0
+        guard.listen(self._hear)
+
+    def _hear(self, finding: GemmFinding) -> None:
+        self._count += 1
+        if self._count <= EVENTS:
+            self._heard.append(finding)
+
+    def on_steps(self, lines: list[StepLine]) -> None:
+        epochs = {line.step: line.epoch for line in lines}
+        for finding in self._heard:
+            # else its step is reported later, with its line
+            if finding.step in epochs:
+                self._recorder.on_event(self._event(finding, epochs[finding.step]))
+        self._heard = [x for x in self._heard if x.step not in epochs]
+
+    def _event(self, finding: GemmFinding, epoch: int) -> dict[str, Any]:
+        """A finding's line in metrics.jsonl."""
+        row = {**finding._asdict(), "factors": [*finding.factors], "epoch": epoch}
+        return {"kind": "event", "event": "guard", "action": self._guard.action, **row}
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        self._write()
+
+    def on_end(self, status: Status) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        """Update the summary and the file."""
+        if self._summary.guard is not None:
+            self._summary.guard.gemms = self._guard.rows
+            self._folder.write(GUARD_LAYERS, guard_layers(self._summary))
+
+    def state_dict(self) -> dict[str, Any]:
+        """A resumed run has the events and counts of an uninterrupted one."""
+        return {"events": self._count, **self._guard.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._count = int(state["events"])
+        self._guard.load_state_dict(state)

@@ -45,7 +45,6 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
-from mprun.train.exception_log import ExceptionLog, GuardLog
 from mprun.train.loggers import Logger
 from mprun.train.loop import (
     StopRequestedError,
@@ -56,7 +55,13 @@ from mprun.train.loop import (
 from mprun.train.parallel.coordinator import Coordinator, coordinator_here
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import PeerLostError
-from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
+from mprun.train.recorder import (
+    ConditionsRecorder,
+    ExceptionLog,
+    GuardLog,
+    MemoryCount,
+    Recorder,
+)
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.user_code import explain_faults
@@ -99,7 +104,7 @@ def run(
     """
     watch = watch or Stopwatch()
     earlier = _earlier_summary(plan)
-    with contextlib.closing(_open_folder(plan, saved)) as folder:
+    with contextlib.closing(_open_folder(plan, saved)) as folder:  # holds its lock until the end
         summary = _first_summary(plan, resolved, earlier, watch)
         messages = Messages(summary, callbacks)
         first_step = None if saved is None else saved["trainer"]["step"] + 1
@@ -166,7 +171,8 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
-    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
+    # The order matters: the guard's events come before the recorder's lines of their steps, and
+    # loggers write before a checkpoint: a run resumed from it does not log earlier steps again.
     callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
     every = plan.config.train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
@@ -358,7 +364,7 @@ def _earlier_summary(plan: Plan) -> Summary | None:
         return None
     try:
         earlier = read_summary(Path(resume))
-    except MprunError:
+    except MprunError:  # it was killed before its first summary
         return None
     if plan.recipe_source is None and name != earlier.data.name:
         raise UsageError(

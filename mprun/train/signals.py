@@ -1,13 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP: a run ends between two steps, with everything recorded.
 
 While PyTorch computes, a signal only sets a flag, which the loop checks after each step. So
-parameters are never half updated, and no exception passes through C++ code, which would end the
-process. At any other time, and at the second signal, an exception is raised at once: nobody has to
-wait for a slow download.
-
-SIGHUP says that the terminal was closed. It may come twice, from the system and from the shell, so
-its repetition asks for nothing more; and output to that terminal would fail, so it goes nowhere. A
-process that was started to ignore it (`nohup`) continues to.
+parameters are never half updated. At any other time, and at the second signal, an exception is
+raised at once: nobody has to wait for a slow download.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from types import FrameType, TracebackType
 from mprun.errors import EndError
 from mprun.records.files import leave_if_forked
 
-SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
+SIGHUP = getattr(signal, "SIGHUP", None)  # The terminal was closed. Windows has none
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))
 
 
@@ -47,6 +42,7 @@ class StopSignals:
         self._before: list[tuple[int, object]] = []
 
     def __enter__(self) -> StopSignals:
+        # a process that was started to ignore SIGHUP (`nohup`) continues to
         heeded = [s for s in SIGNALS if s != SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
         self._before = [(s, signal.signal(s, self._handle)) for s in heeded]
         return self
@@ -64,9 +60,10 @@ class StopSignals:
         first = self.received is None
         if number == SIGHUP:
             _leave_closed_terminal()
-            if not first:
+            if not first:  # the system and the shell may both send it: no second request
                 return
         self.received = self.received or number
+        # raised inside of PyTorch, it would pass through C++ code, which ends the process
         if not (self._deferred and (first or self._patient)):
             raise SignalReceivedError
 
@@ -84,11 +81,6 @@ class StopSignals:
         leave_if_forked()
         return self.received is not None
 
-    def check(self) -> None:
-        """Raise `SignalReceivedError` if a signal was received while it was deferred."""
-        if self.requested():
-            raise SignalReceivedError
-
     @property
     def name(self) -> str:
         """The signal's name for the user."""
@@ -104,10 +96,10 @@ class StopSignals:
 def _leave_closed_terminal() -> None:
     """Send to nowhere what this process still prints to a terminal that was closed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # of no file, or closed
             descriptor = stream.fileno()
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
-            if is_device and not os.isatty(descriptor):
+            if is_device and not os.isatty(descriptor):  # printing to it would raise EIO
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 

@@ -1,10 +1,8 @@
 """The wall time of a run, by what it is spent on.
 
-A run is slower than its steps. Data, evaluation, metrics, logging, checkpoints and the start-up
-take time that a step time does not show, and time that nobody measures grows unnoticed. So a
-stopwatch is always in exactly one category. Each change of category adds the time since the last
-change to the category that ends. So the categories sum to the wall time by construction. A change
-costs a fraction of a microsecond, so each step can afford three.
+A run is slower than its steps: data, evaluation, logging and the start-up take time that a step
+time does not show. A stopwatch is always in exactly one category, so the categories sum to the wall
+time. `TimeLimit` ends training in time for the last evaluation.
 
     start_up     until the first step: imports, configuration, data, model, memory of a step
     data         waits for batches, which include drawing the order of an epoch
@@ -21,6 +19,7 @@ when the queue of the device is full. The step times of the record do not depend
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -50,7 +49,7 @@ class Stopwatch:
 
     def switch(self, category: str) -> float:
         """Begin a category, which ends the current one; the `time.perf_counter` of now."""
-        now = time.perf_counter()
+        now = time.perf_counter()  # a fraction of a microsecond: each step affords three
         self._seconds[self._category] += now - self._since
         self._category, self._since = category, now
         return now
@@ -94,15 +93,101 @@ class Stopwatch:
 
 
 def process_start() -> float:
-    """The `time.perf_counter` at which this process was started.
-
-    Linux has the start in units of 10 ms. Where it is not known, this is the import of this module.
-    """
+    """The `time.perf_counter` at which this process was started; else that of this import."""
     with suppress(Exception):  # no /proc, or one of another form
         text = Path("/proc/self/stat").read_text(encoding="utf-8")
         ticks = int(text.rpartition(")")[2].split()[19])  # field 22; a name may contain spaces
+        # in ticks of 10 ms since the boot, sleep included
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         now = time.perf_counter()
         if now - IMPORTED_AT <= age_s <= MAX_START_S:
             return now - age_s
     return IMPORTED_AT
+
+
+CAUTION = 1.25  # Evaluation is expected to take longer than its first batches by this factor
+EVALUATION_SHARE = 0.5  # Evaluation after training gets at most this share of the time
+RECORD_SHARE = 0.02  # This share of the limit is left for the last checkpoint and the record
+# Timing the first batches of evaluation ends when it took this share of the limit
+TRIAL_SHARE = 0.05
+
+
+class TimeLimit:
+    """When training and evaluation end, so that a run takes at most `train.max_time_s`.
+
+    The limit covers all that the user waits for, from the start-up to the last score. So the time
+    for evaluation is reserved before training begins, by the seconds per sample of a few batches;
+    every full validation replaces this estimate by its own rate.
+
+    Args:
+        limit_s: seconds for the whole run; None for no limit.
+        watch: the run's.
+        validation_samples, test_samples: how many are evaluated.
+    """
+
+    def __init__(
+        self, limit_s: float | None, watch: Stopwatch, validation_samples: int, test_samples: int
+    ) -> None:
+        self.step_s = 0.0
+        """Seconds of the last step: another one must fit in."""
+        self.training_until = self.validation_until = self.test_until = math.inf
+        """Readings of `time.perf_counter`."""
+        self._spent_before_s = 0.0
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._watch = watch
+        self._validation_samples, self._test_samples = validation_samples, test_samples
+        self._ends_at = self._room_s = math.inf
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return math.isfinite(self._limit_s)
+
+    @property
+    def trial_s(self) -> float:
+        """Seconds for timing the first batches of evaluation; 0 if there is nothing to plan."""
+        is_needed = math.isfinite(self._limit_s) and self._spent_before_s < self._limit_s
+        return TRIAL_SHARE * self._limit_s if is_needed else 0.0
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the limit that are spent: all of them when training ended by it."""
+        spent_s = self._spent_before_s + self._watch.elapsed_here_s
+        # a run that ended at its limit takes no further step when it is resumed with the same one
+        return max(spent_s, self._limit_s) if self.is_training_over() else spent_s
+
+    def begin(self, spent_before_s: float) -> None:
+        """Start-up is over: set the end of the run.
+
+        Args:
+            spent_before_s: `spent_s` of the run that is resumed; 0 for a new one.
+        """
+        self._spent_before_s = spent_before_s
+        if math.isinf(self._limit_s):
+            return
+        left_s = self._limit_s - spent_before_s
+        # a long start-up cannot use up the limit: half of it stays for training and evaluation
+        self._room_s = max(left_s - self._watch.elapsed_here_s, left_s / 2)
+        now = time.perf_counter()
+        self._ends_at = now + self._room_s
+        self.training_until = self._ends_at
+        if left_s > 0:  # else the resumed run only evaluates, without a limit
+            self.validation_until = self.test_until = self._ends_at
+
+    def reserve(self, seconds_per_sample: float) -> None:
+        """Set the end of training by the time that an evaluated sample takes."""
+        if math.isinf(self._limit_s) or math.isinf(self.test_until):
+            return
+        validation_s, test_s = (
+            CAUTION * seconds_per_sample * n for n in (self._validation_samples, self._test_samples)
+        )
+        needed_s = validation_s + test_s
+        share = min(1.0, EVALUATION_SHARE * self._room_s / needed_s) if needed_s else 0.0
+        # evaluation ends in time too, with the samples it has: the estimate may be too small
+        self.validation_until = self._ends_at - share * test_s
+        record_s = min(RECORD_SHARE * self._limit_s, self._room_s / 4)
+        self.training_until = self._ends_at - share * needed_s - record_s
+
+    def is_training_over(self) -> bool:
+        """Whether the time for training is up."""
+        return time.perf_counter() + self.step_s >= self.training_until

@@ -57,19 +57,14 @@ def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetric
     loss, correct, loss_scale, skipped, *parts = values
     count = None if correct is None else int(correct)
     scale = 1.0 if loss_scale is None else loss_scale
-    if not parts:
+    if not parts:  # the usual case, without a dict for each step
         return StepMetrics(loss, count, scale, bool(skipped))
     named = {k: x for k, x in zip(names, parts, strict=False) if x is not None}
     return StepMetrics(loss, count, scale, bool(skipped), named)
 
 
 class MetricReadback:
-    """Collects the scalars of each step, and reads them at once.
-
-    On the CPU they are computed when the step returns. To keep thousands of tiny tensors alive
-    between large ones would make the allocator return memory and fault it in again at every step
-    (measured: 30 to 50 page faults a step on `linear`).
-    """
+    """Collects the scalars of each step, and reads them at once."""
 
     def __init__(self) -> None:
         self._metrics: list[StepMetrics] = []
@@ -81,6 +76,9 @@ class MetricReadback:
 
     def put(self, scalars: Scalars) -> None:
         """Add a step's scalars."""
+        # On the CPU they are computed when the step returns. Thousands of tiny tensors between
+        # large ones would make the allocator return memory and fault it in again at every step
+        # (measured: 30 to 50 page faults a step on `linear`).
         values = [None if x is None else x.item() for x in scalars.values]
         self._metrics.append(_metrics(values, scalars.parts))
 
@@ -126,6 +124,7 @@ class DeviceReadback(MetricReadback):
 def readback_for(device: torch.device) -> MetricReadback:
     """The readback for a device."""
     known = devices.backend(device)
+    # without float64 (MPS), counts above 2^24 would not be exact in one row with losses
     return DeviceReadback() if known.events and known.float64 else MetricReadback()
 
 
@@ -144,6 +143,7 @@ def count_correct(recipe: Recipe, outputs: Sequence[Any], batch: Batch) -> Tenso
         for output, part in zip(outputs, batch.parts, strict=True)
     ]
     known = [count for count in counts if count is not None]
+    # begins with a tensor: `0 + x` would be a kernel more in each step
     return sum(known[1:], known[0]) if known else None
 
 
@@ -173,6 +173,7 @@ def with_metrics(scores: Scores, values: Mapping[str, Number | None]) -> Scores:
     if not values:
         return scores
     accuracy = scores.accuracy
+    # a metric in percent, say, stays a metric: the record's accuracy is a share
     if (own := values.get("accuracy")) is not None and 0 <= number(own) <= 1:
         accuracy = number(own)
     return replace(scores, accuracy=accuracy, metrics={**(scores.metrics or {}), **values})
@@ -226,6 +227,7 @@ class Sums:
     def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all processes up; each has seen other samples."""
         every = ranks.gather([*self.parts])
+        # one order in all processes, as `totals` adds by position
         names = list(dict.fromkeys(name for names in every for name in names))
         counts = self.correct is not None
         own = [self.loss, self.weight, self.samples, counts, self.correct or 0]
@@ -253,11 +255,11 @@ class Sums:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the sums of a checkpoint."""
         vars(self).update({"parts": {}, **state})
-        self.parts = dict(self.parts)
+        self.parts = dict(self.parts)  # a copy: `add` would change the checkpoint
 
 
 EVERY_S = 0.25  # Losses are read and lines are written at least this often, if steps are shorter
-MAX_STEPS = 1000
+MAX_STEPS = 1000  # Below the 1,024 steps that a `DeviceReadback` holds
 # The number of steps grows by this factor at most: the first steps of a process are slow
 GROWTH = 4
 
@@ -296,11 +298,7 @@ class StepSums:
 
 
 class ProcessStepSums(StepSums):
-    """One of several processes.
-
-    To add figures up at every step would make the processes wait for each other once more in it. So
-    all meet after a number of steps that takes about `EVERY_S`, on which they agree each time.
-    """
+    """One of several processes; all meet after an agreed number of steps, of about `EVERY_S`."""
 
     is_alone = False
 
@@ -314,12 +312,13 @@ class ProcessStepSums(StepSums):
 
     def is_due(self, stop: bool) -> bool:
         self._taken += 1
+        # not by its own clock: at every step, the processes would have to agree, and wait
         return self._taken >= self._due
 
     def over_processes(
         self, steps: Sequence[StepMetrics], stop: bool
     ) -> tuple[list[StepMetrics], bool]:
-        took_s = max(time.perf_counter() - self._met_at, 1e-6)
+        took_s = max(time.perf_counter() - self._met_at, 1e-6)  # a divisor
         wanted = min(MAX_STEPS, max(1, self._taken) * min(GROWTH, EVERY_S / took_s))
         is_new = any(name not in self._names for step in steps for name in step.parts)
         sums = self._sums(steps, stop, wanted, is_new)
@@ -329,9 +328,10 @@ class ProcessStepSums(StepSums):
             self._names = tuple(dict.fromkeys(name for names in every for name in names))
             sums = self._sums(steps, stop, wanted, is_new=False)
         stops, _, wanted, *numbers = sums
+        # the mean of what the processes want: the same number in all of them
         self._due, self._taken = max(1, int(wanted / self._ranks.size)), 0
         rows = torch.tensor(numbers, dtype=torch.float64).view(len(steps), 3 + len(self._names))
-        losses = rows.float().tolist()
+        losses = rows.float().tolist()  # rounded to float32, as the loss of one process is
         summed = [
             self._step(own, loss, round(count) if known else None, parts)
             for own, (_, count, known, *_), (loss, _, _, *parts) in zip(

@@ -1,17 +1,15 @@
 """Mistakes in the user's code: one line with the error, its place and, where known, a remedy.
 
-Calls of that code are not wrapped: the place is found in the traceback, where the error is handled.
-An error in a worker process of a `DataLoader` arrives with the worker's traceback as its text, so
-there the place is found in that text. `explain_faults` records an error that ends a run.
+Calls of that code are not wrapped: the place is read from the traceback, where the error is
+handled. `explain_faults` records an error that ends a run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -39,6 +37,7 @@ from mprun.records.run_record import Summary
 from mprun.train.checkpoint import CheckpointMisfitError
 from mprun.train.loss_terms import shown
 
+# An error of a DataLoader's worker process arrives with the worker's traceback as its text
 _CAUGHT = re.compile(r"Caught (\S+) in DataLoader worker process")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -68,6 +67,7 @@ def raised_by(error: BaseException) -> Raised:
     after = text[frames[-1].end() if frames else caught.end() :].splitlines()
     lines = [line for line in after if line and not line.startswith(" ")]
     message = lines[0].partition(": ")[2] if lines else ""
+    # the last frame of the user's, not of a library that it called
     users = [Place(f[1], int(f[2]), f[3]) for f in frames if is_users(f[1])]
     return Raised(caught[1], message or "no message", users[-1] if users else None, True)
 
@@ -79,6 +79,7 @@ def _refusing(error: BaseException) -> Place | None:
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
+    # a call that is refused has no frame; PyTorch's `_call_impl` and mprun name what they called
     caller = trace.tb_frame.f_locals
     module, function = caller.get("self"), caller.get("function")
     return definition(type(module).forward if isinstance(module, nn.Module) else function)
@@ -102,11 +103,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    # PyTorch's allocator for the CPU raises a plain RuntimeError
     return isinstance(error, RuntimeError) and "can't allocate memory" in text_of(error)
 
 
 @contextmanager
-def explained(what: str, only_users: bool = False) -> Iterator[None]:
+def explain_mistakes(what: str, only_users: bool = False) -> Iterator[None]:
     """An error of the user's code that is raised inside becomes one line, which begins with `what`.
 
     Args:
@@ -120,7 +122,7 @@ def explained(what: str, only_users: bool = False) -> Iterator[None]:
         yield
     except MprunError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a user's class may be no Exception
         if not is_from_code(error) or (only_users and place_of(error) is None):
             raise
         raise UsageError(f"{what}: {described(error)}") from error
@@ -142,10 +144,11 @@ def model_of(recipe: Recipe) -> nn.Module:
     )
 
 
+# Disk full, quota, file size limit, read-only, a broken disk: the machine's fault, not the run's
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-@contextlib.contextmanager
+@contextmanager
 def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     """Record an error that is raised inside, and replace it by one line for the user.
 
@@ -161,7 +164,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     except MprunError as error:
         is_machine = isinstance(error, MachineFailedError)
         _record(summary, folder, str(error), "machine" if is_machine else "run")
-        if error.__cause__ is None or type(error) is not RunFailedError:
+        if error.__cause__ is None or type(error) is not RunFailedError:  # no traceback helps
             raise
         raise RunFailedError(f"{error} {_write_traceback(error, folder)}") from None
     except BaseException as error:
@@ -190,7 +193,7 @@ def _record(
 ) -> None:
     """Write the last summary, if the disk has room."""
     summary.status, summary.error, summary.failed_by = "failed", reason, by
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         folder.summary(summary)
 
 

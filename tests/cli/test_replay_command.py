@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.train.torch_file import load_torch_file
+from mprun.train.checkpoint import load_torch_file
 from tests.cli.processes import Forking
 from tests.watch.nonfinite import capturing
 from tests.watch.nonfinite.loops_with_nan import PLANTED, SCRIPTS, train, write

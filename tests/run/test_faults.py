@@ -125,10 +125,10 @@ def test_a_real_limit_on_file_sizes(forking: Forking) -> None:
     words = [*RUN, "train.optimizer.name=adamw"]
     # The checkpoint of some MB does not fit, the lines do.
     assert forking.run(words, Path.cwd(), {"FILE_LIMIT": "500000"}) == 1
-    said = Path("log.txt").read_text(encoding="utf-8")
-    (line,) = [x for x in said.splitlines() if x.startswith("mprun: ")]
+    log = Path("log.txt").read_text(encoding="utf-8")
+    (line,) = [x for x in log.splitlines() if x.startswith("mprun: ")]
     assert line.startswith("mprun: the record cannot be written (File too large)")
-    assert "Traceback" not in said
+    assert "Traceback" not in log
     assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2, 3, 4, 5]
     assert read_summary(Path("run")).status == "failed"
     assert not checkpoint.path_in(Path("run")).exists()

@@ -1,4 +1,4 @@
-"""`debug.fp_exceptions` in real runs: what is said, recorded, dropped, and left as it is."""
+"""`debug.fp_exceptions` in real runs: what is reported, recorded, dropped, and left as it is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Fault(nn.Module):
-    """Does harm in the training calls named."""
+    """Breaks the training calls named."""
 
     def __init__(self, kind, calls):
         super().__init__()
@@ -84,7 +84,7 @@ class Planted(Recipe):
         return F.mse_loss(output, batch[1])
 '''
 CONFIG = """# @package _global_
-# Goes wrong where it is told to
+# Breaks where the test asks for it
 recipe: {name: planted, target: planted.Planted, model: {kind: none, calls: []}}
 train: {epochs: 4, batch_size: 16, eval_batch_size: 16, lr: 0.01, optimizer: {name: adamw}}
 """
@@ -253,15 +253,15 @@ def test_halt_ends_the_run_with_a_line_that_names_op_and_module(
     assert "parameter 6.weight" in details["reached"]
 
 
-def test_log_goes_on_and_tells_each_distinct_finding_once(
+def test_log_goes_on_and_reports_each_distinct_finding_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [*fault("zero", 2, 3), "precision=fp16_mixed", "loss_scale=static"]
     summary = run("run", *words, "debug.fp_exceptions=log", "train.max_steps=5")
-    told = [x for x in capsys.readouterr().out.splitlines() if "div in 2 (Fault), forward" in x]
-    assert len(told) == 1
+    reported = [x for x in capsys.readouterr().out.splitlines() if "div in 2 (Fault), forward" in x]
+    assert len(reported) == 1
     place = line_of("x = x / (x - x)", last=True)
-    assert told[0].startswith(f"step 2: infinite: div in 2 (Fault), forward, {place}")
+    assert reported[0].startswith(f"step 2: infinite: div in 2 (Fault), forward, {place}")
     assert summary.skipped_steps == 2
     assert {e["step"] for e in events("run")} == {2, 3}
     first = recorded("run")["exceptions"][0]
@@ -378,13 +378,13 @@ def test_what_was_found_before_goes_on() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    ("kept", "given", "legal"),
+    ("before", "given", "legal"),
     [("skip", "log", False), ("off", "skip", False), ("log", "off", True)],
 )
 def test_dropping_steps_is_no_change_for_a_resumed_run(
-    kept: str, given: str, legal: bool, capsys: pytest.CaptureFixture[str]
+    before: str, given: str, legal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("run", "train.max_steps=2", f"debug.fp_exceptions={kept}")
+    run("run", "train.max_steps=2", f"debug.fp_exceptions={before}")
     status = main(["run.resume=run", "train.max_steps=3", f"debug.fp_exceptions={given}"])
     assert status == (0 if legal else 2)
     if not legal:

@@ -11,7 +11,7 @@ import yaml
 from mprun.cli.main import main
 from mprun.precision import execution
 from mprun.records.run_record import GuardedGemm, Summary, read_lines, read_summary
-from mprun.train import exception_log
+from mprun.train import recorder
 from tests.run.test_resume import assert_equal, assert_same_run, trained
 from tests.schema import conforms
 
@@ -231,7 +231,7 @@ def test_thresholds_are_fields_and_part_of_a_variant_that_promotes() -> None:
 
 
 def test_events_are_bounded_and_counting_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exception_log, "EVENTS", 7)
+    monkeypatch.setattr(recorder, "EVENTS", 7)
     assert sum(found(run("run", "debug.guard=log")).values()) == 18
     assert len(events("run")) == 7
 
@@ -243,7 +243,7 @@ def test_events_are_bounded_and_counting_continues(monkeypatch: pytest.MonkeyPat
 def test_a_resumed_run_is_the_uninterrupted_one(
     action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exception_log, "EVENTS", 13)  # the bound is reached after the resumption
+    monkeypatch.setattr(recorder, "EVENTS", 13)  # the bound is reached after the resumption
     words = [f"debug.guard={action}"]
     whole = run("whole", *words)
     run("part", *words, "train.max_steps=2")

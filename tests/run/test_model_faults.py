@@ -81,9 +81,9 @@ def test_a_trace_shows_the_ops_before_the_mismatch(
     assert "first" in out
     assert "addmm in the forward pass of module second with inputs in bfloat16 and float32" in line
     assert "precision=bf16_mixed" in line
-    kept = json.loads(Path("run/trace.json").read_text(encoding="utf-8"))
-    assert [row["op"] for row in kept["rows"]][:2] == ["linear", "relu"]
-    assert "module second" in kept["error"]
+    trace = json.loads(Path("run/trace.json").read_text(encoding="utf-8"))
+    assert [row["op"] for row in trace["rows"]][:2] == ["linear", "relu"]
+    assert "module second" in trace["error"]
     assert "Traceback" in Path("run/traceback.txt").read_text(encoding="utf-8")
 
 

@@ -14,7 +14,8 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train.assemble import build_parts, make_plan
-from tests.run.test_resume import assert_equal, assert_same_run, at_step, crash, trained  # noqa: F401 - a fixture
+from tests.run.conftest import AtStep
+from tests.run.test_resume import assert_equal, assert_same_run, crash, trained
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -121,10 +122,10 @@ def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
 
 def test_verbose_says_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]) -> None:
     run("run", "op_lists=hmp", "op_lists.verbose=true")
-    said = [x.strip() for x in capsys.readouterr().out.splitlines() if "cast: " in x]
-    assert len(said) == len(set(said))
+    lines = [x.strip() for x in capsys.readouterr().out.splitlines() if "cast: " in x]
+    assert len(lines) == len(set(lines))
     assert any(
-        "linear (lower) in " in x and x.endswith("(Linear): float32 to bfloat16") for x in said
+        "linear (lower) in " in x and x.endswith("(Linear): float32 to bfloat16") for x in lines
     )
     run("silent", "op_lists=hmp")
     assert "cast: " not in capsys.readouterr().out
@@ -193,10 +194,10 @@ def test_a_file_replaces_a_list_and_its_names_are_kept() -> None:
     words = [f"op_lists.lower_file={lower}", f"op_lists.fp32_file={full}"]
     summary = run("run", "op_lists=hmp", *words)
     assert summary.variant == "bf16_mixed+hmp+files"
-    kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
-    assert (kept["lower"], kept["fp32"]) == (["relu", "dropout"], ["F.linear"])
-    assert "add" in kept["promote"]
-    assert kept["lower_file"] == "low.txt"
+    recorded = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
+    assert (recorded["lower"], recorded["fp32"]) == (["relu", "dropout"], ["F.linear"])
+    assert "add" in recorded["promote"]
+    assert recorded["lower_file"] == "low.txt"
     run("hmp", "op_lists=hmp")
     assert losses("run") != losses("hmp")
 
@@ -291,14 +292,14 @@ def test_a_layer_kept_in_float32_is_cast_in_nothing() -> None:
     every = dtypes_of_layers()
     assert set(every.values()) == {torch.bfloat16}
     name = next(iter(every))
-    kept = dtypes_of_layers(f"precision.layers={{{name}: fp32}}")
-    assert kept == {**every, name: torch.float32}
+    one_wide = dtypes_of_layers(f"precision.layers={{{name}: fp32}}")
+    assert one_wide == {**every, name: torch.float32}
     half = dtypes_of_layers(f"precision.layers={{{name}: fp16}}")
     assert half == {**every, name: torch.float16}
 
 
 def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
-    """Bit for bit, for no cast is left."""
+    """Bit for bit, because no cast is left."""
     summary = run("run", "op_lists=hmp", "precision.layers={*: fp32}", "speed=plain")
     assert set(summary.effective.layers.values()) == {"fp32"}
     run("fp32", "precision=fp32", "speed=plain")
@@ -332,11 +333,8 @@ def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
         assert read_summary(Path("whole")).skipped_steps > 0
 
 
-Arrange = Callable[[int, Callable[[], None]], None]
-
-
 def test_a_run_that_failed_goes_on_without_its_files(
-    at_step: Arrange,  # noqa: F811
+    at_step: AtStep,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     low = file("low.txt", "linear", "habana_op")
@@ -392,11 +390,11 @@ def test_what_one_file_names_leaves_the_other_shipped_lists(lists: str, kind: st
         assert {op: rules[op] for op in ops} == dict.fromkeys(ops, kind)
         third = {op: rule for op, rule in shipped.items() if rule not in (kind, other)}
         assert {op: rule for op, rule in rules.items() if rule != kind} == third
-        said = [w for w in warnings if "takes precedence" in w]
+        lines = [w for w in warnings if "takes precedence" in w]
         if other == "promote":  # HMP's own rule: the two lists come before the third
-            assert said == []
+            assert lines == []
             continue
-        (line,) = said
+        (line,) = lines
         assert line.startswith(f"op_lists.{kind}_file takes precedence over op_lists={lists}")
         assert line.endswith(f" from the {other} list")
         assert set(line.rpartition("names: ")[2].split(" from")[0].split(", ")) == set(ops)

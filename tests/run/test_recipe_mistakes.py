@@ -74,7 +74,7 @@ def ended(
     return Ended(status, lines[-1], marks[0] if marks else 0)
 
 
-def kept_traceback() -> str:
+def written_traceback() -> str:
     return Path("r/traceback.txt").read_text(encoding="utf-8")
 
 
@@ -231,7 +231,7 @@ def test_a_mistake_in_a_run_is_one_line_with_its_place(
     ), line
     assert all(fragment in line for fragment in fragments), line
     assert "the traceback is in r/traceback.txt" in line
-    assert "mine.py" in kept_traceback()
+    assert "mine.py" in written_traceback()
     summary = read_summary(Path("r"))
     assert summary.status == "failed"
     assert "mine.py" in str(summary.error)
@@ -244,7 +244,7 @@ def test_an_item_in_a_worker_process(capfd: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "ValueError: bad row (mine.py:" in line
     assert f"mine.py:{mark}, in __getitem__, in a DataLoader worker" in line
-    assert "Original Traceback" in kept_traceback()
+    assert "Original Traceback" in written_traceback()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -322,9 +322,9 @@ def test_a_shape_that_broadcasts_is_warned_of_once(forking: Forking) -> None:
     loss = "def loss(output, batch):\n    return F.mse_loss(output, batch[1][:, 0])\n"
     Path("mine.py").write_text("".join((PARTS | {"loss": loss}).values()), encoding="utf-8")
     ended = forking.run(["recipe=mine.py", *RUN, "train.batch_size=7"], Path.cwd())
-    said = Path("log.txt").read_text(encoding="utf-8")
-    assert ended == 0, said
-    assert said.count("UserWarning: Using a target size (torch.Size([7])") == 1
+    log = Path("log.txt").read_text(encoding="utf-8")
+    assert ended == 0, log
+    assert log.count("UserWarning: Using a target size (torch.Size([7])") == 1
 
 
 INSPECTING = ("trace", "numerics", "memory", "search-ops")
@@ -392,7 +392,7 @@ def test_commands_that_inspect_a_step_show_the_same(
     assert status == 1
     assert f"ValueError: so not (mine.py:{mark}, in loss)" in line
     assert "the traceback is in r/traceback.txt" in line
-    assert "in loss" in kept_traceback()
+    assert "in loss" in written_traceback()
 
 
 @pytest.mark.parametrize("command", [*INSPECTING, "sweep", "advise"])

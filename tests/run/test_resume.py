@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
-from mprun.train.data import Batch
-from mprun.train.loop import StepResult, Trainer
 from mprun.train.parallel.layouts import Layout
+from tests.run.conftest import AtStep
 from tests.run.processes import Forking
 from tests.schema import conforms
 
@@ -48,7 +46,7 @@ def trained(run: Path) -> dict[str, Any]:
 
 
 def assert_equal(a: Any, b: Any, path: str = "$") -> None:
-    """Equal in every bit, tensors included; where wall time is kept it may differ."""
+    """Equal in every bit, tensors included; wall times may differ."""
     assert type(a) is type(b), path
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b), path
@@ -81,25 +79,6 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert ours.status == theirs.status == "completed"
     for key in ("history", "train", "test", "steps", "epochs", "skipped_steps", "loss_scale"):
         assert getattr(ours, key) == getattr(theirs, key), key
-
-
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """Have something happen, once, before a step is taken."""
-    plain = Trainer.optimizer_step
-
-    def arrange(n: int, what: Callable[[], None]) -> None:
-        left = [what]
-
-        def step(self: Trainer, batch: Batch) -> StepResult:
-            measured = isinstance(batch.parts[0].inputs[0], FakeTensor)  # the footprint's one step
-            if self.step == n - 1 and not measured and left:
-                left.pop()()
-            return plain(self, batch)
-
-        monkeypatch.setattr(Trainer, "optimizer_step", step)
-
-    return arrange
 
 
 def crash() -> None:
@@ -145,7 +124,7 @@ def test_it_holds_wherever_in_an_epoch_the_run_ended(recipe: str, first: int) ->
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
 @pytest.mark.parametrize(("fault", "status"), [(crash, 1), (terminate, 143)])
 def test_a_schedule_goes_on_where_it_was(
-    at_step: Callable[[int, Callable[[], None]], None],
+    at_step: AtStep,
     fault: Callable[[], None],
     status: int,
     scheduler: str,
@@ -161,7 +140,7 @@ def test_a_schedule_goes_on_where_it_was(
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
-    at_step: Callable[[int, Callable[[], None]], None],
+    at_step: AtStep,
 ) -> None:
     assert main([*MNIST, "train.max_steps=12", "run.dir=whole"]) == 0
     at_step(5, crash)
@@ -224,7 +203,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return lines[0]
 
 
-def test_a_damaged_checkpoint_is_said_in_one_line(
+def test_a_damaged_checkpoint_is_reported_in_one_line(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = checkpoint.path_in(copy_of(finished))
@@ -242,7 +221,7 @@ def test_a_damaged_checkpoint_is_said_in_one_line(
         assert "is not a checkpoint of mprun" in refused(capsys)
 
 
-def test_damaged_lines_are_said_in_one_line(
+def test_damaged_lines_are_reported_in_one_line(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy_of(finished)

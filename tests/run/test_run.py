@@ -136,8 +136,8 @@ def test_the_configuration_is_kept_resolved() -> None:
     run("seed=7", "train.lr=0.5")
     from omegaconf import OmegaConf
 
-    kept = OmegaConf.load("run/config.yaml")
-    assert (kept.seed, kept.train.lr, kept.precision.name) == (7, 0.5, "fp32")
+    config = OmegaConf.load("run/config.yaml")
+    assert (config.seed, config.train.lr, config.precision.name) == (7, 0.5, "fp32")
 
 
 def test_log_every_thins_the_lines_and_not_the_statistics() -> None:

@@ -19,11 +19,11 @@ from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
 from mprun.train.assemble import Plan
-from mprun.train.data import Batch
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
-from mprun.train.loop import StepResult, Trainer
+from mprun.train.loop import Trainer
 from mprun.train.sums import MetricReadback
 from tests.run.clock import Clock
+from tests.run.conftest import AtStep
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -96,20 +96,14 @@ def test_a_resumed_run_sums_over_both_processes(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("status", [1, 130])
-def test_a_run_that_ends_early_sums_too(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, status: int
-) -> None:
-    plain = Trainer.optimizer_step
+def test_a_run_that_ends_early_sums_too(at_step: AtStep, clock: Clock, status: int) -> None:
+    def fault() -> None:
+        if status == 1:
+            clock.sleep(PAUSE_S)
+            raise ZeroDivisionError("planted")
+        signal.raise_signal(signal.SIGINT)
 
-    def step(self: Trainer, batch: Batch) -> StepResult:
-        if self.step == 4:
-            if status == 1:
-                clock.sleep(PAUSE_S)
-                raise ZeroDivisionError("planted")
-            signal.raise_signal(signal.SIGINT)
-        return plain(self, batch)
-
-    monkeypatch.setattr(Trainer, "optimizer_step", step)
+    at_step(5, fault)
     summary = carry_out(clock, status, *RECIPES["mnist"], "run.dir=run")
     assert summary.status == ("failed" if status == 1 else "interrupted")
     assert summary.time_budget_s is not None

@@ -20,7 +20,7 @@ from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.study.report import exports
-from mprun.train import checkpoint, torch_file
+from mprun.train import checkpoint
 from mprun.train.assemble import load_recipe
 from mprun.train.data import sources
 from mprun.train.init_from import load_weights
@@ -92,7 +92,7 @@ def test_a_file_that_grows_is_refused_unread(
     path, unread = checkpoint.path_in(Path()), []
     path.parent.mkdir()
     write(path)
-    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 1_000)
+    monkeypatch.setattr(checkpoint, "MAX_PICKLE_BYTES", 1_000)
     monkeypatch.setattr(torch, "load", lambda *_, **__: unread.append(path))
     with pytest.raises(UsageError, match="is not a checkpoint of mprun"):
         checkpoint.load(Path())
@@ -121,7 +121,7 @@ def test_tensors_and_plain_values_are_read(is_archive: bool) -> None:
         kinds=[torch.float32, torch.Size([2]), torch.device("cpu")],
     )
     torch.save(content, "file.pt", _use_new_zipfile_serialization=is_archive)
-    read: Any = torch_file.load_torch_file(Path("file.pt"))
+    read: Any = checkpoint.load_torch_file(Path("file.pt"))
     assert read["plain"] == content["plain"]
     assert read["kinds"] == content["kinds"]
     for name in ("half", "mask", "parameter"):

@@ -24,9 +24,17 @@ from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.data import Batch
-from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
+from mprun.train.init_from import (
+    DRAWN,
+    Weights,
+    load_weights,
+    range_warning,
+    with_tied,
+    without_prefix,
+)
 from mprun.train.loop import StepResult, Trainer
-from mprun.train.torch_file import with_tied, without_prefix
+from tests.run import test_resume
+from tests.run.test_resume import assert_equal
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -44,22 +52,13 @@ PARAMETERS = 784 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
 
 def final_weights(run: str) -> dict[str, Tensor]:
     """The weights a run ended with."""
-    state = torch.load(checkpoint.path_in(Path(run)), weights_only=True)
-    found: dict[str, Tensor] = state["trainer"]["model"]
-    return found
+    return dict(test_resume.trained(Path(run))["model"])
 
 
 def first_weights(*words: str) -> dict[str, Tensor]:
     """The weights a run of these words would begin with."""
     parts = build_parts(make_plan(compose(words).config, {}))
     return {key: x.clone() for key, x in parts.model.state_dict().items()}
-
-
-def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for key in a:
-        assert a[key].dtype == b[key].dtype, key
-        assert torch.equal(a[key], b[key]), key
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +90,16 @@ def linear(folder: Path) -> str:
 @pytest.fixture
 def begins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     """The weights before each run's first step, as the loop has them."""
-    found: list[dict[str, Tensor]] = []
+    result: list[dict[str, Tensor]] = []
     plain = Trainer.optimizer_step
 
     def step(self: Trainer, batch: Batch) -> StepResult:
         if self.step == 0 and not isinstance(batch.parts[0].inputs[0], FakeTensor):
-            found.append({k: x.clone() for k, x in self.parts.model.state_dict().items()})
+            result.append({k: x.clone() for k, x in self.parts.model.state_dict().items()})
         return plain(self, batch)
 
     monkeypatch.setattr(Trainer, "optimizer_step", step)
-    return found
+    return result
 
 
 def left() -> list[Path]:
@@ -121,7 +120,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return lines[0]
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+def printed_by(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     """stdout and stderr of a run of these words, which goes well."""
     capsys.readouterr()
     assert main([*words]) == 0
@@ -140,7 +139,7 @@ def test_the_first_step_has_the_bits_the_source_ended_with(
     source = trained("fp32")
     words = [*MNIST, f"precision={mode}", "seed=7", "train.max_steps=2", "run.dir=run"]
     assert main([*words, f"train.init_from={source}"]) == 0
-    assert_same_bits(begins[-1], final_weights(source))
+    assert_equal(begins[-1], final_weights(source))
     assert not torch.equal(final_weights("run")["0.weight"], begins[-1]["0.weight"])
     assert read_summary(Path("run")).steps == 2
     assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2]
@@ -150,7 +149,7 @@ def test_folder_checkpoint_and_plain_file_are_one_source(linear: str) -> None:
     wanted = final_weights(linear)
     torch.save(wanted, "plain.pt")
     for path in (linear, str(checkpoint.path_in(Path(linear))), "plain.pt"):
-        assert_same_bits(first_weights(*LINEAR, "seed=5", f"train.init_from={path}"), wanted)
+        assert_equal(first_weights(*LINEAR, "seed=5", f"train.init_from={path}"), wanted)
     drawn = first_weights(*LINEAR, "seed=5")
     assert not torch.equal(drawn["weight"], wanted["weight"])
 
@@ -159,11 +158,11 @@ def test_folder_checkpoint_and_plain_file_are_one_source(linear: str) -> None:
 def test_weights_of_other_widths_become_float32(dtype: torch.dtype) -> None:
     model = nn.Linear(8, 4).to(dtype)
     torch.save(model.state_dict(), "plain.pt")
-    found = first_weights(*LINEAR, "train.init_from=plain.pt")
-    assert_same_bits(found, {k: x.float() for k, x in model.state_dict().items()})
+    result = first_weights(*LINEAR, "train.init_from=plain.pt")
+    assert_equal(result, {k: x.float() for k, x in model.state_dict().items()})
     if dtype is not torch.float64:
         for key, tensor in model.state_dict().items():
-            assert torch.equal(found[key].to(dtype), tensor)
+            assert torch.equal(result[key].to(dtype), tensor)
 
 
 def test_buffers_and_counters_come_along() -> None:
@@ -181,7 +180,7 @@ def test_buffers_and_counters_come_along() -> None:
     assert main([*words, "run.dir=run"]) == 0
     source = final_weights("run")
     assert int(source["1.num_batches_tracked"]) == 3
-    assert_same_bits(first_weights(*words, "train.init_from=run"), source)
+    assert_equal(first_weights(*words, "train.init_from=run"), source)
 
 
 def test_random_numbers_and_order_are_those_of_a_run_without(linear: str) -> None:
@@ -209,7 +208,7 @@ def test_a_source_is_not_changed_by_training(linear: str) -> None:
     chosen = make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
     for _ in range(2):
         parts = build_parts(chosen)
-        assert_same_bits(dict(parts.model.state_dict()), final_weights(linear))
+        assert_equal(dict(parts.model.state_dict()), final_weights(linear))
         with torch.no_grad():
             for parameter in parts.model.parameters():
                 parameter.add_(1)
@@ -220,7 +219,7 @@ def test_a_source_is_not_changed_by_training(linear: str) -> None:
 
 def linear_state(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(4)
-    return nn.Linear(8, 4).to(dtype).state_dict()
+    return dict(nn.Linear(8, 4).to(dtype).state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -230,7 +229,7 @@ def test_safetensors_are_a_source(dtype: torch.dtype) -> None:
     save_file(state, "hub/model.safetensors")
     wanted = {key: x.float() for key, x in state.items()}
     for source in ("hub/model.safetensors", "hub"):
-        assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), wanted)
+        assert_equal(first_weights(*LINEAR, f"train.init_from={source}"), wanted)
     loaded = load_weights("hub", make_plan(compose(LINEAR).config, {}).recipe, "linear")
     assert loaded.dtypes == {str(dtype).removeprefix("torch.")}
 
@@ -243,7 +242,7 @@ def test_divided_safetensors_are_a_source(capsys: pytest.CaptureFixture[str]) ->
         save_file({key: tensor}, f"hub/{key}.safetensors")
     index.write_text(json.dumps({"weight_map": {key: f"{key}.safetensors" for key in state}}))
     for source in ("hub", str(index)):
-        assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), state)
+        assert_equal(first_weights(*LINEAR, f"train.init_from={source}"), state)
     Path("hub/bias.safetensors").unlink()
     assert "cannot be read (No such file" in refused(capsys, *LINEAR, "train.init_from=hub")
     os.mkfifo("hub/bias.safetensors")  # to open it would wait for a writer
@@ -269,9 +268,9 @@ def test_nested_and_prefixed_weights_are_a_source(key: str, prefix: str) -> None
     state = linear_state()
     inner = {f"{prefix}{name}": x for name, x in state.items()}
     torch.save({"epoch": 3, "optimizer": {"state": {}}, key: inner}, "nested.pt")
-    assert_same_bits(first_weights(*LINEAR, "train.init_from=nested.pt"), state)
+    assert_equal(first_weights(*LINEAR, "train.init_from=nested.pt"), state)
     torch.save(inner, "plain.pt")
-    assert_same_bits(first_weights(*LINEAR, "train.init_from=plain.pt"), state)
+    assert_equal(first_weights(*LINEAR, "train.init_from=plain.pt"), state)
 
 
 def test_a_models_own_names_may_begin_like_a_prefix() -> None:
@@ -297,7 +296,7 @@ def test_it_is_recorded_and_makes_a_variant(
 ) -> None:
     assert main([*LINEAR, "train.max_steps=2", "run.dir=a"]) == 0
     words = [*LINEAR, "train.max_steps=2", f"train.init_from={linear}", "run.dir=b"]
-    out, _ = said(capsys, *words)
+    out, _ = printed_by(capsys, *words)
     assert f"\nweights: {linear}\n" in out
     assert f"  init_from: {linear}\n" in Path("b/config.yaml").read_text(encoding="utf-8")
     a, b = read_summary(Path("a")), read_summary(Path("b"))
@@ -317,10 +316,10 @@ def test_a_resumed_run_needs_the_file_no_more(
     assert main([*words, "train.max_steps=20", "run.dir=whole"]) == 0
     assert main([*words, "train.max_steps=7", "run.dir=run"]) == 0
     shutil.rmtree("source")
-    out, err = said(capsys, "run.resume=run", "train.max_steps=20")
+    out, err = printed_by(capsys, "run.resume=run", "train.max_steps=20")
     assert "weights: " not in out
     assert err == ""
-    assert_same_bits(final_weights("run"), final_weights("whole"))
+    assert_equal(final_weights("run"), final_weights("whole"))
     assert "init_from: source" in Path("run/config.yaml").read_text(encoding="utf-8")
 
 
@@ -342,7 +341,7 @@ def test_a_run_without_a_checkpoint_begins_with_them_again(
     assert "train.init_from=source: there is no such file or folder" in line
     shutil.move("elsewhere", "source")
     assert main(["run.resume=run"]) == 0
-    assert_same_bits(final_weights("run"), final_weights("whole"))
+    assert_equal(final_weights("run"), final_weights("whole"))
 
 
 # What is refused
@@ -396,7 +395,7 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.representative(1, 3, 6, 7, 8)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize(
-    "found",
+    "result",
     [
         {},
         [1],
@@ -411,8 +410,8 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
     ],
     ids=range(10),
 )
-def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(found, "file.pt")
+def test_no_weights_by_name(result: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(result, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
     assert "train.init_from=file.pt contains no weights by name; legal is a run's folder" in line
 
@@ -495,8 +494,8 @@ def test_planted_weights_are_counted(
     state["trainer"]["model"]["2.weight"][0, :6] = torch.tensor([1e5, 1e-9, -1e-9, 1e-5, 3e-6, 0])
     write_atomic(checkpoint.path_in(path), checkpoint.serialized(state))
     words = [*MNIST, "precision=fp16_mixed", "train.init_from=source"]
-    (found,) = make_plan(compose(words).config, {}).warnings
-    assert found.removeprefix(WARNING.removeprefix("warning: ")) == (
+    (result,) = make_plan(compose(words).config, {}).warnings
+    assert result.removeprefix(WARNING.removeprefix("warning: ")) == (
         f"1 of {PARAMETERS:,} overflow (0.008 %), 2 become zero (0.015 %), "
         "2 become subnormal, with fewer bits (0.015 %); precision=bf16_mixed or bf16_true keeps it"
     )
@@ -504,10 +503,10 @@ def test_planted_weights_are_counted(
 
 def policy(param_dtype: str, compute_dtype: str) -> Policy:
     """A row with these dtypes, whether or not a mode has them yet."""
-    found = Policy(**{**vars(ROW), "name": "x"})
-    object.__setattr__(found, "param_dtype", param_dtype)
-    object.__setattr__(found, "compute_dtype", compute_dtype)
-    return found
+    result = Policy(**{**vars(ROW), "name": "x"})
+    object.__setattr__(result, "param_dtype", param_dtype)
+    object.__setattr__(result, "compute_dtype", compute_dtype)
+    return result
 
 
 ROW = make_plan(compose(LINEAR).config, {}).policy
@@ -518,21 +517,21 @@ def test_the_rule_in_the_small() -> None:
     parameters = ("a.weight", "b.weight")
     bf16 = Weights(state, parameters, frozenset({"float32", "bfloat16"}))
     for modes in (("float32", "float16"), ("float16", "float32"), ("float16", "float16")):
-        found = range_warning(bf16, policy(*modes), {})
-        assert found is not None
-        assert "3 of 5 overflow (60 %)" in found
+        result = range_warning(bf16, policy(*modes), {})
+        assert result is not None
+        assert "3 of 5 overflow (60 %)" in result
     for modes in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
         assert range_warning(bf16, policy(*modes), {}) is None
     float16 = policy("float32", "float16")
     fp32 = Weights(state, parameters, frozenset({"float32"}))
-    found = range_warning(fp32, float16, {})
-    assert found is not None
-    assert found.startswith("these weights continue in float16, whose range is smaller: 3 of 5")
+    result = range_warning(fp32, float16, {})
+    assert result is not None
+    assert result.startswith("these weights continue in float16, whose range is smaller: 3 of 5")
     assert range_warning(fp32, float16, {"a": "fp32"}) is None  # b's are within it
     assert range_warning(DRAWN, float16, {}) is None
-    kept = range_warning(bf16, float16, {"a": "fp32"})
-    assert kept is not None
-    assert "0 of 2 overflow" in kept
+    in_float32 = range_warning(bf16, float16, {"a": "fp32"})
+    assert in_float32 is not None
+    assert "0 of 2 overflow" in in_float32
     assert range_warning(bf16, float16, {"a": "fp32", "b": "bf16"}) is None
 
 
@@ -570,16 +569,16 @@ def test_float32_weights_outside_of_float16_are_warned_about(
     precision, _, layers = mode.partition(" ")
     row = make_plan(compose([*LINEAR, f"precision={precision}"]).config, {}).policy
     weights = Weights({"a.weight": weight}, ("a.weight",), frozenset({"float32"}))
-    found = range_warning(weights, row, {"a": "fp16"} if layers else {})
+    result = range_warning(weights, row, {"a": "fp16"} if layers else {})
     with np.errstate(over="ignore"):
         after = weight.numpy().astype(np.float16)
     overflow, zero = int(np.isinf(after).sum()), int((after == 0).sum())
     if not (warned and reaches_float16):
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    assert f"{overflow:,} of 2,000 overflow" in found
-    assert f"{zero:,} become zero" in found
+    assert result is not None
+    assert f"{overflow:,} of 2,000 overflow" in result
+    assert f"{zero:,} become zero" in result
 
 
 def test_tied_parameters_are_counted_once() -> None:
@@ -590,7 +589,7 @@ def test_tied_parameters_are_counted_once() -> None:
             return layers
 
     torch.save(Tied().model().to(torch.bfloat16).state_dict(), "plain.pt")
-    found = load_weights("plain.pt", Tied(), "tied")  # type: ignore[arg-type]
-    text = range_warning(found, policy("float32", "float16"), {})
+    result = load_weights("plain.pt", Tied(), "tied")  # type: ignore[arg-type]
+    text = range_warning(result, policy("float32", "float16"), {})
     assert text is not None
     assert " of 24 overflow" in text

@@ -20,10 +20,9 @@ from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_sum
 from mprun.train import loggers
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
-from mprun.train.loggers.logged_run import run_tags
-from mprun.train.loggers.logger import LoggedRow
+from mprun.train.loggers.logger import LoggedRow, run_tags
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
-from tests.train.logged import curves_of
+from tests.train.logged import MNIST, curves_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -57,34 +56,6 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def folder(tmp_path: Path) -> Path:
     pytest.importorskip("tensorboard")
     return tmp_path / "run"
-
-
-def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
-    (logger,) = build_loggers("tensorboard", LoggedRun(folder=folder))
-    logger.on_steps([step_line(1, 0.75), step_line(2, 0.5)])
-    logger.on_steps([step_line(3, 0.25)])
-    epoch = Epoch(
-        epoch=1,
-        train=Scores(loss=0.5, accuracy=0.125),
-        validation=Scores(loss=0.375, accuracy=0.25),
-    )
-    logger.on_epoch_end(epoch, 3)
-    logger.on_test(Scores(loss=1.5, accuracy=0.75), 3)
-    logger.finish("completed")
-    assert curves(folder / "tensorboard") == {
-        "train/loss": [(1, 0.75), (2, 0.5), (3, 0.25)],
-        # float32 is what an event holds
-        "train/lr": [(n, pytest.approx(0.1 / n, rel=1e-7)) for n in (1, 2, 3)],
-        "train/loss_scale": [(1, 1024.0), (2, 1024.0), (3, 1024.0)],
-        "time/step_ms": [(1, 3.0), (2, 4.0), (3, 5.0)],
-        "time/data_ms": [(1, 0.25), (2, 0.25), (3, 0.25)],
-        "train/epoch_loss": [(3, 0.5)],
-        "train/epoch_accuracy": [(3, 0.125)],
-        "validation/loss": [(3, 0.375)],
-        "validation/accuracy": [(3, 0.25)],
-        "test/loss": [(3, 1.5)],
-        "test/accuracy": [(3, 0.75)],
-    }
 
 
 def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
@@ -197,12 +168,11 @@ LINEAR = ["recipe=linear", "train.max_steps=12", "run.dir=run"]
 
 @pytest.mark.usefixtures("folder")
 def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINEAR, "logger=tensorboard", "logger.project=p"]) == 0
+    words = [*MNIST, "train.max_steps=7", "run.dir=run"]  # with validation and test
+    assert main([*words, "logger=tensorboard", "logger.project=p"]) == 0
     assert "logger.project has no effect: logger=tensorboard" in capsys.readouterr().err
-    wanted = {
-        name: [
-            (step, pytest.approx(value, rel=1e-6)) for step, value in points
-        ]  # an event: float32
+    wanted = {  # float32 is what an event holds
+        name: [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
         for name, points in curves_of(Path("run")).items()
     }
     assert curves(Path("run/tensorboard")) == wanted
@@ -211,15 +181,15 @@ def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) 
 # What all have in common
 
 
-class Kept(Logger):
-    """Keeps in memory what a tracker would get; fails where it is asked to."""
+class InMemory(Logger):
+    """Has in memory what a tracker would get; fails where it is asked to."""
 
     NAME = "mlflow"
-    TITLE = "Kept"
+    TITLE = "InMemory"
     MODULE = "json"
     WRITE_EVERY_S = 3600.0
     fails_in = ""
-    made: ClassVar[list[Kept]] = []
+    made: ClassVar[list[InMemory]] = []
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -254,16 +224,16 @@ class Kept(Logger):
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
-    """`logger=mlflow` is `Kept`."""
-    monkeypatch.setattr(Kept, "made", [])
-    monkeypatch.setitem(LOGGERS, "mlflow", Kept)
-    return Kept
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
+    """`logger=mlflow` is `InMemory`."""
+    monkeypatch.setattr(InMemory, "made", [])
+    monkeypatch.setitem(LOGGERS, "mlflow", InMemory)
+    return InMemory
 
 
-def test_the_order_of_calls(kept: type[Kept], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_of_calls(in_memory: type[InMemory], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LINEAR, "logger=mlflow"]) == 0
-    (logger,) = kept.made
+    (logger,) = in_memory.made
     files = ["config.yaml", "metrics.jsonl", "summary.json"]
     calls = [call for call in logger.calls if call != "write"]
     assert calls == ["begin", "upload", *files, "end", "completed"]
@@ -273,14 +243,14 @@ def test_the_order_of_calls(kept: type[Kept], capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("fails_in", ["begin", "write", "upload", "end"])
 def test_a_logger_that_fails_ends_no_run(
-    kept: type[Kept],
+    in_memory: type[InMemory],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fails_in: str,
 ) -> None:
     assert main([*LINEAR[:-1], "run.dir=whole"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(kept, "fails_in", fails_in)
+    monkeypatch.setattr(in_memory, "fails_in", fails_in)
     assert main([*LINEAR, "logger=mlflow"]) == 0
     warning = (
         "logger=mlflow failed and is off from here on (ConnectionError: gone); "
@@ -294,41 +264,43 @@ def test_a_logger_that_fails_ends_no_run(
         for run in ("run", "whole")
     ]
     assert losses[0] == losses[1]
-    (logger,) = kept.made
+    (logger,) = in_memory.made
     assert logger.calls.count(fails_in) == 1
 
 
-def test_each_step_reaches_a_curve_once(kept: type[Kept]) -> None:
+def test_each_step_reaches_a_curve_once(in_memory: type[InMemory]) -> None:
     assert main([*LINEAR, "logger=mlflow"]) == 0
     record = Path("run/logger.json")
     assert main(["run.resume=run", "train.max_steps=14"]) == 0
-    first, second = kept.made
+    first, second = in_memory.made
     assert first.steps("train/loss") + second.steps("train/loss") == list(range(1, 15))
     # as if the process had logged a step that no checkpoint has, and was killed then
     record.write_text(record.read_text().replace('"train/loss": 14', '"train/loss": 15'))
     assert main(["run.resume=run", "train.max_steps=17"]) == 0
-    assert kept.made[2].steps("train/loss") == [16, 17]
+    assert in_memory.made[2].steps("train/loss") == [16, 17]
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", '{"schema_version": 1, "logger": "mlflow", "id": "../x"}', "[]"]
 )
-def test_a_damaged_logger_record_begins_another_run(kept: type[Kept], content: str) -> None:
+def test_a_damaged_logger_record_begins_another_run(
+    in_memory: type[InMemory], content: str
+) -> None:
     assert main([*LINEAR, "logger=mlflow"]) == 0
     Path("run/logger.json").write_text(content)
     assert main(["run.resume=run", "train.max_steps=14"]) == 0
-    assert kept.made[1].steps("train/loss") == [13, 14]
+    assert in_memory.made[1].steps("train/loss") == [13, 14]
 
 
-def test_log_every(kept: type[Kept]) -> None:
+def test_log_every(in_memory: type[InMemory]) -> None:
     assert main([*LINEAR, "logger=mlflow", "train.log_every=5"]) == 0
-    assert kept.made[0].steps("train/loss") == [5, 10]
-    assert kept.made[0].steps("train/epoch_loss") == list(range(1, 13))
+    assert in_memory.made[0].steps("train/loss") == [5, 10]
+    assert in_memory.made[0].steps("train/epoch_loss") == list(range(1, 13))
 
 
-def test_any_loop_can_use_a_logger(kept: type[Kept], tmp_path: Path) -> None:
+def test_any_loop_can_use_a_logger(in_memory: type[InMemory], tmp_path: Path) -> None:
     (logger,) = build_loggers("mlflow", LoggedRun(folder=tmp_path))
-    assert isinstance(logger, kept)
+    assert isinstance(logger, in_memory)
     logger.scalars({"loss": 1.0}, 1)
     logger.scalars({"loss": 2.0}, 1)  # a step that the curve has
     logger.scalars({"loss": 0.5, "accuracy": 0.25}, 2)

@@ -81,7 +81,7 @@ def test_bytes_do_not_grow_with_the_steps() -> None:
         after, at_last = run.sizes(), traced_bytes()
     finally:
         tracemalloc.stop()
-    # The epochs kept are from half of 500 to all of them, the values from half of 4,096.
+    # The epochs of the summary are from half of 500 to all of them, the values from half of 4,096.
     assert all(new <= 2.1 * old for old, new in zip(before, after, strict=True))
     assert after[0] < 200_000
     assert after[1] < 150_000

@@ -104,10 +104,8 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(
     assert resume(run, "train.max_steps=12") == 0
     assert record_of(run).id == before
     assert logged(run, outputs).info.status == "FINISHED"
-    losses = [(x["step"], x["loss"]) for x in read_lines(run) if x["kind"] == "step"]
-    assert curve(run, outputs, "train/loss") == losses
-    epochs = [(x["step"], x["loss"]) for x in read_lines(run) if x["kind"] == "epoch"]
-    assert curve(run, outputs, "train/epoch_loss") == epochs
+    assert curve(run, outputs, "train/loss") == curves_of(run)["train/loss"]
+    assert curve(run, outputs, "train/epoch_loss") == curves_of(run)["train/epoch_loss"]
     assert logged(run, outputs).data.params["train.max_steps"] == "10"  # they cannot be changed
 
 

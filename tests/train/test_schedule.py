@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 
 from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.records.run_record import read_lines
 from mprun.train.assemble import build_parts, make_plan
-from mprun.train.time_limit import Schedule
+from mprun.train.loop import Schedule
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -126,16 +126,3 @@ def test_schedules_of_schedules_resume(kind: str) -> None:
     other.load_state_dict(optimizer.state_dict())
     resumed.load_state_dict(schedule.state_dict())
     assert move(resumed, other, 5) == whole[3:]
-
-
-def test_a_skipped_step_does_not_move_a_schedule() -> None:
-    p = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    schedule = Schedule(StepLR(optimizer, 1, 0.5))
-    skipped: list[Tensor | None] = [torch.ones(()), torch.zeros(()), None]
-    seen = []
-    for skip in skipped:
-        optimizer.step()
-        schedule.step(skip)
-        seen.append(optimizer.param_groups[0]["lr"])
-    assert seen == [1.0, 0.5, 0.25]

@@ -73,16 +73,6 @@ def test_no_handler_of_exceptions_takes_it() -> None:
     assert not issubclass(SignalReceivedError, Exception)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_deferred_signal_is_raised_by_a_check(number: signal.Signals) -> None:
-    with StopSignals() as stop:
-        stop.check()
-        with stop.deferred():
-            signal.raise_signal(number)
-        with pytest.raises(SignalReceivedError):
-            stop.check()
-
-
 @pytest.mark.skipif(SIGHUP is None, reason="there is no SIGHUP")
 def test_a_terminal_that_closes_is_a_signal_like_another() -> None:
     with StopSignals() as stop, stop.deferred():

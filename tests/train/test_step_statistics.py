@@ -81,8 +81,8 @@ def test_a_long_series_is_thinned_evenly(length: int) -> None:
         assert i * series.width <= value < (i + 1) * series.width
 
 
-def test_what_is_kept_is_not_always_the_same_place() -> None:
-    """A step in 64 is slow: as many of the kept ones are."""
+def test_the_choice_is_not_always_the_same_place() -> None:
+    """A step in 64 is slow: so is one in 64 of those chosen."""
     series = ThinnedSeries()
     for i in range(64 * 8192):
         series.add(float(i % 64 == 0))

@@ -17,7 +17,7 @@ from mprun.train.stopwatch import Stopwatch
 
 
 class FakeTime:
-    """A `time` whose clock only moves when it is told to."""
+    """A `time` whose clock only moves when the test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from mprun.train import stopwatch, time_limit
-from mprun.train.stopwatch import Stopwatch
-from mprun.train.time_limit import CAUTION, SPARE_SHARE, TimeLimit
+from mprun.train import stopwatch
+from mprun.train.stopwatch import CAUTION, RECORD_SHARE, Stopwatch, TimeLimit
 from tests.train.test_stopwatch import FakeTime
 
 
@@ -16,7 +15,6 @@ from tests.train.test_stopwatch import FakeTime
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
     monkeypatch.setattr(stopwatch, "time", fake)
-    monkeypatch.setattr(time_limit, "time", fake)
     return fake
 
 
@@ -40,7 +38,7 @@ def test_the_limit_begins_with_the_start_up(clock: FakeTime) -> None:
 def test_evaluation_that_fits_is_reserved(clock: FakeTime) -> None:
     made = limit(clock)
     made.reserve(0.05)  # 15 s of validation and 5 s of test
-    assert made.training_until == pytest.approx(200 - CAUTION * 20 - SPARE_SHARE * 100)
+    assert made.training_until == pytest.approx(200 - CAUTION * 20 - RECORD_SHARE * 100)
     assert made.validation_until == pytest.approx(200 - CAUTION * 5)
     assert made.test_until == 200.0
 
@@ -48,7 +46,7 @@ def test_evaluation_that_fits_is_reserved(clock: FakeTime) -> None:
 def test_evaluation_gets_at_most_half_of_the_time_after_start_up(clock: FakeTime) -> None:
     made = limit(clock)
     made.reserve(1.0)  # 400 s
-    assert made.training_until == pytest.approx(110 + 45 - SPARE_SHARE * 100)
+    assert made.training_until == pytest.approx(110 + 45 - RECORD_SHARE * 100)
     assert made.validation_until == pytest.approx(200 - 45 / 4)  # the test has a quarter of samples
 
 

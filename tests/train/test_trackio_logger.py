@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mprun.records.run_folder import RECORD_FILES
-from mprun.records.run_record import read_lines
 from tests.train.logged import (
     LINEAR,
     MNIST,
@@ -90,8 +89,7 @@ def test_a_resumed_run_repeats_no_step(outputs: Path) -> None:
     name = record_of(run).id
     assert resume(run, "train.max_steps=6") == 0
     assert record_of(run).id == name
-    losses = [(x["step"], x["loss"]) for x in read_lines(run) if x["kind"] == "step"]
-    assert curves("linear", name)["train/loss"] == losses
+    assert curves("linear", name)["train/loss"] == curves_of(run)["train/loss"]
 
 
 def test_a_failed_run_is_one(outputs: Path) -> None:

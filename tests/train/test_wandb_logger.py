@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mprun.records.run_folder import RECORD_FILES
-from mprun.records.run_record import read_lines
 from tests.train.logged import (
     LINEAR,
     MNIST,
@@ -128,8 +127,7 @@ def test_a_resumed_run_continues_and_a_failed_one_is_one(tmp_path: Path) -> None
     assert train(other, *LINEAR, "train.max_steps=4", "logger=wandb") == 0
     assert resume(other, "train.max_steps=6") == 0
     parts = [curves(path)["train/loss"] for path in files_of(other, outputs)]
-    losses = [(x["step"], x["loss"]) for x in read_lines(other) if x["kind"] == "step"]
-    assert sorted(point for part in parts for point in part) == losses
+    assert sorted(point for part in parts for point in part) == curves_of(other)["train/loss"]
 
 
 def test_online_without_a_key_is_refused(

@@ -25,10 +25,9 @@ from mprun.train.data import (
     TensorOrder,
     TensorSet,
 )
-from mprun.train.loop import Limits, Trainer, TrainingComponents
+from mprun.train.loop import Limits, Schedule, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import MetricReadback
-from mprun.train.time_limit import Schedule
 
 CPU = torch.device("cpu")
 TOKENS = 6

@@ -42,8 +42,8 @@ from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
 from mprun.train.assemble.recipe_loading import extends, imported
+from mprun.train.loop import Schedule
 from mprun.train.machine.speed_choices import SpeedChoice
-from mprun.train.time_limit import Schedule
 from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
 

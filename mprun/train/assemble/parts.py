@@ -65,16 +65,15 @@ from mprun.train.data import (
 from mprun.train.data.batches import WHOLE, BatchSplit, MicroBatch, place
 from mprun.train.data.loader_sets import Reading
 from mprun.train.data.random_numbers import seed_all
-from mprun.train.exception_log import of_all_processes
 from mprun.train.init_from import DRAWN
 from mprun.train.loggers import LoggedRun, Logger, build_loggers
-from mprun.train.loggers.logged_run import run_tags
+from mprun.train.loggers.logger import run_tags
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.machine.heap import allocator
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import Ranks
-from mprun.train.recorder import new_summary
+from mprun.train.recorder import new_summary, of_all_processes
 from mprun.train.sums import readback_for
 from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors

@@ -71,7 +71,7 @@ from mprun.train.machine.heap import steady_heap
 from mprun.train.machine.machine import has_amx
 from mprun.train.machine.speed_choices import SpeedChoice, choose
 from mprun.train.recipe_metrics import metrics_of
-from mprun.train.user_code import explained
+from mprun.train.user_code import explain_mistakes
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class TimedChoices(NamedTuple):
     notices: list[str]
 
 
-@explained("the run cannot be planned", only_users=True)
+@explain_mistakes("the run cannot be planned", only_users=True)
 def make_plan(
     config: Config,
     given: Sequence[str],

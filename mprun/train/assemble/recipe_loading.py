@@ -56,7 +56,7 @@ from mprun.train.data.loader_sets import NOTHING
 from mprun.train.data.random_numbers import seeded
 from mprun.train.data.recipe_parts import as_splits
 from mprun.train.recipe_metrics import check_metric
-from mprun.train.user_code import described, explained
+from mprun.train.user_code import described, explain_mistakes
 
 Load = Callable[[Recipe, DataRequest], Splits]  # Gives a recipe's samples
 NO_DATA = "none"  # The source of splits without samples, which only say what samples look like
@@ -149,7 +149,7 @@ def load_recipe(
     except (OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
     assert isinstance(recipe, Recipe)
-    with explained(f"the metrics of {type(recipe).__name__} cannot be made"):
+    with explain_mistakes(f"the metrics of {type(recipe).__name__} cannot be made"):
         check_metric(recipe)
     return recipe
 
@@ -180,7 +180,7 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
 
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; an error in the recipe's own code becomes one line."""
-    with explained(f"the data of {type(recipe).__name__} cannot be made"):
+    with explain_mistakes(f"the data of {type(recipe).__name__} cannot be made"):
         # a recipe in a user's file may write data() without a parameter
         parts = recipe.data(request) if _takes_request(recipe) else recipe.data()  # type: ignore[call-arg]
         return as_splits(parts, _name_of(recipe), request)
@@ -204,7 +204,10 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     plan can be counted (`process_memory`), but the step cannot run.
     """
     # on the meta device even a sample of a large data set takes no memory
-    with explained(f"a sample of {type(recipe).__name__} cannot be made"), torch.device("meta"):
+    with (
+        explain_mistakes(f"a sample of {type(recipe).__name__} cannot be made"),
+        torch.device("meta"),
+    ):
         like = recipe.sample()
         if not isinstance(like, TensorSet | None):
             raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")

@@ -1,9 +1,7 @@
 """Loggers: further outputs for a run's scalars. The record is always written.
 
-A logger writes between steps, when losses are read anyway. A thread that writes during the next
-step would add to that step's time; where a tracker has one, it gets its rows at most every two
-seconds. A logger never decides about a run: if it fails, the user gets one warning, and the run
-goes on without it.
+A logger writes between steps, when losses are read anyway. It never decides about a run: if it
+fails, the user gets one warning, and the run goes on without it.
 
 To add one, write a subclass of `Logger` in NAME_logger.py here, name it in `LOGGERS`, and write
 conf/logger/NAME.yaml.
@@ -14,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mprun.errors import UsageError, hint
-from mprun.train.loggers.logged_run import LoggedRun
-from mprun.train.loggers.logger import IGNORE, Logger, Tell
+from mprun.train.loggers.logger import IGNORE, LoggedRun, Logger, Tell
 from mprun.train.loggers.mlflow_logger import MlflowLogger
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 from mprun.train.loggers.trackio_logger import TrackioLogger
@@ -48,6 +45,7 @@ def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
     """A sentence for each key of the configuration that the user set and a logger does not use."""
     logger = LOGGERS[name]
     used = ("name", *(() if logger is None else logger.FIELDS))
+    # the second word: logger.tags.NAME belongs to the field `tags`
     keys = [k for k in given if k.startswith("logger.") and k.split(".")[1] not in used]
     return {key: f"{key} has no effect: logger={name} does not use it" for key in keys}
 

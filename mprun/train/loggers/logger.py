@@ -1,8 +1,7 @@
 """A logger: a callback that writes the scalars of a run somewhere else.
 
 A scalar is a value of a named curve at an optimizer step. Scalars wait for at most `WRITE_EVERY_S`
-and are written together, because a tracker takes milliseconds per call. All is written when an
-epoch, a checkpoint, the test or the training ends.
+and are written together. All is written when an epoch, a checkpoint, the test or the training ends.
 """
 
 from __future__ import annotations
@@ -10,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import logging
 import os
+import re
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,10 +25,123 @@ from torch import nn
 
 from mprun.errors import UsageError, first_line
 from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
-from mprun.records.run_folder import RECORD_FILES
-from mprun.records.run_record import Epoch, Scores, Status, Summary
+from mprun.records.run_folder import RECORD_FILES, TRACKERS
+from mprun.records.run_record import Epoch, Scores, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.loggers.logged_run import LoggedRun, score_scalars, step_scalars, summary_scalars
+
+Scalar = str | int | float | bool | None
+
+STORE = "outputs"  # The folder of all runs, unless the user names another
+STORE_LEVELS = 3  # outputs/DATE/TIME/TRIAL: the folders above the run of a study
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """A run as a tracker sees it."""
+
+    folder: Path  # The run's folder, with its record
+    project: str = "mprun"  # MLflow's experiment; the project of W&B and trackio
+    name: str = "run"
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, nested."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    store: Path | None = None
+    """The folder of the tracker's files; None for `outputs`, else the run's parent."""
+    uri: str | None = None
+    """MLflow's store; None for MLFLOW_TRACKING_URI, else a file in `store_folder`."""
+    online: bool = False  # Whether W&B sends the data to its server while the run trains
+    first_step: int | None = None  # Of a resumed run; None for a new one
+    log_every: int = 1  # Every n-th step is logged, and each skipped one, as in metrics.jsonl
+
+    @property
+    def store_folder(self) -> Path:
+        """One folder for the tracker's files of many runs."""
+        if self.store is not None:
+            return self.store
+        above = list(self.folder.absolute().parents)
+        return next((p for p in above[:STORE_LEVELS] if p.name == STORE), above[0])
+
+    @property
+    def tracker_folder(self) -> Path:
+        """The folder for copies of records: nothing searches it for runs."""
+        return self.store_folder / TRACKERS
+
+    @property
+    def parameters(self) -> dict[str, Scalar]:
+        """The configuration with dotted names: `train.lr`.
+
+        A list is one value, as JSON, and so is a mapping whose keys are not plain names (modules
+        by glob, for example): trackers refuse such names.
+        """
+        return dict(_flattened(self.configuration))
+
+    @property
+    def described(self) -> dict[str, Scalar]:
+        """Parameters and tags in one mapping, for trackers whose configuration holds both."""
+        return {**self.parameters, **{f"tags.{name}": value for name, value in self.tags.items()}}
+
+
+def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Scalar]]:
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and all(map(_is_plain, value)):
+            yield from _flattened(value, f"{name}.")
+        elif value is None or isinstance(value, str | int | float):
+            yield name, value
+        else:
+            yield name, json.dumps(value)
+
+
+def _is_plain(key: object) -> bool:
+    return isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]+", key) is not None
+
+
+def run_tags(summary: Summary) -> dict[str, str]:
+    """The facts that runs are searched by; their names are `OWN_TAGS`, without `status`."""
+    return {
+        "recipe": summary.recipe,
+        "precision": summary.precision,
+        "variant": summary.variant,
+        "variant_hash": summary.variant_hash,
+        "seed": str(summary.seed),
+        "execution": summary.execution,
+        "device": summary.hardware.device,
+        "hardware": summary.hardware.name,
+        "mprun_version": summary.mprun_version,
+        "git_commit": summary.git_commit or "unknown",
+    }
+
+
+def summary_scalars(summary: Summary) -> dict[str, float]:
+    """The figures of the whole run, without those that do not apply."""
+    figures = {
+        "summary/step_time_ms": summary.step_time_ms.median,
+        "summary/data_time_ms": summary.data_time_ms.median,
+        "summary/samples_per_second": summary.samples_per_second,
+        "summary/peak_memory_bytes": summary.memory_bytes.peak,
+        "summary/allocator_peak_bytes": summary.memory_bytes.allocator_peak,
+        "summary/skipped_steps": summary.skipped_steps,
+        "summary/wall_time_s": summary.wall_time_s,
+    }
+    return {name: float(value) for name, value in figures.items() if value is not None}
+
+
+def step_scalars(line: StepLine) -> dict[str, float]:
+    """The figures of a step, by their curves."""
+    return {
+        "train/loss": line.loss,
+        **{f"train/loss.{name}": part for name, part in line.parts.items()},
+        "train/lr": line.lr,
+        "train/loss_scale": line.loss_scale,
+        "time/step_ms": line.step_time_ms,
+        "time/data_ms": line.data_time_ms,
+    }
+
+
+def score_scalars(prefix: str, scores: Scores) -> dict[str, float]:
+    """The scores that apply, by their curves: `validation/loss`, `train/epoch_accuracy`, ..."""
+    return {prefix + name: number(value) for name, value in scores.named.items()}
+
 
 Tell = Callable[[str], None]
 IGNORE: Tell = lambda text: None  # noqa: E731
@@ -38,6 +153,7 @@ def quiet(variables: Mapping[str, str]) -> Iterator[None]:
 
     These environment variables are set, except those that the user has set.
     """
+    # the global switch: trackers have many loggers, and set levels of their own
     logged, nowhere = logging.root.manager.disable, io.StringIO()
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(missing)
@@ -80,6 +196,7 @@ class Logger(Callback, ABC):
     """Environment variables while the tracker works, unless the user has set them."""
     FOLDERS: ClassVar[Mapping[str, str]] = {}
     """Variables that name folders, below the run's `tracker_folder`."""
+    # A tracker takes milliseconds per call. A thread that writes during a step adds to its time.
     WRITE_EVERY_S: ClassVar[float] = 2.0
     HAS_RUNS: ClassVar[bool] = True
     """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
@@ -139,12 +256,13 @@ class Logger(Callback, ABC):
         earlier = read_logger_record(self.run.folder, self.NAME) if self.HAS_RUNS else None
         self._record.id = self.begin(None if earlier is None else earlier.id)
         if earlier is not None and earlier.id == self._record.id:
-            self._record.last_steps = earlier.last_steps
-        self._keep()
+            self._record.last_steps = earlier.last_steps  # else a new run, which gets every step
+        self._write_record()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log values at a step; a curve never gets a step that it has."""
         last = self._record.last_steps
+        # a resumed run takes steps again that it had logged before it was killed
         new = {name: value for name, value in values.items() if step > last.get(name, -1)}
         if new:
             last.update(dict.fromkeys(new, step))
@@ -155,10 +273,10 @@ class Logger(Callback, ABC):
         self.open()
         rows, self._rows = self._rows, []
         if rows and self._guarded(self.write, rows):
-            self._guarded(self._keep)
+            self._guarded(self._write_record)
         self._written_at = time.perf_counter()
 
-    def _keep(self) -> None:
+    def _write_record(self) -> None:
         if self.HAS_RUNS:
             write_logger_record(self.run.folder, self._record)
 

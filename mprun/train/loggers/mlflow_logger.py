@@ -1,8 +1,7 @@
 """MLflow, through its client, which has no thread of its own.
 
 The store is one SQLite file beside the runs, unless `logger.uri` or MLFLOW_TRACKING_URI names
-another or a server. (MLflow is giving up its store of plain files.) Copies of the record's files
-lie beside the SQLite file; a server decides itself where it keeps them.
+another or a server. Copies of the record's files lie beside the SQLite file.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ class MlflowLogger(Logger):
     def uri(self) -> str:
         """The store."""
         given = self.run.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        # not ./mlruns: MLflow is giving up its store of plain files
         return given or f"sqlite:///{self.run.store_folder / 'mlflow.db'}"
 
     def address(self) -> str | None:
@@ -68,7 +68,7 @@ class MlflowLogger(Logger):
         except self._mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False
+            return False  # the store was changed or removed: a new run
         return True
 
     def _experiment(self) -> str:
@@ -83,7 +83,7 @@ class MlflowLogger(Logger):
         return str(self._client.get_experiment_by_name(name).experiment_id)
 
     def _artifacts(self) -> str | None:
-        """Where files are kept; None: a server decides. MLflow's own default is ./mlruns."""
+        """The folder of files; None: a server decides. MLflow's own default is ./mlruns."""
         if not re.match(r"(sqlite|postgresql|mysql|mssql)\b", self.uri):
             return None
         _, is_file, path = self.uri.partition("sqlite:///")
@@ -104,6 +104,7 @@ class MlflowLogger(Logger):
     def _log(self, kind: str, items: Sequence[Any], most: int) -> None:
         for first in range(0, len(items), most):
             batch = {kind: items[first : first + most]}
+            # asynchronous, MLflow would write in a thread of its own, during steps
             self._client.log_batch(self._id, **batch, synchronous=True)
 
     def upload(self, files: Sequence[Path]) -> None:

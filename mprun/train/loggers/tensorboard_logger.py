@@ -25,7 +25,7 @@ class TensorBoardLogger(Logger):
     TITLE = "TensorBoard"
     MODULE = "torch.utils.tensorboard"
     FIELDS = ("tags",)
-    WRITE_EVERY_S = 0.0
+    WRITE_EVERY_S = 0.0  # Appending to a file takes no time worth waiting for
     HAS_RUNS = False
 
     def begin(self, earlier: str | None) -> str:
@@ -36,7 +36,7 @@ class TensorBoardLogger(Logger):
                 indented = json.dumps(dict(values), indent=1).replace("\n", "\n    ")
                 self._writer.add_text(name, f"    {indented}")  # Markdown shows it as it is
         self._writer.flush()
-        return ""
+        return ""  # event files have no run with an id
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

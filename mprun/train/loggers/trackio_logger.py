@@ -19,7 +19,7 @@ REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class TrackioLogger(Logger):
-    """Writes a run of trackio. A run is known by its name there, so the name gets a random end.
+    """Writes a run of trackio.
 
     trackio writes in a thread: it gets its rows at most every two seconds, and takes a few
     milliseconds for them. Its folder is that of the process's first run.
@@ -44,6 +44,7 @@ class TrackioLogger(Logger):
     def begin(self, earlier: str | None) -> str:
         self._trackio: Any = importlib.import_module(self.MODULE)
         self._step, self._config = 0, self.run.described
+        # a run is known by its name there: two of one name would be one run
         name = earlier or f"{self.run.name} {secrets.token_hex(3)}"
         self._run: Any = self._init(name, "allow")
         return str(self._run.name)

@@ -11,7 +11,7 @@ from mprun.errors import UsageError
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, quiet
 
-MAX_TAG = 64
+MAX_TAG = 64  # W&B's limit, in characters
 # measurements of the machine, output, code: the record has what matters, and they cost step time
 OFF = {
     **dict.fromkeys(("save_code", "x_save_requirements"), False),
@@ -60,11 +60,11 @@ class WandbLogger(Logger):
             name=run.name,
             id=earlier or secrets.token_hex(4),
             resume="allow",
-            reinit="create_new",
+            reinit="create_new",  # an earlier run of this process stays open until its own end
             mode="online" if run.online else "offline",
             config=run.described,
             tags=[f"{name}={value}"[:MAX_TAG] for name, value in run.tags.items()],
-            allow_val_change=True,
+            allow_val_change=True,  # a resumed run may have other limits
             settings={"root_dir": str(run.tracker_folder), "console": "off"}
             | {name: value for name, value in OFF.items() if name in known},
         )
@@ -85,4 +85,4 @@ class WandbLogger(Logger):
 
     def end(self, status: Status) -> None:
         self._run.summary["status"] = status
-        self._run.finish(exit_code=0 if status == "completed" else 1)
+        self._run.finish(exit_code=0 if status == "completed" else 1)  # W&B's "finished", "failed"

@@ -1,1 +1,1 @@
-"""mprun's eyes in training loops that mprun does not own."""
+"""Records trainings by loops that are not mprun's: `mprun.observe`."""

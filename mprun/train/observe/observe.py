@@ -1,4 +1,4 @@
-"""mprun's eyes in a loop that mprun does not own.
+"""Observes a training loop that is not mprun's, and leaves the record of a run.
 
     with mprun.observe(model, optimizer, out="runs/bf16", seed=0) as run:
         for x, y in batches:
@@ -9,13 +9,9 @@
             run.log(loss=loss)          # optional: what `mprun compare` judges by
     print(run)
 
-The loop's own calls are followed by hooks (`StepHooks`), and no bit of the training changes. The
-folder holds the record of a run: step times, waits for data, page faults, memory, skipped steps,
-the dtypes in use, the audit of them, and the values that the loop logs. `mprun compare` reads it.
-
-What costs time is kept out of the timed steps: the audit looks at one of the first steps, and
-memory by category (`memory=True`) is counted in two of them, op by op. What remains is a read of
-the clock and of each gradient in every step.
+Hooks follow the loop's own calls (`StepHooks`), and no bit of the training changes. `mprun compare`
+reads the record. What costs time is done in the first steps, which are not timed (`StepProbes`).
+What remains is a read of the clock and of each gradient in every step.
 """
 
 from __future__ import annotations
@@ -109,7 +105,7 @@ class Observation(StepListener):
         device = device_of(model)
         self._clock, self._watch = clock_for(device), Stopwatch()
         self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
-        # before it: what the capture does at a call is not part of the step's time
+        # first in the list: what the capture does at a call is not part of the step's time
         first = [] if self._capture is None else [self._capture]
         self._hooks = StepHooks(model, optimizers, [*first, self._probes, self])
         row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
@@ -154,15 +150,16 @@ class Observation(StepListener):
             for key, value in values.items():
                 split, name = split_of(key)
                 rows[split][name] = checked(key, value)
+            # loops log before the optimizer's step, or after it
             step = self._current or (self._waiting[-1] if self._waiting else None)
             if step is not None:
                 step.values.update(rows["train"])
             if rows["validation"]:
-                self._write()
+                self._write()  # the training values since the last validation belong to this one
                 self._record.validation({k: float(v) for k, v in rows["validation"].items()})
             if rows["test"]:
                 self._record.test({k: float(v) for k, v in rows["test"].items()})
-        if self._ended_at is not None:  # else it would count as a wait for data
+        if self._ended_at is not None:  # else logging would count as a wait for data
             self._ended_at += time.perf_counter() - began
 
     def note_batch(self, batch: Any) -> None:
@@ -204,17 +201,19 @@ class Observation(StepListener):
         self._current.samples += samples_of(args) or samples_of(kwargs)
 
     def on_evaluation(self) -> None:
+        # inside of a step, a call without gradients is part of the step
         if self._current is None and self._ended_at is not None:
             self._ended_at = None
             self._watch.switch("evaluation")
 
     def on_loss(self, loss: Tensor) -> None:
+        # `backward` of something else than a loss, or outside of a step
         if self._current is None or loss.numel() != 1 or not loss.is_floating_point():
             return
         loss = loss.detach()
         if self._precision is not None:  # its loss scale may have made an infinity
             loss = loss.nan_to_num(math.nan, 0.0, 0.0)
-        finite = math.isfinite(float(loss)) if loss.is_cpu else loss.isfinite()
+        finite = math.isfinite(float(loss)) if loss.is_cpu else loss.isfinite()  # read later
         self._current.finite.append(finite)
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -311,7 +310,7 @@ class Observation(StepListener):
         self._record.report(str(self))
 
     def _on_first_step(self, step: ObservedStep) -> None:
-        """What only a step shows: the dtypes of autocast, and the size of a batch."""
+        """Record what is not known before a step: the dtypes of autocast, and the batch size."""
         summary = self.summary
         batch = summary.batch
         summary.batch_size = batch.effective = batch.base = step.samples
@@ -325,6 +324,7 @@ class Observation(StepListener):
         if self._precision is None:
             summary.precision = mode_name(row)
             summary.variant = self._name or summary.precision
+        # config.yaml has both, and its hash tells variants apart
         if row != summary.effective or summary.batch_size != self._config["batch"]["effective"]:
             summary.requested = summary.effective = row
             self._config = self._configuration()
@@ -364,31 +364,32 @@ class Observation(StepListener):
         weights = dict(self._model.named_parameters())
         held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
         names = names or tuple(nonfinite_names(held))
-        if not names:
+        if not names:  # the sum overflowed, the gradients are finite
             return
+        # a weight that was not finite before explains the gradient: it is named first
         names = (*(f"{n}, before the step" for n in nonfinite_names(weights)), *names)[:MAX_NAMES]
         file = None
         if self._capture is not None:
             file = self._save(step, f"{names[0]} is not finite")
         self._report_nonfinite(NonfiniteStep(step, names, file))
 
-    def _report_nonfinite(self, found: NonfiniteStep) -> None:
+    def _report_nonfinite(self, first: NonfiniteStep) -> None:
         if self._on_nonfinite == "off":
             return
-        self.nonfinite, names = found, found.names
-        row = {"kind": "event", "event": "nonfinite", "step": found.step, "names": list(names)}
+        self.nonfinite, names = first, first.names
+        row = {"kind": "event", "event": "nonfinite", "step": first.step, "names": list(names)}
         self._record.event(row)
-        text = f"step {found.step}: {names[0]} is not finite"
+        text = f"step {first.step}: {names[0]} is not finite"
         text += f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         self.summary.warnings.append(text)
-        logger.warning(text + (f"; saved: mprun replay {found.file}" if found.file else ""))
+        logger.warning(text + (f"; saved: mprun replay {first.file}" if first.file else ""))
 
     def _save(self, step: int, reason: str) -> Path | None:
         assert self._capture is not None
         path = self.out / f"nonfinite_step_{step}.pt"
         try:
             self._capture.save(path, step, reason, self._probes.autocast.dtype)
-        except Exception as error:
+        except Exception as error:  # inputs of any type, a full disk: the training goes on
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
         return path
@@ -438,6 +439,7 @@ def observe(
         raise ValueError("there is no optimizer: name the one that trains the model")
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite={on_nonfinite!r}; legal: {', '.join(ON_NONFINITE)}")
+    # a file for `mprun replay` holds one call of one model
     if on_nonfinite == "save" and entries(original_module(model)) != [original_module(model)]:
         raise ValueError(
             "on_nonfinite='save' needs one model with a forward pass; observe each with its own"

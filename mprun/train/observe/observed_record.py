@@ -8,12 +8,8 @@ validation and test:
     run.log(validation_loss=0.3)                 also val_ or eval_: a validation
     run.log(test_loss=0.3, test_accuracy=0.9)    the final test
 
-A tensor on a device is read later, so that logging waits for nothing.
-
-A mean of the losses of all steps hides what a model became, and a loss that is NaN has no mean. So
-without a validation a training is judged by its last tenth, at least 20 steps; and one that is dead
-there has failed: its loss is not finite to the end, in a step that was taken or for the whole last
-part, or no step is taken in it as the loss scale skips all of them.
+Without a validation, a training is judged by its last tenth, at least 20 steps. It has failed if
+its loss is not finite to the end, or if the loss scale skips all of these steps (`LastPart`).
 """
 
 from __future__ import annotations
@@ -135,6 +131,7 @@ def _options(optimizer: Optimizer) -> dict[str, Any]:
     plain = {
         key: value
         for key, value in group.items()
+        # a schedule changes `lr`; `attempts` and `seed` of mprun's optimizers differ between runs
         if isinstance(value, int | float | str) and key not in ("lr", "attempts", "seed")
     }
     lr = float(group.get("initial_lr", group.get("lr", 0.0)))
@@ -147,8 +144,9 @@ def class_name(x: object) -> str:
 
 
 def _memory_format(model: nn.Module) -> str:
-    images = [p for p in model.parameters() if p.dim() == 4]
+    images = [p for p in model.parameters() if p.dim() == 4]  # weights of 2-d convolutions
     last = torch.channels_last
+    # a 1 x 1 kernel is contiguous in both formats, and tells nothing
     wide = [p for p in images if not p.is_contiguous() and p.is_contiguous(memory_format=last)]
     return "channels_last" if wide else "contiguous"
 
@@ -184,8 +182,8 @@ def metric_of(given: str | tuple[str, str]) -> tuple[str, bool]:
 def split_of(name: str) -> tuple[str, str]:
     """train, validation or test, and the name without the prefix."""
     for separator in ("_", "/"):
-        prefix, found, rest = name.partition(separator)
-        if found and rest and prefix in PREFIXES:
+        prefix, _, rest = name.partition(separator)
+        if rest and prefix in PREFIXES:
             return PREFIXES[prefix], rest
     return "train", name
 
@@ -241,6 +239,7 @@ def scores_of(values: Mapping[str, float]) -> Scores:
     )
 
 
+# The mean over all steps hides what the model became; 20 losses bound the noise of their mean
 SHARE, MIN_STEPS = 0.1, 20
 
 
@@ -284,6 +283,7 @@ class LastPart:
         """Why the model does not train at the end; empty if it does."""
         last, least = self._steps, last_steps(self._steps)
         since = self._broken_from
+        # a step that was taken spoiled the weights; skipped ones are a failure only if they last
         if since is not None and (self._took_broken or last - since + 1 >= least):
             skipped = "" if self._took_broken else "; the loss scale skips them, and cannot help"
             where = f"from step {since} to" if since < last else "at"
@@ -315,7 +315,7 @@ class ObservedStep:
     lr: float = 0.0
     skipped: bool = False
     data_time_ms: float | None = None
-    """None after an evaluation, whose time cannot be told from the wait."""
+    """None after an evaluation, whose time cannot be separated from the wait."""
     calls: int = 0  # Of the model: one for each micro-batch
     samples: int = 0
     timed: bool = True
@@ -345,7 +345,7 @@ class ObservedRecord(Recorder):
             raise FileExistsError(f"out={path} already contains a run; choose another folder")
         try:
             folder = RunFolder(path)
-        except UsageError as error:
+        except UsageError as error:  # its message names mprun's override; the user gave `out`
             raise OSError(str(error).replace("run.dir=", "out=")) from None
         super().__init__(summary, folder, NativeArithmetic(), device, log_every=1, watch=watch)
         self.path = path
@@ -382,6 +382,7 @@ class ObservedRecord(Recorder):
             values = {name: float(value) for name, value in step.values.items()}
             if not step.skipped:
                 self._means.add(step.step, values)
+            # a loss that is only logged may be a mean, without the NaN that went backward
             known = values.get("loss") if all(map(bool, step.finite)) else nan
             self._last_part.add(step.step, known, step.skipped)
             self._logged[step.step] = step, values
@@ -389,9 +390,9 @@ class ObservedRecord(Recorder):
                 StepLine(
                     step=step.step,
                     epoch=1 if last is None else last.epoch + 1,
-                    loss=0.0,
+                    loss=0.0,  # `_row` replaces it by what the loop logged
                     lr=step.lr,
-                    loss_scale=1.0,
+                    loss_scale=1.0,  # the loop's scaler is not known
                     skipped=step.skipped,
                     step_time_ms=time.ms,
                     data_time_ms=step.data_time_ms or 0.0,
@@ -400,6 +401,7 @@ class ObservedRecord(Recorder):
                 )
             )
         self.on_steps(lines)
+        # an epoch ends with a validation here: the current one does not count yet
         self._summary.epochs = 0 if last is None else last.epoch
         self._conditions.on_steps(lines)
 

@@ -6,9 +6,8 @@ Nothing of the start is timed:
     step 2        the casts of the model's first call; the audit, where the gradients are complete
     steps 3, 4    memory op by op, if it is asked for; optimizers have made their state by then
 
-Whether gradients are finite is asked in every step, at a price that a training does not notice:
-every gradient is read once. The sum of its squares (of its values in 16 bits) is finite only if
-each value is. A sum may overflow without a fault, so an alarm is confirmed value by value.
+Whether gradients are finite is asked in every step, by sums that read each gradient once
+(`all_finite`). A sum may overflow without a fault, so an alarm is confirmed value by value.
 
 The loop has no configuration, so its precision is read: each column of the policy from what decides
 it, which are the parameters, their gradients, the optimizer, the backend switches, and autocast in
@@ -64,6 +63,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor | bool:
     A boolean on the CPU; elsewhere a tensor, which is read later so that nothing waits for it.
     """
     with torch.no_grad():
+        # a sum is finite only if each of its values is
         if all(x.is_cpu for x in tensors):
             return isfinite(sum([float(_sum(x)) for x in tensors]))
         sums = [_sum(x).to(tensors[0].device, torch.float32) for x in tensors]
@@ -71,7 +71,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor | bool:
 
 
 def _sum(x: Tensor) -> Tensor:
-    if x.dtype is torch.float32 and x.is_contiguous():
+    if x.dtype is torch.float32 and x.is_contiguous():  # a call of BLAS: the fastest reduction
         flat = x.view(-1)
         return flat.dot(flat)
     return x.sum(dtype=torch.float32)
@@ -184,7 +184,7 @@ def _most(
 
 
 # The columns in which the modes differ
-TELLING = (
+MODE_COLUMNS = (
     *("param_dtype", "compute_dtype", "casting", "rounding", "rounding_scope", "tf32", "gemms"),
 )
 
@@ -193,22 +193,17 @@ def mode_name(row: PrecisionRow) -> str:
     """The mode with these columns, or `CUSTOM`."""
 
     def fits(mode: Policy) -> bool:
-        return all(getattr(mode, column) == getattr(row, column) for column in TELLING)
+        return all(getattr(mode, column) == getattr(row, column) for column in MODE_COLUMNS)
 
     return next((name for name in SHIPPED_MODES if fits(policy(name))), CUSTOM)
 
 
-AUDITED_STEP = 2
+AUDITED_STEP = 2  # The first shows autocast; the optimizer has its state then
 RECORDED_STEPS = (3, 4)  # optimizers have made their state by then
 
 
 class StepProbes(StepListener):
-    """Looks at single steps.
-
-    Args:
-        model, optimizers: what trains.
-        memory: whether memory is counted by category.
-    """
+    """Inspects single steps; with `memory`, it counts the memory by category."""
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer], memory: bool) -> None:
         self._model, self._optimizers = model, optimizers
@@ -234,6 +229,7 @@ class StepProbes(StepListener):
         self._step = step
         if step == 1:
             self._stack.enter_context(self.autocast.attached())
+        # compiled code has no ops of PyTorch to count
         if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
             self._casts = CastCounts(self._model)
             self._stack.enter_context(self._casts.next_call(entries(self._model)))

@@ -96,7 +96,7 @@ class TrainerRecord:
         Raises:
             FileExistsError: the folder has a run.
         """
-        self.end(RuntimeError(NOT_ENDED))
+        self.end(RuntimeError(NOT_ENDED))  # Hugging Face's Trainer calls nothing where it fails
         self._trainings += 1
         number = "" if self._trainings == 1 else f"_{self._trainings}"
         out = self._out.with_name(f"{self._out.name}{number}")
@@ -135,6 +135,7 @@ class TrainerRecord:
 
     def begin_step(self, step: int) -> None:
         """The step with this number begins, counted from 1; it may have begun before."""
+        # micro-batches of a step call this again
         if self._inspection is not None or self.running is None or step not in self._window:
             return
         assert self._model is not None
@@ -160,13 +161,13 @@ class TrainerRecord:
     def _end_inspection(self, error: BaseException | None) -> None:
         inspection, self._inspection = self._inspection, None
         if inspection is not None and self.run is not None and self.fp_report is not None:
-            self.run.times_steps = True
+            self.run.times_steps = True  # inspected steps are many times slower
             _close(inspection, error)
             self.run.summary.warnings += finding_lines(self.fp_report.findings)
 
     def _at_exit(self) -> None:
         """The program ends inside of a training: an error did it, or Ctrl-C."""
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)  # Python's last error that nobody caught
         self.end(error if isinstance(error, BaseException) else RuntimeError(NOT_ENDED))
 
 
@@ -183,7 +184,7 @@ def _window(given: Any, memory: bool) -> range:
     if given is None:
         return range(0)
     pair = tuple(given) if isinstance(given, (tuple, list)) else ()
-    numbers = len(pair) == 2 and all(type(x) is int for x in pair)
+    numbers = len(pair) == 2 and all(type(x) is int for x in pair)  # no bool
     if not numbers or not 1 <= pair[0] <= pair[1]:
         raise ValueError(
             f"fp_exceptions={given!r}; legal: None, or the first and the last step: (100, 110)"
@@ -194,6 +195,6 @@ def _window(given: Any, memory: bool) -> range:
 
 
 def _is_number(value: Any) -> bool:
-    if hasattr(value, "numel"):
+    if hasattr(value, "numel"):  # a tensor
         return bool(value.numel() == 1)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
