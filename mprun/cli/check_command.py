@@ -39,7 +39,7 @@ def check_command(args: Sequence[str]) -> int:
     known = parse_arguments(COMMAND, args)
     taken, overrides = take(known.overrides, CheckSettings)
     settings = taken.own(CheckSettings)
-    from mprun.inspect.check.check_reports import refuse_folder, tell_others
+    from mprun.inspect.check.check_reports import refuse_folder, write_reports
 
     refuse_folder(settings.junit)
     measure, wanted = _planned(known, overrides, settings)
@@ -51,7 +51,7 @@ def check_command(args: Sequence[str]) -> int:
         with measuring(folder) as report:
             result = measure(report)
         status = show(result, folder)
-        tell_others(result, settings.junit)
+        write_reports(result, settings.junit)
         return status
 
     return interruptible(check, " before the first result")

@@ -149,7 +149,7 @@ def check(
     """
     from mprun.config.settings import take
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.inspect.check.check_reports import tell_others
+    from mprun.inspect.check.check_reports import write_reports
     from mprun.records.files import own_records
     from mprun.train.data.random_numbers import untouched
 
@@ -173,7 +173,7 @@ def check(
     with untouched():
         modes = plan_check(overrides, None, settings, made_of)
         result = check_modes(modes, settings, update)
-    tell_others(result, settings.junit, {})
+    write_reports(result, settings.junit, {})
     return result
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mprun.config import compose
 from mprun.config.quoting import quoted
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.diff_result import SCHEMA_VERSION, CaptureRecord, bounded
 from mprun.inspect.divergence import Difference, Side
 from mprun.inspect.divergence.boundaries import relative_rms
-from mprun.inspect.divergence.side_by_side import SharedStep, capture, together
+from mprun.inspect.divergence.difference import SCHEMA_VERSION, CaptureRecord, bounded
+from mprun.inspect.divergence.side_by_side import SharedStep, capture, compare
 from mprun.precision import Precision
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import torch_dtype
@@ -137,7 +137,7 @@ def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
     ):
         if x != y:
             raise UsageError(f"the sides differ in their {what}: {x} and {y}; name two of one kind")
-    return together(a, b, tuple(_circumstances(a, b)))
+    return compare(a, b, tuple(_circumstances(a, b)))
 
 
 def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:

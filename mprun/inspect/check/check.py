@@ -1,9 +1,8 @@
-"""`mprun check`: is each mode of this recipe trained as it says, and is its error explained?
+"""`mprun check`: does each mode train this recipe as it says, with errors of rounding size alone?
 
-Every mode is held against float32 from the same weights on the same batches. What a format's
-roundings explain is measured on this model, by repeated stochastic roundings at the places where
-the mode rounds, and against float64; margins are the same for all models. The checks of a mode run
-from the cheapest to the dearest; those for which the budget leaves no time are named.
+Every mode is compared with float32 from the same weights on the same batches. How large rounding
+errors may be is measured on this model, by repeated stochastic roundings at the places where the
+mode rounds, and against float64; margins are the same for all models.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ from mprun.train.assemble.given_recipe import given_recipe
 from mprun.train.assemble.initial_summary import variant_label
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
-# First parts of keys that float32 does not get
+# First parts of keys that float32 does not get: they would change it, or be refused beside fp32
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
-# Check to what carries it out, in this order, after `trains` and the baseline
+# Check to its function, after `trains` and the baseline; the slowest is last, where a short budget
+# drops it
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
     "fits": fits,
     "dtypes": dtypes,
@@ -82,9 +82,9 @@ def plan_check(
         raise UsageError("mprun check starts at new weights: leave out run.resume")
     modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
     parsed = [parse(x) for x in [*(x for x in overrides if x not in modes), *modes]]
-    cache = DataCache()
+    cache = DataCache()  # the data are loaded once for all modes
 
-    @functools.cache
+    @functools.cache  # one plan of float32 for all modes: `shared` below is keyed by it
     def planned(*combination: str) -> PlannedRun:
         composed = compose(combination, config_dir)
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
@@ -122,7 +122,7 @@ def check_modes(
     old = read_baseline(Path(settings.baseline))
 
     def baseline(mode: CheckedMode) -> Iterator[Finding]:
-        if not new:
+        if not new:  # the float64 reference is the same for all modes
             new.append(reference_of(mode))
         new[0].modes[mode.checks.label] = figures_of(mode)
         yield from ()
@@ -132,6 +132,7 @@ def check_modes(
     examined = {"trains": trains, **compared, **STEPS, **answered}
     for done, mode in enumerate(modes):
         report(f"checking {mode.checks.label}", done, len(modes))
+        # a mode that ends early leaves its time to those after it
         mode.ends = began + settings.budget_s * (done + 1) / len(modes)
         for name, examine in examined.items():
             if mode.left_s > 0:
@@ -143,7 +144,7 @@ def check_modes(
     if new:
         notes += against_baseline(checks, settings, old, new[0], update)
     elif not compared:
-        text = "--update writes the one that later checks are held against"
+        text = "--update writes the one that later checks are compared with"
         notes.append(f"no {settings.baseline} here: {text}")
     return check_result(modes[0].planned.summary, checks, began, settings, notes)
 
@@ -189,12 +190,12 @@ def _carry_out(
     began = time.monotonic()
     try:
         with mode.planned.executing():
-            found = list(examine(mode))
+            findings = list(examine(mode))
     except RunFailedError as error:
-        if name != "trains":  # `trains` says it already
+        if name != "trains":  # `trains` has reported the failing step
             mode.checks.not_done[name] = str(error)
             return
-        found = [Finding("step_fails", "", str(error))]
-    mode.checks.findings += sorted(found, key=lambda x: -x.at)
-    if name not in mode.checks.not_done:
+        findings = [Finding("step_fails", "", str(error))]
+    mode.checks.findings += sorted(findings, key=lambda x: x.rank)
+    if name not in mode.checks.not_done:  # a check may itself run out of time
         mode.checks.done[name] = time.monotonic() - began

@@ -2,9 +2,9 @@
 
 One file holds on every machine, because its figures are of two kinds. Those of `reference` are
 computed in float64, where machines agree to ten digits; a weight may differ by a float32 rounding
-between machines (the normal distribution is drawn with other instructions), so each figure has the
-part of it that such roundings explain, measured when the file was written. Losses of a mode are
-compared bit by bit where machine and versions are the same, else by what was explained there.
+between machines (the normal distribution is drawn with other instructions), so each figure has a
+bound for such roundings, measured when the file was written. Losses of a mode are compared bit by
+bit where machine and versions are the same, else by their bounds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ class BaselineFigure(NamedTuple):
     """A number, and by how much another machine may differ."""
 
     value: float
-    explained: float
+    explained: float  # The bound; the name is that of the file
 
     def agrees(self, other: BaselineFigure, exact: bool) -> bool:
         """Whether another number is the same in the digits that are written.
 
         Args:
             other: the number.
-            exact: without what is explained between machines.
+            exact: without the bound for another machine.
         """
         if exact:
             return rounded(self.value) == rounded(other.value)
+        # both have errors, which are independent; and a file's last digit is off by up to a unit
         bound = math.hypot(self.explained, other.explained)
         return abs(other.value - self.value) <= bound + 10.0 ** (1 - DIGITS) * abs(self.value)
 
@@ -104,6 +105,7 @@ class Baseline:
         """The file: sorted, a figure per line, with digits that do not change without a reason."""
         content = json.loads(msgspec.json.encode(self), parse_float=rounded)
         text = json.dumps(content, indent=1, sort_keys=True)
+        # value and bound of a figure on one line: a diff in review shows a line for each figure
         return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
 
 
@@ -146,7 +148,7 @@ def _different(old: Mapping[str, object], new: Mapping[str, object], missing: ob
 
 
 def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
-    """The findings about a mode: what differs by more than is explained, the first of each kind."""
+    """The findings about a mode: what differs by more than its bound, the first of each kind."""
     if old.recipe != new.recipe or mode not in old.modes:
         yield Finding("no_baseline", "", f"it has {old.recipe} in {', '.join(old.modes)}")
         return
@@ -155,7 +157,7 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
     was, now = old.modes[mode], new.modes[mode]
     if (changed := next(_changed_figures(old, new, mode, bits=not since), None)) is not None:
         module, text = changed
-        yield Finding("changed", module, text + since, at=1.0)
+        yield Finding("changed", module, text + since)
     if ops := _different(was.ops, now.ops, 0):
         yield Finding("casts_changed", "", ", ".join(ops[:4]) + since)
     before, after = was.peak_bytes.get("peak", 0), now.peak_bytes.get("peak", 0)
@@ -169,7 +171,7 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
 def _changed_figures(
     old: Baseline, new: Baseline, mode: str, bits: bool
 ) -> Iterator[tuple[str, str]]:
-    """The module of each figure that is new, gone, or differs by more than is explained; a text.
+    """The module of each figure that is new, gone, or differs by more than its bound; a text.
 
     Args:
         old, new: the baselines.
@@ -189,5 +191,5 @@ def _changed_figures(
             x, y = was[name], now[name]
             if not x.agrees(y, exact):
                 text += ", on the same machine and versions," if exact else ""
-                text += f" {x.value:.7g} -> {y.value:.7g}; explained is {x.explained:.1e}"
+                text += f" {x.value:.7g} -> {y.value:.7g}; the bound is {x.explained:.1e}"
                 yield module, text

@@ -2,8 +2,8 @@
 
 Without units for a 16-bit format each op is computed in float32 and its result rounded. Where this
 check computes in another way, the first step is taken in that arithmetic too. Its loss and
-gradients may differ from the check's own by what repeated stochastic roundings in that arithmetic
-explain.
+gradients may differ from the check's own by as much as repeated stochastic roundings in that
+arithmetic spread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.config.validate import loss_scale_kind
-from mprun.inspect.check.baseline_figures import DRAWS, explained
+from mprun.inspect.check.baseline_figures import DRAWS, spread_bound
 from mprun.inspect.check.check_passes import LOSS, StepPasses, is_finite
 from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.check_targets import (
@@ -26,9 +26,9 @@ from mprun.inspect.check.check_targets import (
     TARGETS,
     Configuration,
     FormatUse,
-    figure,
     refused_or_different,
     target_findings,
+    target_verdict,
 )
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.precision._torch import in_backward, op_name, storage_key
@@ -43,14 +43,14 @@ from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
 # Formats of products by the names of the table of targets; the others are fp8
 FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
-TINY = torch.finfo(torch.float64).tiny
+TINY = torch.finfo(torch.float64).tiny  # Instead of a division by 0
 
 
 def on_targets(mode: CheckedMode) -> Iterator[Finding]:
     """The findings for each of `check.targets`; a figure of each says what the mode does there."""
     wanted = _configuration(mode)
     for name in mode.settings.targets:
-        mode.checks.figures[f"target {name}"] = figure(refused_or_different(name, wanted))
+        mode.checks.figures[f"target {name}"] = target_verdict(refused_or_different(name, wanted))
     yield from target_findings(mode.settings.targets, wanted)
 
 
@@ -58,7 +58,7 @@ def _configuration(mode: CheckedMode) -> Configuration:
     plan, lacks = mode.plan, [TARGETS[name].lacks for name in mode.settings.targets]
     uses: dict[str, FormatUse] = {}
     for name, use in _formats(mode):
-        uses.setdefault(name, use)
+        uses.setdefault(name, use)  # the first place of a format is reported
     low = plan.policy.compute_dtype
     if low in uses and any(x[low].how == IN_FLOAT32 for x in lacks if low in x):
         uses[low] = _first_step(mode)
@@ -95,7 +95,7 @@ def _formats(mode: CheckedMode) -> Iterator[tuple[str, FormatUse]]:
 def _first_step(mode: CheckedMode) -> FormatUse:
     """Whether the first step agrees where each op is computed in float32 and rounded."""
     plan, policy = mode.plan, mode.plan.policy
-    if policy.gemms != "none":
+    if policy.gemms != "none":  # `Emulated16` has no formats of 8 bits or fewer
         return FormatUse()
     if plan.execution == "emulated" or plan.fp32_fallback == "all":
         return FormatUse(measured="as in this check")
@@ -107,19 +107,20 @@ def _first_step(mode: CheckedMode) -> FormatUse:
         arithmetic=Float16Fallback(matmuls=True) if is_float16 else rounded("nearest", seed=0)
     )
     draws = [passes.low(arithmetic=rounded("stochastic", seed=n)) for n in range(DRAWS)]
-    excess = {}
+    ratios = {}  # the difference of each tensor, over the most that roundings make
     for name in here.keys() & there.keys():
         mine, other = here[name], there[name]
-        spread = explained([float((draw[name] - other).norm()) for draw in draws], 0.0)
+        spread = spread_bound([float((draw[name] - other).norm()) for draw in draws], 0.0)
+        # this check rounds its own result once more, to the mode's format
         one_more = float(mine.norm()) * torch.finfo(low).eps / 2
         ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
         lost = is_finite({name: mine}) and not is_finite({name: other})
-        excess[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
-    worst = max(sorted(excess), key=lambda name: excess[name])
+        ratios[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
+    worst = max(sorted(ratios), key=lambda name: ratios[name])  # sorted: sets have no fixed order
     loss = f"loss {float(there[LOSS]):.7g} there and {float(here[LOSS]):.7g} here"
-    if excess[worst] <= 1:
+    if ratios[worst] <= 1:
         return FormatUse(measured=f"the first step agrees, {loss}")
-    what = f"{worst or 'the loss'} differs by {excess[worst]:.3g} times what roundings explain"
+    what = f"{worst or 'the loss'} differs by {ratios[worst]:.3g} times the bound of rounding"
     measured = f"the first step does not agree, {loss}: {what}"
     return FormatUse(worst.rpartition(".")[0], measured=measured)
 
@@ -133,7 +134,7 @@ class _Float64Ops(OpWatcher):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self.found: FormatUse | None = None
+        self.first: FormatUse | None = None
         self._on_device = {storage_key(x): x for x in tensors}
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
@@ -141,11 +142,12 @@ class _Float64Ops(OpWatcher):
         inputs = () if in_backward() else tensors_of((args, kwargs))
         if any(storage_key(x) in self._on_device for x in inputs):
             made = list(tensors_of(result))
-            self._on_device |= {storage_key(x): x for x in made}  # alive: the keys stay unique
-            if self.found is None and any(x.dtype == torch.float64 for x in made):
+            # references stay: a freed storage's key would be given to another tensor
+            self._on_device |= {storage_key(x): x for x in made}
+            if self.first is None and any(x.dtype == torch.float64 for x in made):
                 _, module = self.tracker.context()
                 line = str(current_line() or "")
-                self.found = FormatUse(module or "", line, f"float64 of {op_name(func)}")
+                self.first = FormatUse(module or "", line, f"float64 of {op_name(func)}")
         return result
 
 
@@ -164,4 +166,4 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
             yield
 
     probe.gradients(mode.start(exact=True), batch, inside=inside)
-    return watcher.found
+    return watcher.first

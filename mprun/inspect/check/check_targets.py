@@ -14,7 +14,7 @@ HOW = {
     IN_FLOAT32: "each result is computed in float32 and rounded",
     EMULATED: "mprun emulates it in float32, which is no faster",
 }
-REFUSED = "target_refuses", "it is refused"
+REFUSED = "target_refuses", "it is refused"  # Kind of finding, and its words
 AS_ASKED, NOT_RUN = "as asked", "not run here in that arithmetic"
 
 
@@ -73,11 +73,11 @@ class Configuration:
 
 def target_findings(names: Sequence[str], wanted: Configuration) -> Iterator[Finding]:
     """The findings of `refused_or_different`, each once, with the targets that it holds for."""
-    found: dict[Finding, list[str]] = {}
+    alike: dict[Finding, list[str]] = {}
     for name in dict.fromkeys(names):
         for x in refused_or_different(name, wanted):
-            found.setdefault(x, []).append(name)
-    for x, targets in found.items():
+            alike.setdefault(x, []).append(name)
+    for x, targets in alike.items():
         yield replace(x, text=f"on {', '.join(targets)}: {x.text}")
 
 
@@ -95,8 +95,9 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
         refused = lack.how == ABSENT or (lack.how == EMULATED and wanted.native)
         kind, how = REFUSED if refused else ("target_differs", HOW[lack.how])
         measured = (use.measured or NOT_RUN) if lack.how == IN_FLOAT32 else ""
-        said = [f"{use.text or format_name}: {lack.why}", how, measured]
-        yield Finding(kind, use.module, "; ".join(filter(None, said)), line=use.line)
+        texts = [f"{use.text or format_name}: {lack.why}", how, measured]
+        yield Finding(kind, use.module, "; ".join(filter(None, texts)), line=use.line)
+    # 6e-08 is the smallest subnormal number of float16
     if "float16" in wanted.uses.keys() - target.lacks.keys() and not wanted.scaled:
         text = "float16 without a loss scale: gradients below 6e-08 become 0; leave out "
         text += "loss_scale=none"
@@ -110,9 +111,9 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
         yield Finding("target_differs", "", f"{step} only models with {large[0]:g} GiB have it")
 
 
-def figure(found: Iterable[Finding]) -> str:
-    """What the record says of a mode on a target."""
-    severities = {x.severity for x in found}
+def target_verdict(findings: Iterable[Finding]) -> str:
+    """What the record has for a mode on a target: refused, differs, or as asked."""
+    severities = {x.severity for x in findings}
     return "refused" if ERROR in severities else "differs" if severities else AS_ASKED
 
 

@@ -101,7 +101,7 @@ def test_a_kernel_that_is_another_in_bfloat16_does_not_agree(recipe: Path, there
         code=f"y = torch.ops.mprun_test.{there}(y)",
     )
     assert "the first step does not agree" in x.text
-    assert f"{'inf ' if there == 'nan' else ''}times what roundings explain" in x.text
+    assert f"{'inf ' if there == 'nan' else ''}times the bound of rounding" in x.text
 
 
 def test_float16_of_a_cpu_without_instructions(recipe: Path) -> None:
