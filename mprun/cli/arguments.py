@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mprun.errors import UsageError, did_you_mean, hint
 from mprun.records.console import note
 from mprun.records.listing import RUNS, STUDIES, resolved_last
+
+if TYPE_CHECKING:
+    from mprun.inspect.question import Question
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:
         )
 
 
-def with_last(command: Command, args: Sequence[str]) -> list[str]:
+def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
     """The arguments with a folder in place of each `last`; standard error names it.
 
     Raises:

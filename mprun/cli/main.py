@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from mprun import cli
 from mprun.cli.arguments import Command, with_last
+from mprun.cli.questions import questions
 from mprun.cli.standard_streams import patient_streams
 from mprun.cli.train_command import train_command
 from mprun.errors import (
@@ -50,10 +51,11 @@ ORDER = (
 
 
 def _discovered() -> Iterator[Command]:
-    """`COMMAND` of each module `*_command.py` of this package, in their order."""
+    """`COMMAND` of each module `*_command.py` of this package, and each question of `inspect`."""
     for module in iter_modules(cli.__path__, "mprun.cli."):
         if module.name.endswith("_command"):
             yield import_module(module.name).COMMAND
+    yield from questions()
 
 
 COMMANDS = sorted(

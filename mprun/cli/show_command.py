@@ -21,7 +21,7 @@ from mprun.cli.arguments import Command, parse_arguments
 from mprun.errors import EXIT_OK, UsageError
 from mprun.inspect.memory_result import MemoryRecord, memory_parts
 from mprun.inspect.numerics_result import NumericsResult, NumericsSettings, numerics_parts
-from mprun.inspect.trace_result import TraceRecord, kinds_table, totals
+from mprun.inspect.trace import TraceRecord, kinds_table, totals
 from mprun.records.console import print_line, stdout_console
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import readable

@@ -1,7 +1,8 @@
 """A close look at a recipe, a run or this machine: a question each, whose answer is a `Result`.
 
-Doors: the functions that the commands call: memory, trace, numerics, search-ops, diff, replay,
-doctor, and `check/` (the gate of a repository). `divergence/` finds where two models part.
+Doors: `QUESTION` of each module that has one (`question.py` says what that is): memory, trace,
+numerics, search-ops, diff, replay, doctor; and `check/`, the gate of a repository. `divergence/`
+finds where two models part.
 
 How data goes through: a plan (`train/assemble`) gives model, batch and precision. A few steps run
 under the recorders of `watch`, in the mode and in float32 or float64. What is measured becomes a

@@ -1,36 +1,37 @@
-"""A trace of one training step: every op, its dtypes, the rule that decided them, the casts.
+"""Records the ops of a plan's training step, with the Python call and the rule of each.
 
-    op         what Python called; in the backward pass and the optimizer, what ATen ran
-    rule       why it ran in that dtype: its list, promotion, in-place, first input, a layer's own
+    rule       why an op ran in its dtype: its list, promotion, in-place, first input, a layer's own
                dtype, casts disabled, autocast's list, or nothing ("as it is")
-    casts      the copies into another dtype that were made for it
-    redundant  a cast of a tensor that was cast to the same dtype before, or a cast back to the
-               dtype a tensor came from; lists that alternate between dtypes cause the second kind
 
 With op lists, the caster itself reports the rules. With autocast, the same lists as data
 (`op_lists=native`) say which list an op is on; a test checks that they agree with autocast.
+`trace.py` makes rows of the recorded ops.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
-from statistics import median
-from typing import Any, NamedTuple
+from functools import partial
+from importlib.resources import files
+from typing import NamedTuple
 
-import msgspec
 import torch
+import yaml  # type: ignore[import-untyped]
 from torch import nn
 
-from mprun.inspect.trace_result import CastRecord, TraceRow, TraceTotals
-from mprun.precision import Caster
-from mprun.precision.op_lists import OpLists, Table, region
+from mprun.config.schema import OpListsConfig
+from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic, devices
+from mprun.precision.op_lists import OpLists, Table, op_lists, region
 from mprun.precision.op_lists.rules import Casts
-from mprun.precision.policy import dtype_name
-from mprun.watch.op_watcher import RecordedOp, TensorRecord
+from mprun.records.op_list_files import KINDS
+from mprun.train.assemble.dtype_choices import entries
+from mprun.train.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
+from mprun.train.assemble.plan import Plan
+from mprun.train.data import Batch
+from mprun.train.loop import Trainer
+from mprun.watch.op_watcher import OpFault, OpRecorder, OpWatcher, RecordedOp
 
 # Names of the lists' rules in a trace; the other rules keep their names
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
@@ -117,150 +118,74 @@ class _NoCasts(Casts):
         return x
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """A step's rows in the order they ran."""
-
-    rows: list[TraceRow]
-
-    @property
-    def casts(self) -> list[CastRecord]:
-        """All casts of the step."""
-        return [cast for row in self.rows for cast in row.casts]
-
-    @property
-    def time_ms(self) -> float:
-        """The time of all ops and casts."""
-        return sum(row.time_ms + row.cast_time_ms for row in self.rows)
-
-    def totals(self, step_time_ms: float) -> TraceTotals:
-        """Sums over the rows.
-
-        Args:
-            step_time_ms: of a step that is not traced; the share of casts is relative to it.
-        """
-        by_dtype: dict[str, tuple[int, float]] = {}
-        for row in self.rows:
-            if row.kernels:
-                for dtype in row.dtypes_out[:1]:
-                    count, time_ms = by_dtype.get(dtype, (0, 0.0))
-                    by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
-        cast_time_ms = sum(row.cast_time_ms for row in self.rows)
-        return TraceTotals(
-            time_ms=self.time_ms,
-            by_dtype=by_dtype,
-            casts=len(self.casts),
-            cast_bytes=sum(cast.bytes for cast in self.casts),
-            cast_time_ms=cast_time_ms,
-            cast_share=cast_time_ms / step_time_ms,
-            redundant=dict(Counter(cast.redundant for cast in self.casts if cast.redundant)),
-        )
+def _caster(plan: Plan, calls: CallStack) -> Caster:
+    """The plan's caster, or one around it that reports its rules."""
+    if plan.op_lists is not None:
+        return build_caster(plan, calls)
+    if plan.policy.casting == "autocast":
+        lists = shipped_op_lists("native", plan.device)
+    else:
+        lists = op_lists((), (), first_input=False)
+    return LabelledCaster(build_caster(plan), lists, calls)
 
 
-def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
-    """The rows of a step.
+def shipped_op_lists(name: str, device: torch.device) -> OpLists:
+    """The lists of a file in conf/op_lists, for a device."""
+    text = (files("mprun.conf") / "op_lists" / f"{name}.yaml").read_text(encoding="utf-8")
+    section = OpListsConfig(**yaml.safe_load(text)["op_lists"])
+    lower, fp32, promote = (entries(section, kind, device) for kind in KINDS)
+    return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
+
+
+def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:
+    """An arithmetic whose ops a watcher sees as the model calls them."""
+    native = isinstance(inner, NativeArithmetic)
+    return inner if native else WrappedArithmetic(inner, lambda: recorder)
+
+
+class StepRecorder:
+    """Trains the model of a plan step by step, and records the ops of a step.
 
     Args:
-        ops: from an `OpRecorder` with `CallStack.current` as its `call`.
-        layers: names of modules with a dtype of their own.
+        plan: the plan.
+        is_timed: whether ops are timed: the device is then waited for after each.
     """
-    redundant, own_dtype = _redundant(ops), tuple(layers)
-    rows = []
-    for _, group in groupby(enumerate(ops), key=lambda item: _group(*item)):
-        members = list(group)
-        casts = [_cast(op, redundant.get(i)) for i, op in members if op.is_cast]
-        row = _row([op for _, op in members], casts, own_dtype)
-        if row.kernels or row.casts:
-            rows.append(row)
-    return StepTrace(rows)
 
+    def __init__(self, plan: Plan, is_timed: bool) -> None:
+        self._wait = partial(devices.synchronize, plan.device)
+        self._ops: list[RecordedOp] = []
+        calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
+        wait = self._wait if is_timed else lambda: None
+        self._recorder = OpRecorder(self._ops.append, calls.current, wait)
+        arithmetic = watched_arithmetic(build_arithmetic(plan), self._recorder)
+        self._parts = build_parts(plan, build_precision(plan, _caster(plan, calls), arithmetic))
+        self._trainer = Trainer(self._parts, plan.limits)
 
-def _group(index: int, op: RecordedOp) -> tuple[int, int]:
-    """A key: equal for the ops of one call, different for all others."""
-    number = op.call.number if op.call is not None else 0
-    return (number, 0) if number and op.phase == "forward" else (0, index)
+    def first_batch(self) -> Batch:
+        """The batch of the plan's first step."""
+        return next(self._parts.train.epoch(self._parts.order.draw()))
 
+    @property
+    def ops(self) -> list[RecordedOp]:
+        """Those of the last recorded step; of a step that failed, those before the failure."""
+        return list(self._ops)
 
-def _row(ops: list[RecordedOp], casts: list[CastRecord], layers: tuple[str, ...]) -> TraceRow:
-    first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
-    called = first.phase == "forward" and first.call is not None and first.call.number
-    name = first.call.name if called else computing[0].name if computing else "cast"
-    made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
-    return TraceRow(
-        op=name,
-        phase=first.phase,
-        module=first.module,
-        rule=_rule(first, layers),
-        dtypes_in=_dtypes(v for op in computing for v in op.inputs),
-        dtypes_out=_dtypes(made),
-        kernels=[op.name for op in computing],
-        began_ms=first.began_s * 1e3,
-        time_ms=sum(op.time_s for op in ops if not op.is_cast) * 1e3,
-        cast_time_ms=sum(cast.time_ms for cast in casts),
-        casts=casts,
-    )
+    @property
+    def fault(self) -> OpFault | None:
+        """The op that failed; None if the error came from elsewhere."""
+        return self._recorder.fault
 
+    def record(self, batch: Batch) -> list[RecordedOp]:
+        """The ops of a training step on a batch."""
+        self._ops.clear()
+        with self._recorder.following(self._parts.model, self._parts.optimizer), self._recorder:
+            self._trainer.optimizer_step(batch)
+        return self.ops
 
-def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
-    if op.phase == "backward":
-        return "as forward"
-    if op.phase == "optimizer":
-        return "disabled"
-    if op.call is None or op.phase == "other":
-        return "outside"
-    in_layer = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
-    return "layer policy" if op.call.rule == "disabled" and in_layer else str(op.call.rule)
-
-
-def _dtypes(values: Iterable[TensorRecord]) -> list[str]:
-    names = (dtype_name(v.dtype) for v in values if v.dtype.is_floating_point)
-    return list(dict.fromkeys(names))
-
-
-def _cast(op: RecordedOp, redundant: str | None) -> CastRecord:
-    have, want = op.inputs[0], op.outputs[0]
-    nbytes = have.nbytes + want.nbytes
-    names = dtype_name(have.dtype), dtype_name(want.dtype)
-    return CastRecord(*names, nbytes, op.time_s * 1e3, redundant)
-
-
-def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
-    """Index of a cast to why it is redundant."""
-    made: set[tuple[Any, ...]] = set()
-    came_from: dict[tuple[int, int], torch.dtype] = {}
-    reasons = {}
-    for i, op in enumerate(ops):
-        if not op.is_cast:
-            continue
-        have, want = op.inputs[0], op.outputs[0]
-        key = (have.memory, have.layout, have.shape, have.dtype, want.dtype)
-        if came_from.get(have.memory) == want.dtype:
-            reasons[i] = "cast back"
-        elif key in made:
-            reasons[i] = "cast twice"
-        made.add(key)
-        came_from[want.memory] = have.dtype
-    return reasons
-
-
-def typical(traces: Sequence[StepTrace]) -> StepTrace:
-    """The last trace, with medians as times, over the traces that ran the same ops."""
-    alike = [t.rows for t in traces if _shape(t) == _shape(traces[-1])]
-    return StepTrace([_typical_row(rows) for rows in zip(*alike, strict=True)])
-
-
-def _typical_row(rows: Sequence[TraceRow]) -> TraceRow:
-    casts = [
-        msgspec.structs.replace(casts[-1], time_ms=median(cast.time_ms for cast in casts))
-        for casts in zip(*(row.casts for row in rows), strict=True)
-    ]
-    return replace(
-        rows[-1],
-        time_ms=median(row.time_ms for row in rows),
-        cast_time_ms=sum(cast.time_ms for cast in casts),
-        casts=casts,
-    )
-
-
-def _shape(t: StepTrace) -> list[tuple[str, str, int]]:
-    return [(row.op, row.module, len(row.casts)) for row in t.rows]
+    def time_s(self, batch: Batch) -> float:
+        """Seconds of a training step that is not recorded."""
+        self._wait()  # else the time has work that was queued before
+        began = time.perf_counter()
+        self._trainer.optimizer_step(batch)
+        self._wait()
+        return time.perf_counter() - began

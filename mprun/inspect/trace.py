@@ -1,45 +1,433 @@
-"""A trace of a plan's training step."""
+"""`mprun trace`: one training step, op by op, and what its casts cost.
+
+    mprun trace recipe=mnist op_lists=hmp
+
+Takes the overrides of a run. Prints the totals and a summary by kind of op (with `trace.ops=true`
+every op), and writes two files into the run's folder: `trace.json` with everything, and
+`trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""
 
 from __future__ import annotations
 
 import json
-import time
-from functools import partial
-from importlib.resources import files
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
-import torch
-import yaml  # type: ignore[import-untyped]
+import msgspec
 
-from mprun.config.schema import OpListsConfig
-from mprun.inspect.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
-from mprun.inspect.trace_result import TraceRecord, chrome, kinds_table, step_table, totals
-from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic, devices
-from mprun.precision.op_lists import OpLists, op_lists
-from mprun.records.console.fitted_table import FittedTable
+from mprun.inspect.question import Given, Prepared, Question, of_run
+from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.files import json_text
-from mprun.records.op_list_files import KINDS
+from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.result import PartialResultError, Result
-from mprun.study.planned_run import PlannedRun
-from mprun.train.assemble.dtype_choices import entries
-from mprun.train.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
-from mprun.train.assemble.plan import Plan
-from mprun.train.data import Batch
-from mprun.train.loop import Trainer
-from mprun.train.user_code import described
-from mprun.watch.op_watcher import OpRecorder, OpWatcher, RecordedOp
+from mprun.records.run_record import BackendRow, Hardware
+
+if TYPE_CHECKING:
+    import torch
+
+    from mprun.study.planned_run import PlannedRun
+    from mprun.train.assemble.plan import Plan
+    from mprun.train.data import Batch
+    from mprun.watch.op_watcher import RecordedOp, TensorRecord
 
 SCHEMA_VERSION = 1
-WARMUP = 3  # Steps before the first traced one: optimizer state and kernels are made in them
-
-REPEATS = 5  # Steps traced; times are their medians
+WARMUP = 3  # Steps before the first timed one: optimizer state and kernels are made in them
+REPEATS = 5  # Steps timed, and steps traced; times are their medians
 COMPUTED_BY_MPRUN = (
     "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
     "them; casts inside them are not counted"
 )
+PHASES = ("forward", "backward", "optimizer", "other")  # The parts of a step
+MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
+ELSEWHERE = "trace.json"
 
 
-def trace_recipe(planned: PlannedRun, with_ops: bool) -> Result:
+@dataclass
+class TraceSettings:
+    """What `mprun trace` shows."""
+
+    ops: bool = False
+    """Whether every op is listed below the summary."""
+
+
+class CastRecord(msgspec.Struct, frozen=True, rename={"from_dtype": "from", "to_dtype": "to"}):
+    """A conversion of a tensor's dtype; `from` is a keyword of Python, so fields are renamed."""
+
+    from_dtype: str
+    to_dtype: str
+    bytes: int  # Read and written
+    time_ms: float
+    redundant: str | None  # Why it is redundant: `cast back`, `cast twice`; None if it is not
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """A call of the model with its kernels, or an op outside of a call."""
+
+    op: str  # What Python called; in the backward pass and the optimizer, what ATen ran
+    phase: str  # One of `PHASES`
+    module: str
+    rule: str  # The cast rule that decided the dtype
+    dtypes_in: list[str]
+    dtypes_out: list[str]
+    kernels: list[str]  # The ATen ops that computed; empty for a cast alone
+    began_ms: float
+    time_ms: float  # Without casts
+    cast_time_ms: float
+    casts: list[CastRecord]  # The copies into another dtype that were made for it
+
+
+@dataclass(frozen=True)
+class TraceTotals:
+    """Sums over a step."""
+
+    time_ms: float
+    by_dtype: dict[str, tuple[int, float]]
+    """Output dtype to the number of ops and their time in milliseconds."""
+    casts: int
+    cast_bytes: int
+    cast_time_ms: float
+    cast_share: float  # Of the time of a step that is not traced
+    redundant: dict[str, int]  # Kind of redundancy to the number of casts
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """All of it."""
+
+    schema_version: int
+    versions: dict[str, str | None]
+    hardware: Hardware
+    recipe: str
+    precision: str
+    variant: str
+    execution: str
+    backend: BackendRow
+    step_time_ms: float  # The median time of a step that is not traced
+    totals: TraceTotals
+    rows: list[TraceRow]
+
+
+def kinds_table(rows: Sequence[TraceRow]) -> FittedTable:
+    """A row for each kind of op: those of one phase, rule and dtypes; the longest first."""
+    groups: dict[tuple[str, str, str, str], list[TraceRow]] = {}
+    for row in rows:
+        groups.setdefault((row.phase, row.op, _dtypes(row), row.rule), []).append(row)
+    kinds = sorted(groups.items(), key=lambda kind: -_whole_ms(kind[1]))
+    shown = kinds[:MAX_KINDS]
+    if rest := kinds[MAX_KINDS:]:
+        others = [row for _, members in rest for row in members]
+        shown.append((("", f"{len(rest)} more kinds", "", ""), others))
+    return FittedTable(
+        "kinds of ops, the longest first",
+        text_column("phase", 4, cell=lambda kind: kind[0][0]),
+        text_column("op", cell=lambda kind: kind[0][1]),
+        text_column("dtypes", 6, cell=lambda kind: kind[0][2]),
+        text_column("rule", 3, cell=lambda kind: kind[0][3]),
+        figure_column("ops", 5, lambda kind: str(len(kind[1]))),
+        figure_column("ms", cell=lambda kind: f"{sum(row.time_ms for row in kind[1]):.3f}"),
+        figure_column("casts", 2, lambda kind: str(sum(len(row.casts) for row in kind[1]) or "")),
+        figure_column("in casts", 7, lambda kind: _cast_ms(kind[1])),
+        rows=shown,
+        elsewhere=ELSEWHERE,
+        caption=f"trace.ops=true lists all {len(rows)} ops",
+    )
+
+
+def _whole_ms(rows: Sequence[TraceRow]) -> float:
+    return sum(row.time_ms + row.cast_time_ms for row in rows)
+
+
+def _cast_ms(rows: Sequence[TraceRow]) -> str:
+    """The time of their casts; empty without one."""
+    has_casts = any(row.casts for row in rows)
+    return f"{sum(row.cast_time_ms for row in rows):.3f}" if has_casts else ""
+
+
+def step_table(rows: Sequence[TraceRow]) -> FittedTable:
+    """A row for each call and each op outside of one, in the order they ran."""
+    return FittedTable(
+        "one training step",
+        text_column("phase", 3, cell=lambda x: x[0].phase),
+        text_column("module", cell=lambda x: _module(x[0])),
+        text_column("op", cell=lambda x: x[0].op + (f" x{x[1]}" if x[1] > 1 else "")),
+        text_column("rule", 2, cell=lambda x: x[0].rule),
+        text_column("dtypes", 5, cell=lambda x: _dtypes(x[0])),
+        text_column("casts", 1, cell=lambda x: ", ".join(_casts(x[0].casts))),
+        figure_column("ms", cell=lambda x: f"{x[0].time_ms:.3f}"),
+        figure_column("in casts", 4, lambda x: _cast_ms([x[0]])),
+        rows=_merged(rows),
+        elsewhere=ELSEWHERE,
+    )
+
+
+def _module(row: TraceRow) -> str:
+    return row.module or ("(root)" if row.phase == "forward" else "")
+
+
+def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
+    """Rows of the model one by one; equal rows outside of it as one, with their number and time."""
+    groups: dict[str, list[TraceRow]] = {}
+    for n, row in enumerate(rows):
+        is_model = row.phase in ("forward", "backward")
+        dtypes = (row.dtypes_in, row.dtypes_out)
+        key = str(n if is_model else (row.phase, row.op, row.rule, dtypes, [*_casts(row.casts)]))
+        groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        time_ms = sum(row.time_ms for row in group)
+        cast_time_ms = sum(row.cast_time_ms for row in group)
+        yield replace(group[0], time_ms=time_ms, cast_time_ms=cast_time_ms), len(group)
+
+
+def _short(names: Sequence[str]) -> str:
+    return " ".join(SHORT_DTYPES.get(name, name) for name in names)
+
+
+def _dtypes(row: TraceRow) -> str:
+    """The dtypes of its kernels' inputs and outputs: `bf16`, or `bf16 fp32 > bf16`."""
+    before, after = _short(row.dtypes_in), _short(row.dtypes_out)
+    return before if before == after else f"{before} > {after}"
+
+
+def _casts(casts: Sequence[CastRecord]) -> Iterator[str]:
+    """Each kind of cast with its number: `fp32>bf16 x2`."""
+    kinds = Counter((c.from_dtype, c.to_dtype, c.redundant) for c in casts)
+    for (before, after, redundant), count in kinds.items():
+        times = f" x{count}" if count > 1 else ""
+        why = f" ({redundant})" if redundant else ""
+        yield f"{_short([before])}>{_short([after])}{times}{why}"
+
+
+def totals(record: TraceRecord) -> FittedTable:
+    """The sums over the step's ops and casts."""
+    total = record.totals
+    redundant = ", ".join(f"{n} {kind}" for kind, n in total.redundant.items())
+    rows = {
+        "step, not traced": f"{record.step_time_ms:.3f} ms",
+        "ops and casts": f"{total.time_ms:.3f} ms",
+        **{
+            f"ops that give {dtype}": f"{count} in {time_ms:.3f} ms"
+            for dtype, (count, time_ms) in total.by_dtype.items()
+        },
+        "casts": f"{total.casts} in {total.cast_time_ms:.3f} ms, {total.cast_share:.1%} of the "
+        f"step; {total.cast_bytes / 2**20:.2f} MiB read and written",
+        "redundant casts": redundant or "none",
+    }
+    return FittedTable(
+        "totals",
+        text_column("quantity", cell=itemgetter(0)),
+        text_column("value", cell=itemgetter(1)),
+        rows=rows.items(),
+    )
+
+
+def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
+    """The trace in Chrome's event format: a track for each phase, casts as events of their own.
+
+    Source: "Trace Event Format", the Chromium project. Times in microseconds.
+    """
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": i, "args": {"name": phase}}
+        for i, phase in enumerate(PHASES)
+    ]
+
+    def add(name: str, kind: str, at_us: float, time_ms: float, args: dict[str, Any]) -> None:
+        place = {"ph": "X", "pid": 1, "tid": track, "ts": at_us, "dur": time_ms * 1e3}
+        events.append({"name": name, "cat": kind, **place, "args": args})
+
+    start_ms = min((row.began_ms for row in rows), default=0.0)
+    for row in rows:
+        at_us, track = (row.began_ms - start_ms) * 1e3, PHASES.index(row.phase)
+        for cast in row.casts:
+            name = f"cast {_short([cast.from_dtype])} to {_short([cast.to_dtype])}"
+            add(name, "cast", at_us, cast.time_ms, msgspec.to_builtins(cast))
+            at_us += cast.time_ms * 1e3
+        if row.kernels:
+            names = ("module", "rule", "dtypes_in", "dtypes_out", "kernels")
+            args = {name: getattr(row, name) for name in names}
+            add(row.op, "op", at_us, row.time_ms, args)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+# ---- rows of the recorded ops --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step's rows in the order they ran."""
+
+    rows: list[TraceRow]
+
+    @property
+    def casts(self) -> list[CastRecord]:
+        """All casts of the step."""
+        return [cast for row in self.rows for cast in row.casts]
+
+    @property
+    def time_ms(self) -> float:
+        """The time of all ops and casts."""
+        return sum(row.time_ms + row.cast_time_ms for row in self.rows)
+
+    def totals(self, step_time_ms: float) -> TraceTotals:
+        """Sums over the rows.
+
+        Args:
+            step_time_ms: of a step that is not traced; the share of casts is relative to it.
+        """
+        by_dtype: dict[str, tuple[int, float]] = {}
+        for row in self.rows:
+            if row.kernels:
+                for dtype in row.dtypes_out[:1]:
+                    count, time_ms = by_dtype.get(dtype, (0, 0.0))
+                    by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
+        cast_time_ms = sum(row.cast_time_ms for row in self.rows)
+        return TraceTotals(
+            time_ms=self.time_ms,
+            by_dtype=by_dtype,
+            casts=len(self.casts),
+            cast_bytes=sum(cast.bytes for cast in self.casts),
+            cast_time_ms=cast_time_ms,
+            cast_share=cast_time_ms / step_time_ms,
+            redundant=dict(Counter(cast.redundant for cast in self.casts if cast.redundant)),
+        )
+
+
+def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
+    """The rows of a step.
+
+    Args:
+        ops: from an `OpRecorder` with `CallStack.current` as its `call`.
+        layers: names of modules with a dtype of their own.
+    """
+    redundant, own_dtype = _redundant(ops), tuple(layers)
+    rows = []
+    for _, group in groupby(enumerate(ops), key=lambda item: _group(*item)):
+        members = list(group)
+        casts = [_cast(op, redundant.get(i)) for i, op in members if op.is_cast]
+        row = _row([op for _, op in members], casts, own_dtype)
+        if row.kernels or row.casts:
+            rows.append(row)
+    return StepTrace(rows)
+
+
+def _group(index: int, op: RecordedOp) -> tuple[int, int]:
+    """A key: equal for the ops of one call, different for all others."""
+    number = op.call.number if op.call is not None else 0
+    return (number, 0) if number and op.phase == "forward" else (0, index)
+
+
+def _row(ops: list[RecordedOp], casts: list[CastRecord], layers: tuple[str, ...]) -> TraceRow:
+    first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
+    called = first.phase == "forward" and first.call is not None and first.call.number
+    name = first.call.name if called else computing[0].name if computing else "cast"
+    made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
+    return TraceRow(
+        op=name,
+        phase=first.phase,
+        module=first.module,
+        rule=_rule(first, layers),
+        dtypes_in=_floating(v for op in computing for v in op.inputs),
+        dtypes_out=_floating(made),
+        kernels=[op.name for op in computing],
+        began_ms=first.began_s * 1e3,
+        time_ms=sum(op.time_s for op in ops if not op.is_cast) * 1e3,
+        cast_time_ms=sum(cast.time_ms for cast in casts),
+        casts=casts,
+    )
+
+
+def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
+    if op.phase == "backward":
+        return "as forward"
+    if op.phase == "optimizer":
+        return "disabled"
+    if op.call is None or op.phase == "other":
+        return "outside"
+    in_layer = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
+    return "layer policy" if op.call.rule == "disabled" and in_layer else str(op.call.rule)
+
+
+def _floating(values: Iterable[TensorRecord]) -> list[str]:
+    """Their distinct floating dtypes, in order."""
+    names = (_name(v.dtype) for v in values if v.dtype.is_floating_point)
+    return list(dict.fromkeys(names))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")  # `dtype_name`, whose module imports torch
+
+
+def _cast(op: RecordedOp, redundant: str | None) -> CastRecord:
+    have, want = op.inputs[0], op.outputs[0]
+    nbytes = have.nbytes + want.nbytes
+    names = _name(have.dtype), _name(want.dtype)
+    return CastRecord(*names, nbytes, op.time_s * 1e3, redundant)
+
+
+def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
+    """Index of a cast to why it is redundant."""
+    made: set[tuple[Any, ...]] = set()
+    came_from: dict[tuple[int, int], torch.dtype] = {}
+    reasons = {}
+    for i, op in enumerate(ops):
+        if not op.is_cast:
+            continue
+        have, want = op.inputs[0], op.outputs[0]
+        key = (have.memory, have.layout, have.shape, have.dtype, want.dtype)
+        if came_from.get(have.memory) == want.dtype:
+            reasons[i] = "cast back"
+        elif key in made:
+            reasons[i] = "cast twice"
+        made.add(key)
+        came_from[want.memory] = have.dtype
+    return reasons
+
+
+def typical(traces: Sequence[StepTrace]) -> StepTrace:
+    """The last trace, with medians as times, over the traces that ran the same ops."""
+    alike = [t.rows for t in traces if _shape(t) == _shape(traces[-1])]
+    return StepTrace([_typical_row(rows) for rows in zip(*alike, strict=True)])
+
+
+def _typical_row(rows: Sequence[TraceRow]) -> TraceRow:
+    casts = [
+        msgspec.structs.replace(casts[-1], time_ms=median(cast.time_ms for cast in casts))
+        for casts in zip(*(row.casts for row in rows), strict=True)
+    ]
+    return replace(
+        rows[-1],
+        time_ms=median(row.time_ms for row in rows),
+        cast_time_ms=sum(cast.time_ms for cast in casts),
+        casts=casts,
+    )
+
+
+def _shape(t: StepTrace) -> list[tuple[str, str, int]]:
+    return [(row.op, row.module, len(row.casts)) for row in t.rows]
+
+
+# ---- the measurement -----------------------------------------------------------------------------
+
+
+def prepare(given: Given) -> Prepared:
+    """Plan the run whose step is traced."""
+    from mprun.config import compose
+    from mprun.study.planned_run import plan_run
+
+    planned = plan_run(compose(given.overrides, given.config_dir), "trace")
+    with_ops = given.settings(TraceSettings).ops
+    return of_run(planned, lambda _: measure(planned, with_ops))
+
+
+QUESTION = Question("trace", prepare, (TraceSettings,))
+
+
+def measure(planned: PlannedRun, with_ops: bool) -> Result:
     """A training step of a planned run.
 
     Args:
@@ -79,6 +467,8 @@ def trace_recipe(planned: PlannedRun, with_ops: bool) -> Result:
 
 def is_computed_by_mprun(plan: Plan) -> bool:
     """Whether mprun emulates or substitutes ops; a trace does not count the casts inside them."""
+    from mprun.train.assemble.parts import build_arithmetic
+
     return plan.execution == "emulated" or bool(build_arithmetic(plan).substitutions)
 
 
@@ -88,48 +478,34 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     Raises:
         PartialResultError: the step cannot run.
     """
-    calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
-    ops: list[RecordedOp] = []
-    recorder = OpRecorder(ops.append, calls.current, partial(devices.synchronize, plan.device))
-    precision = build_precision(
-        plan, _caster(plan, calls), watched_arithmetic(build_arithmetic(plan), recorder)
-    )
-    parts = build_parts(plan, precision)
-    trainer = Trainer(parts, plan.limits)
-    batch = next(parts.train.epoch(parts.order.draw()))
-    try:  # traced: of a step that fails, the ops before the failure are shown
-        with recorder.following(parts.model, parts.optimizer), recorder:
-            trainer.optimizer_step(batch)
+    from mprun.inspect.op_trace import StepRecorder
+    from mprun.train.user_code import described
+
+    recorder = StepRecorder(plan, is_timed=True)
+    batch = recorder.first_batch()
+    try:  # recorded, so that the ops before a failure are shown
+        recorder.record(batch)
     except Exception as error:
         text = described(error, plan.policy.name)
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
-        result = _before_the_failure(trace(ops, plan.layers), f"{where}{text}")
+        result = _before_the_failure(trace(recorder.ops, plan.layers), f"{where}{text}")
         raise PartialResultError(
             f"the step cannot run, the ops before the failure are above: {where}{text}", result
         ) from error
-    times = [_timed(trainer, batch, plan.device) for _ in range(WARMUP + REPEATS)]
-    traces = []
-    for _ in range(REPEATS):
-        ops.clear()
-        with recorder.following(parts.model, parts.optimizer), recorder:
-            trainer.optimizer_step(batch)
-        traces.append(trace(ops, plan.layers))
+    times = [recorder.time_s(batch) for _ in range(WARMUP + REPEATS)]
+    traces = [trace(recorder.record(batch), plan.layers) for _ in range(REPEATS)]
     return typical(traces), median(times[WARMUP:])
 
 
 def traced_step(plan: Plan, batch: Batch) -> StepTrace:
-    """The first training step of this plan, on a batch."""
-    calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
-    ops: list[RecordedOp] = []
-    recorder = OpRecorder(ops.append, calls.current)
-    arithmetic = watched_arithmetic(build_arithmetic(plan), recorder)
-    parts = build_parts(plan, build_precision(plan, _caster(plan, calls), arithmetic))
-    with recorder.following(parts.model, parts.optimizer), recorder:
-        Trainer(parts, plan.limits).optimizer_step(batch)
-    return trace(ops, plan.layers)
+    """The first training step of this plan, on a batch; on a GPU its times mean nothing."""
+    from mprun.inspect.op_trace import StepRecorder
+
+    return trace(StepRecorder(plan, is_timed=False).record(batch), plan.layers)
 
 
 def _before_the_failure(step: StepTrace, error: str) -> Result:
+    """What a step that cannot run leaves: a trace.json with these four fields only."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "error": error,
@@ -138,37 +514,3 @@ def _before_the_failure(step: StepTrace, error: str) -> Result:
     }
     parts = [step_table(step.rows)] if step.rows else []
     return Result(content, parts, {"trace.json": json_text(content)})
-
-
-def _caster(plan: Plan, calls: CallStack) -> Caster:
-    """The plan's caster, or one around it that reports its rules."""
-    if plan.op_lists is not None:
-        return build_caster(plan, calls)
-    if plan.policy.casting == "autocast":
-        lists = shipped_op_lists("native", plan.device)
-    else:
-        lists = op_lists((), (), first_input=False)
-    return LabelledCaster(build_caster(plan), lists, calls)
-
-
-def shipped_op_lists(name: str, device: torch.device) -> OpLists:
-    """The lists of a file in conf/op_lists, for a device."""
-    text = (files("mprun.conf") / "op_lists" / f"{name}.yaml").read_text(encoding="utf-8")
-    section = OpListsConfig(**yaml.safe_load(text)["op_lists"])
-    lower, fp32, promote = (entries(section, kind, device) for kind in KINDS)
-    return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
-
-
-def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:
-    """An arithmetic whose ops a watcher sees as the model calls them."""
-    native = isinstance(inner, NativeArithmetic)
-    return inner if native else WrappedArithmetic(inner, lambda: recorder)
-
-
-def _timed(trainer: Trainer, batch: Batch, device: torch.device) -> float:
-    """Seconds of one step."""
-    devices.synchronize(device)
-    began = time.perf_counter()
-    trainer.optimizer_step(batch)
-    devices.synchronize(device)
-    return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A command that measures something is three files; nothing else has to name it."""
+"""A question is one file; nothing else has to name it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 
-FILES = {
-    "inspect/width.py": """
-from mprun.records.result import Result
-from mprun.records.result.width_result import WidthSettings, width_table
+QUESTION = '''"""`mprun width`: how wide numbers are.
 
+    mprun width recipe=mnist width.bits=8
+"""
 
-def width_of(name: str, settings: WidthSettings) -> Result:
-    return Result({"width": settings.bits}, [f"{name} is narrow", width_table(settings.bits)])
-""",
-    "results/width_result.py": '''
 from dataclasses import dataclass
 
+from mprun.inspect.question import Given, Prepared, Question
 from mprun.records.console.fitted_table import FittedTable, figure_column
 from mprun.records.policy_columns import Count
+from mprun.records.result import Result
 
 
 @dataclass
@@ -34,39 +31,22 @@ class WidthSettings:
 
 def width_table(bits: int) -> FittedTable:
     return FittedTable("width", figure_column("bits"), rows=[bits])
-''',
-    "cli/width_command.py": '''"""`mprun width`: how wide numbers are.
-
-    mprun width recipe=mnist width.bits=8
-"""
-
-from collections.abc import Sequence
-
-from mprun.cli.arguments import Command, parse_arguments
-from mprun.records.result import show
-from mprun.records.result.width_result import WidthSettings
-
-COMMAND = Command("width", (WidthSettings,))
 
 
-def width_command(args: Sequence[str]) -> int:
+def prepare(given: Given) -> Prepared:
     from mprun.config import compose
-    from mprun.config.settings import take
 
-    known = parse_arguments(COMMAND, args)
-    settings, overrides = take(known.overrides, WidthSettings)
-    composed = compose(overrides, known.config_dir)
+    name = compose(given.overrides, given.config_dir).config.recipe.name
+    bits = given.settings(WidthSettings).bits
+    return Prepared(lambda _: Result({"width": bits}, [f"{name} is narrow", width_table(bits)]))
 
-    from mprun.inspect.width import width_of
 
-    return show(width_of(composed.config.recipe.name, settings.own(WidthSettings)))
-''',
-}
+QUESTION = Question("width", prepare, (WidthSettings,))
+'''
 START = """
 import sys
-from mprun import cli, inspect, results
-for package in (cli, inspect, results):
-    package.__path__.append(f"new/{package.__name__.partition('.')[2]}")
+from mprun import inspect
+inspect.__path__.append("new")
 from mprun.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -85,10 +65,8 @@ sys.exit(main(sys.argv[1:]))
     ],
 )
 def test_help_completion_and_settings_find_it(words: str, status: int, shown: list[str]) -> None:
-    for name, text in FILES.items():
-        path = Path("new") / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    Path("new").mkdir()
+    Path("new/width.py").write_text(QUESTION, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", START, *words.split()], capture_output=True, text=True, check=False
     )

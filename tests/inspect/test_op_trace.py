@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+import mprun.inspect.op_trace
 import mprun.inspect.trace
 from mprun.config import compose
-from mprun.inspect.op_trace import CallStack, LabelledCaster, PythonCall, StepTrace, trace, typical
-from mprun.inspect.trace import shipped_op_lists, trace_step
-from mprun.inspect.trace_result import CastRecord, TraceRow
+from mprun.inspect.op_trace import CallStack, LabelledCaster, PythonCall, shipped_op_lists
+from mprun.inspect.trace import CastRecord, StepTrace, TraceRow, trace, trace_step, typical
 from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
 from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.train.loop import Trainer, TrainingComponents
@@ -168,7 +168,7 @@ def test_weights_after_traced_steps_are_those_without(
         made.append(build_parts(*args))
         return made[-1]
 
-    monkeypatch.setattr(mprun.inspect.trace, "build_parts", keeping)
+    monkeypatch.setattr(mprun.inspect.op_trace, "build_parts", keeping)
     chosen = planned("mnist", *words)
     trace_step(chosen)
     (traced,) = made

@@ -13,7 +13,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 
-from mprun.inspect import memory_result, numerics_result, search_result, trace_result
+from mprun.inspect import memory_result, numerics_result, search_result
+from mprun.inspect import trace as trace_question
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.run_record import Summary
@@ -25,7 +26,7 @@ from tests.inspect import test_doctor_result as doctor
 from tests.inspect import test_memory_result as memory
 from tests.inspect import test_numerics_result as numerics
 from tests.inspect import test_search_result as search_ops
-from tests.inspect import test_trace_result as trace
+from tests.inspect import test_trace as trace
 from tests.study.report.compared import comparison, of_losses
 from tests.summaries import example, set_fields
 
@@ -115,9 +116,9 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "lost updates": lambda: numerics_result.lost_table(of_numerics(), 30),
     "sensitivity": lambda: search_result.rows_table(of_search(), "modules"),
     "outcome": lambda: search_result.outcome_table(of_search()),
-    "totals": lambda: trace_result.totals(of_trace()),
-    "kinds of ops": lambda: trace_result.kinds_table(of_trace().rows),
-    "ops": lambda: trace_result.step_table(of_trace().rows),
+    "totals": lambda: trace_question.totals(of_trace()),
+    "kinds of ops": lambda: trace_question.kinds_table(of_trace().rows),
+    "ops": lambda: trace_question.step_table(of_trace().rows),
     "comparison": lambda: comparison_table(comparison(10)),
     "comparison in short": lambda: short_table(comparison(10)),
     "comparison of losses in short": lambda: short_table(of_losses(comparison(12))),
@@ -156,7 +157,7 @@ def test_what_matters_most_stays_at_60_columns() -> None:
         assert heading in text
     assert "samples per s" not in text.partition("hidden to fit")[0]
     assert "step ms" in text.partition("hidden to fit the width: ")[2]
-    step = printed(trace_result.step_table(of_trace().rows), 60, is_terminal=True)
+    step = printed(trace_question.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
     first = printed(memory_result.category_table(of_memory()), 60, is_terminal=True)
     assert "fp32" in first

@@ -19,8 +19,8 @@ from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import CheckedMode, batches_of
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
 from mprun.inspect.float64 import in_float64
+from mprun.inspect.op_trace import watched_arithmetic
 from mprun.inspect.step_ops import StepOp, StepOps
-from mprun.inspect.trace import watched_arithmetic
 from mprun.precision._torch import own_parameters
 from mprun.precision.op_lists.lists import spelled
 from mprun.precision.policy import dtype_name

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from mprun.inspect.trace_result import (
+from mprun.inspect.trace import (
     MAX_KINDS,
     PHASES,
     TraceRecord,
