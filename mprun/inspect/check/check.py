@@ -8,8 +8,9 @@ mode rounds, and against float64; margins are the same for all models.
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
-from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check_agreement import agrees
-from mprun.inspect.check.check_baseline import Baseline, changes, read_baseline, updated
-from mprun.inspect.check.check_memory import fits
-from mprun.inspect.check.check_on_targets import on_targets
+from mprun.inspect.check.check_baseline import (
+    Baseline,
+    changes,
+    figures_of,
+    read_baseline,
+    reference_of,
+    updated,
+)
 from mprun.inspect.check.check_ops import dtypes, robust
 from mprun.inspect.check.check_result import (
     SCHEMA_VERSION,
@@ -32,10 +37,11 @@ from mprun.inspect.check.check_result import (
     ModeChecks,
     check_parts,
 )
-from mprun.inspect.check.check_targets import target_lines
+from mprun.inspect.check.check_targets import on_targets, target_lines
 from mprun.inspect.check.check_training import trains
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.records.console import ReportPart, report_nothing
+from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.files import json_text, write_atomic
 from mprun.records.result import Result
 from mprun.records.run_record import Summary
@@ -47,6 +53,27 @@ from mprun.train.assemble.initial_summary import variant_label
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 # First parts of keys that float32 does not get: they would change it, or be refused beside fp32
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
+CATEGORIES = 3  # Of memory that a finding names
+
+
+def fits(mode: CheckedMode) -> Iterator[Finding]:
+    """Does a step fit: the peak of memory, counted on fake tensors as `mprun memory` counts it.
+
+    The bytes at the peak are figures, also by category.
+    """
+    counted, samples = mode.memory, mode.plan.batch.micro
+    mode.checks.figures |= {f"{name}_bytes": size for name, size in counted.totals.items()}
+    limit = (mode.settings.memory_gib or math.inf) * UNITS["GiB"]
+    if counted.peak_bytes <= limit:
+        return
+    largest = Counter(counted.categories).most_common(CATEGORIES)
+    module, own = max(counted.modules.items(), key=lambda x: sum(x[1].values()))
+    text = f"{size_text(counted.peak_bytes)} with {samples} samples, limit {size_text(int(limit))}"
+    text += f": {', '.join(f'{name} {size_text(size)}' for name, size in largest if size)}; "
+    text += f"{module or 'the model'} has the most, {size_text(sum(own.values()))}"
+    yield Finding("over_memory", "", text, at=counted.peak_bytes / limit)
+
+
 # Check to its function, after `trains` and the baseline; the slowest is last, where a short budget
 # drops it
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {

@@ -25,7 +25,6 @@ from statistics import fmean, median, stdev
 
 import mprun
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.check.baseline_figures import spread_bound
 from mprun.inspect.check.check import against_baseline, check_result
 from mprun.inspect.check.check_baseline import (
     SCHEMA_VERSION,
@@ -33,11 +32,12 @@ from mprun.inspect.check.check_baseline import (
     BaselineFigure,
     ModeBaseline,
     read_baseline,
+    spread_bound,
 )
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.inspect.diff import capture_run, diff_captures, load_run, read_capture
 from mprun.inspect.divergence import DifferenceRow
+from mprun.inspect.divergence.runs import capture_run, diff_captures, load_run, read_capture
 from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
 from mprun.records.run_record import Summary, read_lines, read_summary

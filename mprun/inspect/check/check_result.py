@@ -178,7 +178,11 @@ class CheckRecord:
         groups: dict[tuple[str, ...], dict[str, Finding]] = {}
         for label, x in self.findings:
             groups.setdefault((x.kind, x.module, x.op, x.line), {}).setdefault(label, x)
-        return [(", ".join(own), max(own.values(), key=lambda x: x.at)) for own in groups.values()]
+        labels = [mode.label for mode in self.modes]
+        return [
+            (", ".join(x for x in labels if x in own), max(own.values(), key=lambda x: x.at))
+            for own in groups.values()
+        ]
 
     @property
     def has_errors(self) -> bool:

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import UsageError
-from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check import check_modes, plan_check
 from mprun.inspect.check.check_baseline import (
     Baseline,
     BaselineFigure,
     changes,
     circumstances,
+    figures_of,
     read_baseline,
+    reference_of,
     updated,
 )
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
