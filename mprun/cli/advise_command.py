@@ -70,6 +70,7 @@ def advise_command(args: Sequence[str]) -> int:
     outcomes = ran.outcomes
     dropped = screening.drop(study)(outcomes)
     settings = for_choice(request, study, outcomes)
+    # without variants that were dropped: they have fewer runs, and are no candidates
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)
     alarms = alarms_by_variant(comparison)
@@ -82,7 +83,7 @@ def advise_command(args: Sequence[str]) -> int:
     advice = replace(advice, notes=(*budget_note(study, ran, budget), *advice.notes))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
     report_study(study, comparison, settings, request.verbose)
-    if request.verbose:  # the first line is the answer, above the table
+    if request.verbose:  # the first of these lines was printed as the answer, above the table
         show(Result(advice, ["", *advice_lines(comparison)[1:]]))
     _write_preset(study, comparison, advice, request.verbose)
     has_others = len(comparison.variants) > 1  # not all were screened out

@@ -74,7 +74,7 @@ def _folder(text: str) -> Path:
 
 
 FLAG = {"action": "store_true"}
-# Each option: what argparse is told of it, and the commands that take it
+# Each option: its arguments for argparse, and the commands that take it
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
     ("--update",): (FLAG, ("check",)),
@@ -121,18 +121,20 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     Raises:
         UsageError: the command has no such option, or a value is missing.
     """
+    # `main` answers --help, wherever it stands; abbreviations are refused with the full name
     parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    taken = {names: told for names, (told, by) in OPTIONS.items() if command.name in by}
+    taken = {names: spec for names, (spec, by) in OPTIONS.items() if command.name in by}
     if command.instead is None:
         taken = {CONFIG_DIR: {"type": _folder}, **taken}
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)
-    for names, told in taken.items():
-        parser.add_argument(*names, **told)
+    for names, spec in taken.items():
+        parser.add_argument(*names, **spec)
     legal = [*(names[0] for names in taken), "--help"]
-    if command.name == "train":
+    if command.name == "train":  # `main` answers these two before a command is chosen
         legal += ["--version", "--completion"]
+    # intermixed: options may stand between overrides
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
         _refuse_dashes(parser.prog, unknown[0], CONFIG_DIR in taken)
@@ -141,18 +143,19 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
             f"{hint(unknown[0], legal)}"
         )
     if command.instead is None:
-        _tell_repeated(known.overrides)
+        _note_repeated(known.overrides)
     return known
 
 
-def _tell_repeated(overrides: Sequence[str]) -> None:
+def _note_repeated(overrides: Sequence[str]) -> None:
     """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`.
 
-    A value that is given twice is silent: scripts add overrides to a list of usual ones.
+    A value that is given twice is no news: scripts add overrides to a list of usual ones.
     """
     from mprun.config.reference import GROUPS
 
     for group in GROUPS:
+        # +precision=... is Hydra's form for a group that the defaults lack
         given = [x for x in overrides if x.lstrip("+").partition("=")[0] == group]
         if len(set(given)) > 1:
             note(f"{group} is given {len(given)} times; the last one counts: {given[-1]}")
@@ -162,7 +165,7 @@ def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:
     """Raise `UsageError` for a field of a run that is written like an option."""
     from mprun.config.reference import GROUPS, keys_called, leaves
 
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")  # --batch-size is batch_size
     known = (*GROUPS, *leaves()) if takes_fields else ()
     if near := did_you_mean([name] if name in known else keys_called(name, known)):
         raise UsageError(
@@ -176,9 +179,10 @@ def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
     Raises:
         UsageError: there is no such folder.
     """
+    # a command resumes its own runs alone: sweep no run of advise
     resumed = (command.name,) if command.name in (*RUNS, *STUDIES) else ()
     of_fields = {"run.resume": resumed, "train.init_from": RUNS}
-    found = []
+    resolved = []
     for text in args:
         key, is_field, value = text.rpartition("=")
         makers = of_fields.get(key, ()) if is_field else command.folders_of
@@ -188,8 +192,8 @@ def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
             if is_field:
                 from mprun.config.quoting import as_text, quoted
 
-                text = f"{key}={quoted(as_text(path))}"
+                text = f"{key}={quoted(as_text(path))}"  # a folder's name may have Hydra's signs
             else:
                 text = path
-        found.append(text)
-    return found
+        resolved.append(text)
+    return resolved

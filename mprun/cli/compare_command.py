@@ -64,6 +64,7 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
         relative_margin=settings.relative_margin,
         baseline=settings.baseline,
         split=settings.split,
+        # several machines may work on one study: that is no mistake of the user's
         mix=settings.mix if study is None else [*settings.mix, "hardware"],
         beside=() if study is None else others_in(study, runs),
     )
@@ -153,7 +154,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
 
     paths, rest = [], []
     for text in args:
-        matches = expand(text)
+        matches = expand(text)  # first: a folder's name may look like a setting
         paths += matches
         if not matches:
             rest.append(text)
@@ -196,7 +197,7 @@ def check(comparison: Comparison, condition: str) -> None:
     """
     if condition == "none":
         return
-    others = comparison.variants[1:]
+    others = comparison.variants[1:]  # the first is the baseline
     if not others:
         raise UsageError(
             f"compare.fail_if={condition}: all runs are of one variant, {comparison.baseline}; "

@@ -83,7 +83,7 @@ def _folder(value: str) -> str | None:
     name = value[1:-1] if quoted else value
     if not name.strip() or "\0" in name:
         raise UsageError(f"data.root={name!r}: legal is the name of a folder, or null")
-    return name if quoted or name != "null" else None
+    return name if quoted or name != "null" else None  # 'null' in quotes is a folder's name
 
 
 def verify(names: Sequence[str], root: Path) -> None:
@@ -153,4 +153,4 @@ def _conclude(files: Mapping[str, Sequence[FileState]], root: Path) -> None:
 
 def _print(text: str) -> None:
     """Print a line at once."""
-    print(text, flush=True)
+    print(text, flush=True)  # a download of minutes follows the line that announces it

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Runs = str | Path | Result | Iterable[str | Path | Result]
 
-PLAIN = re.compile(r"[\w./-]+")  # A text that an override has without quotation marks
+PLAIN = re.compile(r"[\w./-]+")  # Texts that Hydra's grammar reads without quotation marks
 
 
 def run(*overrides: str, **fields: object) -> Result:
@@ -60,7 +60,7 @@ def run(*overrides: str, **fields: object) -> Result:
 
     own_records()
     for text in overrides:
-        if not issubclass(type(text), str):
+        if not issubclass(type(text), str):  # a mistake such as run({"seed": 0})
             kind = type(text).__name__
             raise UsageError(f"an override of type {kind}; legal: texts such as 'recipe=my.py'")
     composed = compose(with_last(TRAIN, [*overrides, *_overrides(fields)]))
@@ -96,13 +96,13 @@ def compare(*runs: Runs, **settings: object) -> Result:
     from mprun.study.report import comparison_report as shown
 
     given = {f"compare.{name}": value for name, value in settings.items()}
-    paths, chosen = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
-    comparison = compared(paths, chosen)
-    check_condition(comparison, chosen.fail_if)
-    if chosen.dir and chosen.report:
+    paths, how = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
+    comparison = compared(paths, how)
+    check_condition(comparison, how.fail_if)
+    if how.dir and how.report:
         from mprun.study.report.exports import write_report  # imports matplotlib
 
-        write_report(comparison, Path(chosen.dir))
+        write_report(comparison, Path(how.dir))
     sentences = map(printable, answer.headline(comparison))
     notes = map(printable, shown.short_notes(comparison))
     terms = "\n".join(map(printable, answer.terms(comparison)))
@@ -170,7 +170,7 @@ def check(
     if not objects and not (loss is None and optimizer is None):
         raise UsageError("check: loss and optimizer belong to a model; write check(model, batch)")
     made_of = (*objects, loss, optimizer) if objects else None
-    with untouched():
+    with untouched():  # the caller's random numbers are as before
         modes = plan_check(overrides, None, settings, made_of)
         result = check_modes(modes, settings, update)
     write_reports(result, settings.junit, {})

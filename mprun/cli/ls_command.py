@@ -55,7 +55,7 @@ def ls_command(args: Sequence[str]) -> int:
             raise UsageError(f"there is no folder {folder}; write mprun ls FOLDER")
     records = [x for folder in folders or [OUTPUTS] if folder.is_dir() for x in listed(folder)]
     records.sort(key=lambda x: x.started_at, reverse=True)
-    records.sort(key=SORTS[own.sort])
+    records.sort(key=SORTS[own.sort])  # a stable sort: equal ones stay newest first
     result = Result({"schema_version": 1, "records": records}, _parts(records, own.limit))
     if own.json:
         print(result.json, end="")
@@ -102,7 +102,8 @@ def _values(record: ListedRecord) -> list[float]:
 
 
 def _metric(record: ListedRecord) -> str:
-    ends = dict.fromkeys(f"{x:.4f}" for x in _values(record)[:: len(_values(record)) - 1 or 1])
+    values = _values(record)
+    ends = dict.fromkeys(f"{x:.4f}" for x in (*values[:1], *values[-1:]))  # one if they are equal
     return f"{readable(record.metric, 24)} {' to '.join(ends)}" if ends else "-"
 
 

@@ -70,10 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
     is_process = arguments is None
     if is_process:
-        reserve_descriptors()
-    own_records()
+        reserve_descriptors()  # else the first file would get the number of a closed output
+    own_records()  # a child that user code forks is no owner, and leaves below
     args = list(sys.argv[1:] if arguments is None else arguments)
     with patient_streams() as output:
+        # of a process, the time until the first step has its imports
         started_at = process_start() if is_process else time.perf_counter()
         status = in_all_processes(lambda: _status(args, started_at))
         leave_if_forked()
@@ -92,7 +93,7 @@ def _status(args: list[str], started_at: float) -> int:
         return EXIT_INTERRUPTED
     except StoppedError as stopped:
         return stopped.status
-    except BaseException as error:
+    except BaseException as error:  # user code may raise a class that is no Exception
         if isinstance(error, Exception) or not is_from_code(error):
             raise
         place = place_of(error)
@@ -104,7 +105,7 @@ def _status(args: list[str], started_at: float) -> int:
 
 def _dispatch(args: list[str], started_at: float) -> int:
     first = args[0] if args else ""
-    if {"--help", "-h", "help"} & {*args}:
+    if {"--help", "-h", "help"} & {*args}:  # before parsing: help is given beside any mistake
         _help(args)
         return EXIT_OK
     if "--version" in args:
@@ -114,7 +115,7 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return EXIT_OK
     if "--completion" in args:
         return _print_completion(args)
-    args = with_last(BY_NAME.get(first, BY_NAME["train"]), args)
+    args = with_last(BY_NAME.get(first, BY_NAME["train"]), args)  # train needs not be named
     if first == "train":
         return train_command(args[1:], started_at)
     if first in BY_NAME:
@@ -163,7 +164,7 @@ def _help(args: list[str]) -> None:
 def in_all_processes(command: Callable[[], int]) -> int:
     """The exit status of `command`, carried out with the other processes that torchrun started."""
     launch = launch_of()
-    if launch.world_size == 1:
+    if launch.world_size == 1:  # without importing torch
         return command()
     # torch reads it once: DDP's and gloo's hints to programmers go to standard error
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -40,7 +40,7 @@ def new_recipe_command(args: Sequence[str]) -> int:
     for path, text in texts.items():
         try:
             write_new(path, text.encode())
-        except FileExistsError:
+        except FileExistsError:  # made since the check above
             raise UsageError(f"{path} already exists; choose another name, or remove it") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror})") from None
@@ -62,6 +62,7 @@ def _name(args: Sequence[str]) -> str:
             f"new-recipe {args[0]}: legal is the name of a Python module, letters, digits and _ "
             "that begin with a letter; it is written into the current folder"
         )
+    # Python looks for modules in the script's folder first
     if name in sys.stdlib_module_names or name in ("torch", "mprun", "pytest"):
         raise UsageError(
             f"new-recipe {name}: this is the name of a module of Python or PyTorch, which the file "

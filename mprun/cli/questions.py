@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ class QuestionCommand(Command):
     """The command of a question."""
 
     question: Question
+    module: str
 
     @property
     def text(self) -> str:
-        return self.question.text.strip()
+        return (sys.modules[self.module].__doc__ or "").strip()
 
     def run(self, args: Sequence[str]) -> int:
         given = self._given(args)
@@ -52,9 +54,8 @@ def questions() -> Iterator[QuestionCommand]:
         # Only these are imported: most others import torch, which takes seconds
         if _has_question(module.name):
             asked: Question = import_module(module.name).QUESTION
-            yield QuestionCommand(
-                asked.name, asked.settings, asked.instead, asked.folders_of, question=asked
-            )
+            taken = (asked.settings, asked.instead, asked.folders_of)
+            yield QuestionCommand(asked.name, *taken, question=asked, module=module.name)
 
 
 def _has_question(module: str) -> bool:
@@ -75,8 +76,7 @@ def _answered(prepared: Prepared, stop: StopSignals) -> int:
     made = new_folder(config.run.dir) if config else None
     folder = made or prepared.folder
     # a traceback goes into a new folder only: an old one may be a run's, which has its own
-    progress = nullcontext(report_nothing) if prepared.as_json else measuring(made)
-    with progress as report:
+    with nullcontext(report_nothing) if prepared.as_json else measuring(made) as report:
         result = prepared.measure(Measuring(report, stop, folder))
     with stop.deferred():  # files are written whole
         if prepared.as_json:

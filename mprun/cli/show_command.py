@@ -10,7 +10,7 @@ from its runs, with the margin and baseline of its report. Names the pages in th
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 
 from mprun.cli.arguments import Command, parse_arguments
+from mprun.cli.questions import questions
 from mprun.errors import EXIT_OK, UsageError
-from mprun.inspect.memory_result import MemoryRecord, memory_parts
-from mprun.inspect.numerics_result import NumericsResult, NumericsSettings, numerics_parts
-from mprun.inspect.trace import TraceRecord, kinds_table, totals
+from mprun.inspect.question import SavedResult
 from mprun.records.console import print_line, stdout_console
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import readable
@@ -35,14 +34,6 @@ from mprun.records.run_record import Summary, read_summary
 COMMAND = Command("show", instead=(), folders_of=(*RUNS, "observe", *STUDIES))
 USAGE = "write mprun show RUN, such as mprun show outputs/DATE/TIME"
 
-Parts = Iterable[FittedTable | str]
-# Files of results, to the record in each, its newest schema_version, and what is shown of it
-MEASUREMENTS: dict[str, tuple[type, int, Callable[[Any], Parts]]] = {
-    "memory.json": (MemoryRecord, 1, lambda record: memory_parts(record, None)),
-    "trace.json": (TraceRecord, 1, lambda record: (totals(record), kinds_table(record.rows))),
-    "numerics.json": (NumericsResult, 2, lambda x: numerics_parts(x, NumericsSettings().top)),
-}
-
 
 def show_command(args: Sequence[str]) -> int:
     """Run `mprun show`; the exit status."""
@@ -54,7 +45,8 @@ def show_command(args: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}; {USAGE}")
     names = {path.name for path in folder.iterdir()}
-    measured = MEASUREMENTS.keys() & names
+    saved = {x.question.saved.name: x.question.saved for x in questions() if x.question.saved}
+    measured = saved.keys() & names
     if names & RUN_FILES:
         summary = read_summary(folder)
         show(Result(summary, [*_closing(summary, folder)]))
@@ -67,7 +59,7 @@ def show_command(args: Sequence[str]) -> int:
     elif not any(name.endswith(".json") for name in names):
         raise UsageError(f"{folder} has no run, no study and no result; {USAGE}")
     for name in sorted(measured):
-        show(_measurement(folder / name))
+        show(_measurement(folder / name, saved[name]))
     pages = sorted(name for name in names if name.endswith(".html"))
     others = sorted(x for x in names - measured - {"summary.json"} if x.endswith(".json"))
     for kind, files in (("page", pages), ("record", others)):
@@ -144,12 +136,12 @@ def _show_study(folder: Path, verbose: bool) -> None:
         show(Result(comparison, advice_lines(comparison)[1:]))
 
 
-def _measurement(path: Path) -> Result:
+def _measurement(path: Path, saved: SavedResult) -> Result:
     """A measurement from its file; a sentence that names the file where it cannot be shown."""
-    kind, newest, parts = MEASUREMENTS[path.name]
     try:
-        content = read_json(path, dict[str, Any], newest)
-        record: Any = msgspec.convert(content, kind, strict=False)  # which takes "inf" for a number
-        return Result(record, list(parts(record)))
+        content = read_json(path, dict[str, Any], saved.newest)
+        # not strict: files have "inf" for an infinite number
+        record: Any = msgspec.convert(content, saved.record, strict=False)
+        return Result(record, list(saved.parts(record)))
     except (UsageError, msgspec.ValidationError) as error:
         return Result(None, [f"the result is in {path}, and cannot be shown again: {error}"])

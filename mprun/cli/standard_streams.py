@@ -73,7 +73,7 @@ class PatientOutput(PatientStream):
     """Standard output; one line on standard error says that it cannot be written."""
 
     def on_error(self, error: OSError) -> None:
-        if not isinstance(error, BrokenPipeError):
+        if not isinstance(error, BrokenPipeError):  # the reader left on purpose: `| head`
             print(
                 f"mprun: standard output cannot be written ({error.strerror}); what mprun prints "
                 "is incomplete",

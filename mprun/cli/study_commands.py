@@ -115,6 +115,7 @@ def run_study(
         finally:
             progress.stop()
     outcomes = result.outcomes
+    # no fault of a mode: a full disk or too little memory says nothing about its precision
     ended = [o for o in outcomes if o.by_machine]
     if ended:
         progress.line(

@@ -67,6 +67,7 @@ def _restarted(overrides: Sequence[str]) -> Sequence[str]:
 
 
 def _run(composed: Composed, watch: Stopwatch) -> int:
+    # torchrun passes on Ctrl-C, which the processes had from the terminal already
     signals = StopSignals(patient=not launch_of().is_alone)
     when = " before the run started"
     return interruptible(lambda stop: _train(composed, stop, watch), when, signals)
@@ -113,7 +114,7 @@ def sweep_job(composed: Composed, folder: Path) -> int:
     except MprunError as error:
         print(f"mprun: run {folder.name}: {error}", file=sys.stderr)
         return error.status
-    if status not in (EXIT_OK, EXIT_FAILED):
+    if status not in (EXIT_OK, EXIT_FAILED):  # a signal: it ends the sweep, not this run alone
         raise StoppedError(status)
     return status
 
@@ -128,7 +129,7 @@ def show_sweep(folder: Path) -> int:
     runs = {path.parent for path in folder.rglob("summary.json")}
     begun = {p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS}
     runs |= {p for p in begun if not any(p in (run, *run.parents) for run in runs)}
-    for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):
+    for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):  # 2 before 10
         name = str(run.relative_to(folder))
         try:
             summaries[name] = read_summary(run)

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from mprun.inspect.gradients import ROOT, LargestGradients, Noise, noise_of
 from mprun.inspect.histograms import Histogram, histogram
 from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
-from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.inspect.numerics import ScaleVerdict
 from mprun.precision._torch import in_backward, outside_of_modes, viewed, write_count
 from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
@@ -55,7 +55,7 @@ from mprun.watch.updates import (
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
-INPUT = "(input)"
+INPUT = "(input)"  # The row of the model's inputs, which are no module's output
 
 
 @dataclass
@@ -79,7 +79,7 @@ class LayerStatistics:
         """Count one more tensor, divided by `scale`; `further` formats as in `noise_of`."""
         self.dtypes.add(x.dtype)
         if scale != 1:
-            x = x.detach().double() / scale
+            x = x.detach().double() / scale  # float64: float32 would lose its smallest ones
         counts = histogram(x)
         self.histogram += counts
         self.noise += noise_of(x, counts, further) if formats else Noise(power(x))
@@ -116,6 +116,7 @@ class Statistics(StepListener):
         self._formats, self._kinds, self._further = formats, kinds, further
         self._names = {p: name for name, p in model.named_parameters()}
         self._active = self._new_step = False
+        # by id, which a freed tensor leaves to another: so a weak reference beside it
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._updates: dict[nn.Parameter, ExactUpdate] = {}
 
@@ -162,9 +163,9 @@ class Statistics(StepListener):
                 self._given.clear()
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
-        if in_backward():  # a recomputation
+        if in_backward():  # a recomputation of activation checkpointing
             return
-        self._active = torch.is_grad_enabled()
+        self._active = torch.is_grad_enabled()  # an evaluation is no step
         if not self._active:
             return
         self.scales.append(scale_of(self._loss_scale))
@@ -182,8 +183,10 @@ class Statistics(StepListener):
                 self._output(path or ROOT, x)
 
     def _output(self, path: str, x: Tensor) -> None:
+        # a reshaped output has the numbers of what it views: one row for both
         whole = viewed(x) if viewed(x).numel() == x.numel() else x
         reference, writes = self._given.get(id(whole), (None, 0))
+        # the write count: a tensor that was changed in place since has other numbers
         if reference is not None and reference() is whole and writes == write_count(whole):
             return
         self._given[id(whole)] = (weakref.ref(whole), write_count(whole))
@@ -210,7 +213,7 @@ class Statistics(StepListener):
                 stacklevel=2,
             )
             return
-        with outside_of_modes():
+        with outside_of_modes():  # a mode that rounds or records must not see the copy's step
             self._updates = exact_updates(optimizer)
 
     def on_update_end(self, optimizer: Optimizer) -> None:
@@ -238,7 +241,7 @@ def scale_of(loss_scale: Any) -> float:
     """The number a loss scale of any kind multiplies with."""
     if hasattr(loss_scale, "get_scale"):  # torch.amp.GradScaler
         loss_scale = loss_scale.get_scale()
-    elif hasattr(loss_scale, "kind"):
+    elif hasattr(loss_scale, "kind"):  # one of mprun's
         loss_scale = loss_scale.tensor
     elif callable(loss_scale):
         loss_scale = loss_scale()

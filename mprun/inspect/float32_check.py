@@ -6,8 +6,8 @@ nothing. So the loss of a pass is compared with float64's. They may also differ 
 computes something else in float64: code that branches on dtypes, or random numbers that are not
 followed. It is the same model if it runs the same ops, and gives its float32 loss again.
 
-The op is found from the loss backwards: of the ops whose numbers an inexact result was made of, the
-one that is as inexact and made of exact numbers.
+The op is searched from the loss backwards. Of the ops whose numbers an inexact result was made of,
+it is the one that is as inexact and made of exact numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
 from mprun.inspect.float64 import in_float64
-from mprun.inspect.numerics_result import Float32Loss
+from mprun.inspect.numerics import Float32Loss
 from mprun.inspect.tolerance import DEFAULT
 from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.watch.nonfinite.op_call import op_spec

@@ -62,6 +62,7 @@ class _Widening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # x.float() names no dtype among its arguments
         func = torch.Tensor.double if func is torch.Tensor.float else func
         args, kwargs = tree_map(_wide, (args, kwargs or {}))
         return tree_map(_wide, func(*args, **kwargs))
@@ -86,7 +87,7 @@ class _Draws(DispatchMode):
             x, p, mask = args[0], args[1], drawn[1]
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
         if func.overloadpacket.__name__.endswith("_") and args[0] is not low_args[0]:
-            return args[0].copy_(drawn)
+            return args[0].copy_(drawn)  # in place: the caller holds the float64 tensor
         return tree_map(_wide, drawn)
 
 

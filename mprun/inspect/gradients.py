@@ -81,7 +81,7 @@ class LargestGradients(StepListener):
     def worst(self) -> tuple[float, GradientSource | None]:
         """The largest that float16 has to represent: of those in float16, or of all if none is."""
         low = {p: v for p, v in self.magnitudes.items() if p.dtype == torch.float16}
-        low = low or self.magnitudes
+        low = low or self.magnitudes  # of a float32 run, all would be in float16
         source = max(low, key=lambda p: low[p], default=None)
         return (0.0, None) if source is None else (low[source], source)
 
@@ -164,6 +164,7 @@ def _parameter_behind(node: Node, names: Mapping[int, str]) -> tuple[str, str] |
     return None if name is None else (name, PARAMETER)
 
 
+# Autograd's names of nodes whose gradient is the parameter's: of x.t(), x.to(dtype), x.transpose()
 _PASSES_ON = ("TBackward0", "ToCopyBackward0", "TransposeBackward0")
 
 
@@ -208,7 +209,8 @@ def noise_of(x: Tensor, seen: Histogram, further: Sequence[Format | BlockFormat]
     mantissa = seen.largest / 2.0**top  # 1 to 2; all blocks are divided by 2^top
     shifts = [(f, f.name, top) for f in FORMATS]
     shifts += [(f, f"{f.name}_scaled", exponent(f.largest / mantissa)) for f in SCALED]
-    exceeded = [f for f in FORMATS if seen.largest >= f.limit]
+    exceeded = [f for f in FORMATS if seen.largest >= f.limit]  # others need no check for overflow
+    # summed on the device, and read once: each .item() waits for it
     powers = torch.zeros(1 + len(shifts), dtype=torch.float64, device=x.device)
     above = torch.zeros(len(exceeded), dtype=torch.int64, device=x.device)
     for block in _blocks(x.detach(), top, finite=not (seen.infinite or seen.nan)):
@@ -219,6 +221,7 @@ def noise_of(x: Tensor, seen: Histogram, further: Sequence[Format | BlockFormat]
             powers[n] += torch.dot(error, error)
         for n, to in enumerate(exceeded):
             above[n] += to.too_large(block, 2.0**-top).sum()
+    # two factors: 4^top alone may not be a float64
     signal, *noise = (p * 2.0**top * 2.0**top for p in powers.tolist())
     by_name = {name: p for (_, name, _), p in zip(shifts, noise, strict=True)}
     if further:
@@ -235,7 +238,7 @@ def _further_noise(x: Tensor, to: Format | BlockFormat, largest: float) -> float
     if isinstance(to, Format):
         error = quantise(x, to, exponent(to.largest / largest), "none").sub_(x)
     else:
-        rows = x.movedim(1, -1) if x.dim() > 3 else x
+        rows = x.movedim(1, -1) if x.dim() > 3 else x  # the channels of a convolution
         error = quantise(rows, to).sub_(rows)
     return float(error.double().square().sum())
 

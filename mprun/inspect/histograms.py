@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mprun.inspect.numerics_result import ExponentCounts
+from mprun.inspect.numerics import ExponentCounts
 
 BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
-_BIAS = {torch.float32: 127, torch.float64: 1023}
+_BIAS = {torch.float32: 127, torch.float64: 1023}  # IEEE 754: the field of exponent 0
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,18 @@ def histogram(x: Tensor) -> Histogram:
     x = x if x.dtype in _INTEGER else x.float()  # exact
     bits = _MANTISSA_BITS[x.dtype]
     patterns = x.reshape(-1).view(_INTEGER[x.dtype])
-    fields = 2 * (_BIAS[x.dtype] + 1)
-    infinity = (fields - 1) << bits
+    fields = 2 * (_BIAS[x.dtype] + 1)  # how many values the exponent's field has
+    infinity = (fields - 1) << bits  # the last field without mantissa; with one it is NaN
     counts = torch.zeros(2 * fields, dtype=torch.int64, device=x.device)
     largest, small = patterns.new_zeros(1), []
     for block in patterns.split(BLOCK if x.device.type == "cpu" else len(patterns)):
-        magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)
+        magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)  # without the sign's bit
         # Even: values of an exponent's field; odd: those of them without mantissa.
         index = (magnitude >> bits) * 2 + ((magnitude & ((1 << bits) - 1)) == 0)
         counts += torch.bincount(index, minlength=2 * fields)
         finite = torch.where(magnitude < infinity, magnitude, 0)
         largest = torch.maximum(largest, finite.max())
-        small.append(magnitude[index == 0])
+        small.append(magnitude[index == 0])  # subnormals: their exponents are in the mantissas
     exponents, powers = _normal(counts.tolist(), _BIAS[x.dtype])
     for e, n, exact in _subnormal(torch.cat(small), 1 - _BIAS[x.dtype] - bits):
         exponents[e] += n
@@ -117,7 +117,7 @@ def histogram(x: Tensor) -> Histogram:
     return Histogram(
         dict(exponents),
         {e: n for e, n in powers.items() if n},
-        zero=int(counts[1]),
+        zero=int(counts[1]),  # field 0 without mantissa
         infinite=int(counts[-1]),
         nan=int(counts[-2]),
         largest=float(largest.view(x.dtype).item()),
@@ -144,4 +144,4 @@ def _subnormal(patterns: Tensor, unit: int) -> Iterator[tuple[int, int, int]]:
     exact = torch.bincount(exponents[mantissas == 0.5], minlength=len(counts)).tolist()
     for e, n in enumerate(counts):
         if n:
-            yield e - 1 + unit, n, exact[e]
+            yield e - 1 + unit, n, exact[e]  # frexp's exponent is one larger

@@ -29,7 +29,7 @@ from typing import Any
 
 from mprun.inspect.gradients import Noise, expected_db
 from mprun.inspect.histograms import Histogram, pooled
-from mprun.inspect.numerics_result import ScaleVerdict
+from mprun.inspect.numerics import ScaleVerdict
 from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
 
@@ -43,7 +43,7 @@ class LayerGradients:
     """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
 
     largest: float  # The largest magnitude that float16 has to represent
-    where: str  # Where it arose
+    where: str  # The op and the module, or the parameter, that it belongs to
     layers: Mapping[str, tuple[Histogram, Noise]]
     """A layer's name to the histogram and power of its gradients."""
 
@@ -60,7 +60,7 @@ class LayerGradients:
 
     def _share(self, count: Any, scale: float) -> float | None:
         whole = pooled(h for h, _ in self.layers.values())
-        by = math.frexp(scale)[1] - 1
+        by = math.frexp(scale)[1] - 1  # log2, rounded down
         return count(whole, by) / whole.nonzero if whole.nonzero else None
 
 
@@ -97,6 +97,7 @@ def in_words(scale: float) -> str:
 def largest_power(limit: float) -> float:
     """The largest power of two at or below `limit`, within `BOUNDS`."""
     low, high = BOUNDS
+    # frexp, not log2, which rounds: it would give 2^16 for the float below
     return min(max(2.0 ** (math.frexp(limit)[1] - 1), low), high)
 
 
@@ -182,6 +183,7 @@ def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]
 
 def _worst(scale: float, advice: ScaleAdvice, needed_db: float) -> tuple[str, float, float] | None:
     """The layer whose gradients suffer most from a scale below the recommended one."""
+    # min: a layer that no scale gives needed_db does not make this one too low
     low = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
     return min(low, key=lambda x: x[1], default=None)
 

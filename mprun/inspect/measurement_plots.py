@@ -17,8 +17,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from mprun.inspect.memory_result import NAMES, MemoryRecord, ModeMemory
-from mprun.inspect.numerics_result import NumericsResult, NumericsRow, fp16_db, number
+from mprun.inspect.memory import NAMES, MemoryRecord, ModeMemory
+from mprun.inspect.numerics import NumericsResult, NumericsRow, fp16_db, number
 from mprun.records.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.report.plots.canvas import PictureFrame, figure, legend_above, picture_files
@@ -99,7 +99,7 @@ def _draw_phases(axes: Axes, phases: Sequence[str], highest: float) -> None:
         before = longest.get(phase, (0, 0))
         longest[phase] = max(before, (start, stop), key=lambda s: s[1] - s[0])
     for phase, (start, stop) in longest.items():
-        if phase != "other":
+        if phase != "other":  # the loss and the clipping: stretches of a few ops
             is_wide = (stop - start) * 8 > len(phases)
             axes.text(
                 (start + stop - 1) / 2,
@@ -122,7 +122,7 @@ def stretches(phases: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 def thinned(rows: Sequence[Sequence[int]], points: int = POINTS) -> list[int]:
     """At most `points` ops: of each stretch of ops the one with the largest sum over `rows`."""
     totals = [sum(column) for column in zip(*rows, strict=True)]
-    width = -(-len(totals) // points)
+    width = -(-len(totals) // points)  # rounded up
     starts = range(0, len(totals), width)
     return [max(range(s, min(s + width, len(totals))), key=totals.__getitem__) for s in starts]
 
@@ -137,10 +137,10 @@ TITLES = {
 # The exponents of a format's smallest number, its smallest normal one, and its overflow
 LIMITS = {"fp16": (-24, -14, 16), "bf16": (-133, -126, 128)}
 NAMES_OF_FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
-LEAST = 1e-6  # Smaller shares are not drawn
-MAX_ROWS = 12  # The most layers drawn of a kind
-MAX_NAME = 20
-ROW_IN = 0.15
+LEAST = 1e-6  # Smaller shares are not drawn: the lower end of the colours
+MAX_ROWS = 12  # The most layers drawn of a kind: nobody scrolls through hundreds
+MAX_NAME = 20  # Characters of a layer's name; of a longer one the middle is left out
+ROW_IN = 0.15  # Height of a row, in inches: room for its name at 7 points
 
 
 def numerics_plot(result: NumericsResult, title: str) -> dict[str, bytes]:
@@ -199,6 +199,7 @@ def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
 def _span(rows: Sequence[NumericsRow]) -> tuple[int, int]:
     """The exponents shown: all with a share worth drawing, and float16's."""
     drawn = [exponent for row in rows for exponent, _ in _shares(row)]
+    # float16's numbers end at 2^-24, half of which rounds to 0, and overflow at 2^16
     return min([*drawn, -25]) - 1, max([*drawn, 16]) + 1
 
 

@@ -44,7 +44,7 @@ from mprun.inspect.loss_scale_advice import (
     need,
     recommend,
 )
-from mprun.inspect.numerics_result import (
+from mprun.inspect.numerics import (
     Float32Loss,
     FormatResult,
     HeldValues,
@@ -119,7 +119,7 @@ def gradient_errors(
     for name, gradient in exact.items():
         true, other = gradient.double(), low[name].double()
         signal, noise = power(true), power(other - true)
-        if not math.isfinite(noise):
+        if not math.isfinite(noise):  # counts even where the exact gradient is 0
             ratios[name] = beyond[name] = math.inf
         elif signal:
             variance = 0.0 if variances is None else variances[name]
@@ -136,6 +136,7 @@ def variances_of_halves(halves: Sequence[Mapping[str, Tensor]]) -> dict[str, flo
         halves: parameter to gradient of the mean loss over each half.
     """
     first, second = halves
+    # halves have twice the variance, their difference four times that of the whole batch
     return {name: power(first[name].double() - second[name].double()) / 4 for name in first}
 
 
@@ -162,7 +163,7 @@ class FormatPasses:
     def __init__(self) -> None:
         self._steps: list[GradientErrors] = []
         self._change = self._whole = self._squares = 0.0
-        self._scale = math.inf
+        self._scale = math.inf  # before the first step; the lowest scale of all steps follows
 
     def add(
         self,
@@ -181,7 +182,7 @@ class FormatPasses:
             scale: the loss scale of the gradients.
         """
         self._steps.append(gradients)
-        self._change += abs(loss - float32)
+        self._change += abs(loss - float32)  # summed first: a loss near 0 is no large share
         self._whole += abs(float32)
         self._squares += deviation**2
         self._scale = min(self._scale, scale)
@@ -243,7 +244,7 @@ class FormatVerdict:
     @property
     def loss_within_tolerance(self) -> bool:
         """Whether the loss keeps to the tolerance; NaN does not."""
-        return self.measure.judged_loss <= self.tolerance.loss
+        return self.measure.judged_loss <= self.tolerance.loss  # not `not >`: NaN is False here
 
     def parameter_will_do(self, name: str) -> bool:
         """Whether a parameter's gradient keeps to the tolerance; one that is not judged does."""
@@ -251,7 +252,8 @@ class FormatVerdict:
         return needed is None or ratio_db(1.0, ratio) >= needed
 
 
-FROM_THE_RUN = ("weights", "updates")  # Kinds of which the run has the exact values
+# Kinds of which the run has the exact values; passes beside it share its weights, and update none
+FROM_THE_RUN = ("weights", "updates")
 
 
 @dataclass(frozen=True)
@@ -357,6 +359,7 @@ class Measurements:
             in_use=in_use,
             fp16=None
             if in_use is None
+            # frexp has the mantissa in 0.5..1: its exponent is one too large
             else _range_shares(row.histogram, FP16, infinite, math.frexp(in_use)[1] - 1),
         )
 
@@ -410,6 +413,7 @@ class Measurements:
             where=self.where,
             headroom=self.headroom,
             verdicts=[] if advice is None else self._judged_scales(advice),
+            # JSON's keys are texts; 17 digits give the same float64 again
             tried_db={f"{scale:.17g}": errors.db for scale, errors in tried.items()},
             best_tried=best_tried({scale: errors.db for scale, errors in tried.items()}),
         )
@@ -463,6 +467,7 @@ def _held(row: LayerStatistics, exact: Histogram) -> HeldValues:
     """The numbers of the run, beside the exact ones."""
     return HeldValues(
         dtypes=sorted(dtype_name(d) for d in row.dtypes),
+        # max: the run may have fewer zeros, of a ReLU that rounding turned on
         became_zero=_share(max(0, row.histogram.zero - exact.zero), exact.nonzero),
         infinite=row.histogram.infinite,
         nan=row.histogram.nan,
@@ -478,7 +483,7 @@ def _range_shares(counts: Histogram, to: Format, above: int, by: int = 0) -> Ran
     numbers = (
         counts.below(to.smallest_normal - by),
         counts.below(to.smallest - by),
-        counts.up_to(to.smallest - 1 - by),
+        counts.up_to(to.smallest - 1 - by),  # half of the smallest number rounds to even: to 0
         above,
     )
     return RangeShares(*(_share(n, counts.nonzero) for n in numbers))

@@ -1,346 +1,429 @@
-"""The memory of a step in several modes, side by side: the content of `memory.json`."""
+"""`mprun memory`: where the memory of a training step goes, modes side by side.
+
+    mprun memory recipe=fashion_mnist precision=fp32,half_sr
+    mprun memory recipe=mnist precision=bf16_mixed memory.fits=16GiB
+    mprun memory recipe=char_gpt memory.world_size=8 memory.parallel=fsdp2 memory.checkpointing=true
+
+Takes the overrides of a run; each list of values makes columns. The step runs on fake tensors: no
+data are loaded, and no memory of the model's size is allocated. Writes `memory.json`, `memory.png`
+and `memory.svg` into the run's folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar, cast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from mprun.config import Composed, compose
-from mprun.config.compose import parse
-from mprun.config.multirun import combinations
-from mprun.config.settings import parse_size
-from mprun.config.study_request import with_every_mode
-from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.memory_result import (
-    LargestBatch,
-    MemoryRecord,
-    MemorySettings,
-    ModeMemory,
-    OptimizerChoice,
-    PublishedMemory,
-    memory_parts,
+from mprun.inspect.question import Question, SavedResult, prepared_by
+from mprun.records.console.fitted_table import (
+    ALWAYS,
+    FittedTable,
+    TableColumn,
+    figure_column,
+    text_column,
 )
-from mprun.records.console import ReportPart, report_nothing
-from mprun.records.files import json_text
-from mprun.records.published_figures import MEMORY_OF_HALF_SR
-from mprun.records.result import Result
-from mprun.records.run_record import BatchRow
-from mprun.records.step_records import ParallelKind, ProcessLayout
-from mprun.study.double import largest_size
-from mprun.study.planned_run import unused_fields
-from mprun.train.assemble import (
-    Plan,
-    load_shapes,
-    make_plan,
-    same_step,
-    step_memory,
-    with_batch_size,
+from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
+from mprun.records.policy_columns import Count, Legal, WorldSize
+from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
+from mprun.records.step_records import (
+    MemoryPeak,
+    MemoryTimeline,
+    ModuleMemory,
+    ProcessLayout,
+    StorageMemory,
 )
-from mprun.train.assemble.initial_summary import variant_label
-from mprun.train.assemble.optimizer import optimizer_name
-from mprun.train.machine.machine import versions
-from mprun.train.user_code import described
-from mprun.watch.memory_recorder import DtypeMismatchError
-from mprun.watch.process_memory import StepMemory
 
-T = TypeVar("T")
+
+@dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are compared with; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: Count | None = None
+    """Modules are shown down to this depth, deeper ones are added up; null for all."""
+    picture: bool = True
+    """Whether the plots are drawn."""
+    world_size: WorldSize = 1
+    """Plan one of this many processes; each takes train.batch_size samples."""
+    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
+    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
+    checkpointing: bool = False
+    """Whether the activations of blocks are recomputed in the backward pass, not stored."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch whose step fits in a limit."""
+
+    batch_size: int  # 0 if one sample does not fit
+    peak_bytes: int | None
+    next_peak_bytes: int | None  # Of a batch with one sample more
+    tried: dict[str, int]  # Batch size to peak
+    grows: bool  # Whether the peak grows with every sample; if not, a larger batch may fit
+    ratio: float | None = None  # Over the first mode's batch size
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """The optimizer and its implementation."""
+
+    name: str
+    impl: str
+
+
+@dataclass(frozen=True)
+class ModeMemory:
+    """A step in one mode."""
+
+    label: str
+    precision: str
+    policy: dict[str, Any]
+    batch: BatchRow
+    optimizer: OptimizerChoice
+    memory_format: str
+    bytes: dict[str, int]  # `peak` and `run_record.MEMORY_CATEGORIES` to bytes at the peak
+    peak_at: MemoryPeak
+    phase_peaks: dict[str, int]  # Phase to the most bytes alive in it
+    modules: list[ModuleMemory]
+    largest: list[StorageMemory]
+    timeline: MemoryTimeline
+    fits: LargestBatch | None  # None without a limit
+    why_real: str | None = None  # Why the step ran on real tensors; None for fake ones
+    ratio: float | None = None  # Peak over the first mode's peak
+    same_as: str | None = None
+    """The label of a mode before it whose step has the same tensors; it was counted once."""
+
+
+@dataclass(frozen=True)
+class PublishedMemory:
+    """A published ratio beside the one counted here."""
+
+    recipe: str
+    precision: str
+    against: str
+    batch_size: int
+    ratio: float
+    source: str
+    ratio_here: float
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """All of it."""
+
+    schema_version: int
+    recipe: str
+    device: str
+    versions: dict[str, str | None]
+    against: str  # The label of the first mode, which the others are compared with
+    limit: str | None  # `memory.fits` as the user wrote it
+    limit_bytes: int | None
+    published: PublishedMemory | None
+    modes: list[ModeMemory]
+    layout: ProcessLayout = field(default_factory=ProcessLayout)
+    """All sizes are those of one of its processes."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Modes that `precision=all` leaves out, with the reason."""
+
 
 SCHEMA_VERSION = 1
-# The name of the mode to compare with until it has its label; no combination has it
-REFERENCE = "(reference)"
-ONE_PROCESS = ProcessLayout()
+QUESTION = Question(
+    "memory",
+    prepared_by("mprun.inspect.memory_of_modes"),
+    (MemorySettings,),
+    saved=SavedResult(
+        "memory.json", MemoryRecord, SCHEMA_VERSION, lambda record: memory_parts(record, None)
+    ),
+)
 
-AGAINST = "fp32"  # The mode that the published figure is relative to
+# A category's name, and its short form for narrow columns
+NAMES = {
+    "parameters": ("parameters", "params"),
+    "buffers": ("buffers", "buffers"),
+    "gradients": ("gradients", "grads"),
+    "optimizer_state": ("optimizer", "optim."),
+    "activations": ("activations", "activ."),
+    "temporary": ("temporary", "temp."),
+}
 
-# First parts of keys that change the published step
-CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
+# The most modules shown: of more, those of repeated blocks are added up; then the rest are
+MODULES = 20
 
+COLUMNS = 4  # The most modes shown as columns: more do not fit a terminal, and are rows
+NAMED = 3  # The most modes named in a sentence
 
-def _record(
-    planned: PlannedModes, settings: MemorySettings, layout: ProcessLayout, report: ReportPart
-) -> MemoryRecord:
-    """Count a step of each mode and compare it with the first.
+# Categories in the order in which a narrow table leaves them out
+IMPORTANCE = (
+    *("buffers", "temporary", "gradients"),
+    *("parameters", "optimizer_state", "activations"),
+)
 
-    Raises:
-        RunFailedError: a model's code does not run on fake tensors. Where modes may be left out, a
-            mode whose step cannot be counted is one of them.
-    """
-    limit = settings.fits
-    limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
-    counted: list[tuple[PlannedMode, ModeMemory]] = []
-    missing = dict(planned.left_out or {})
-    for done, mode in enumerate(planned.modes):
-        report(f"memory of {mode.label}", done, len(planned.modes))
-        try:
-            counted.append((mode, _mode(mode, counted, limit_bytes, layout)))
-        except RunFailedError as error:
-            if planned.left_out is None or (done + 1 == len(planned.modes) and not counted):
-                raise
-            missing[mode.label] = str(error)
-    modes = [_compared(memory, counted[0][1]) for _, memory in counted]
-    first = planned.modes[0].plan
-    as_published = layout == ONE_PROCESS and len(modes) == len(planned.modes)
-    return MemoryRecord(
-        schema_version=SCHEMA_VERSION,
-        recipe=first.config.recipe.name,
-        device=first.device.type,
-        versions=versions(),
-        against=modes[0].label,
-        limit=limit,
-        limit_bytes=limit_bytes,
-        published=_published(planned.modes, modes) if as_published else None,
-        modes=modes,
-        layout=layout,
-        left_out=missing,
-    )
+ELSEWHERE = "memory.json"  # A table that is cut names the file with the rest
 
 
-def _mode(
-    mode: PlannedMode,
-    before: Sequence[tuple[PlannedMode, ModeMemory]],
-    limit_bytes: int | None,
-    layout: ProcessLayout,
-) -> ModeMemory:
-    """A mode's part, without the ratios to the first mode; equal steps are counted once.
-
-    Raises:
-        RunFailedError: its step cannot be taken.
-    """
-    plan, label = mode.plan, mode.label
-    config, lists = plan.config, {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
-    own: dict[str, Any] = {
-        "label": label,
-        "precision": plan.policy.name,
-        "policy": {**plan.policy.columns(), **lists},
-        "batch": BatchRow(**vars(plan.batch)),
-        "optimizer": OptimizerChoice(
-            optimizer_name(config.train.optimizer, plan.recipe), plan.speed.optimizer_impl
-        ),
-        "memory_format": plan.speed.memory_format,
-    }
-    for other, memory in before:
-        if same_step(other.plan, plan):
-            return replace(memory, **own, same_as=memory.same_as or memory.label)
-    counted = _counted(label, plan, layout)
-    return ModeMemory(
-        **own,
-        bytes=counted.totals,
-        peak_at=counted.peak,
-        phase_peaks=counted.phase_peaks,
-        modules=counted.module_rows(),
-        largest=counted.largest(),
-        timeline=counted.timeline_rows(),
-        why_real=counted.why_real,
-        fits=None if limit_bytes is None else _fit(mode, counted, limit_bytes, layout),
-    )
-
-
-def _fit(
-    mode: PlannedMode, counted: StepMemory, limit_bytes: int, layout: ProcessLayout
-) -> LargestBatch:
-    """The largest batch whose step fits in `limit_bytes`."""
-    plan = mode.plan
-
-    def peak(size: int) -> int:
-        resized = with_batch_size(plan, size)
-        if resized.batch == plan.batch and counted.why_real is None:
-            return counted.peak_bytes
-        return _counted(mode.label, resized, layout, real=False).peak_bytes
-
-    # A sample takes a byte or more.
-    fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
-    return LargestBatch(
-        batch_size=fit.size,
-        peak_bytes=fit.tried.get(fit.size),
-        next_peak_bytes=fit.tried.get(fit.size + 1),
-        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
-        grows=fit.grows,
-    )
-
-
-def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
-    try:
-        return step_memory(plan, real, layout)
-    except DtypeMismatchError as error:
-        raise RunFailedError(f"a step of {label} cannot run: {error}") from error
-    except MprunError:
-        raise
-    except Exception as error:  # a user's model may read values, or refuse a batch
-        raise RunFailedError(
-            f"a step of {label} with {plan.batch.micro} samples cannot be "
-            f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
-            f"{described(error, plan.policy.name)}"
-        ) from error
-
-
-def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
-    """The mode with its ratios to the first."""
-    fits = mode.fits
-    if fits is not None and first.fits is not None:
-        base = first.fits.batch_size
-        fits = replace(fits, ratio=fits.batch_size / base if base else None)
-    peak, base = mode.bytes["peak"], first.bytes["peak"]
-    return replace(mode, fits=fits, ratio=peak / base if base else None)
-
-
-def _published(
-    planned: Sequence[PlannedMode], modes: Sequence[ModeMemory]
-) -> PublishedMemory | None:
-    """The published figure and ours, if the published step is among the modes."""
-    figure = MEMORY_OF_HALF_SR
-    given = [key for mode in planned for key in mode.composed.given]
-    if modes[0].precision != AGAINST or any(key.startswith(CHANGED) for key in given):
-        return None
-    step = (figure.recipe, figure.precisions[0], figure.batch_size)
-    for plan, mode in zip(planned, modes, strict=True):
-        recipe = plan.plan.config.recipe.name
-        have = (recipe, mode.precision, mode.batch.effective)
-        if have == step and figure.value is not None and mode.ratio is not None:
-            return PublishedMemory(
-                recipe=recipe,
-                precision=mode.precision,
-                against=AGAINST,
-                batch_size=mode.batch.effective,
-                ratio=figure.value,
-                source=f"{figure.source}, on an {figure.hardware}",
-                ratio_here=mode.ratio,
-            )
-    return None
-
-
-# ---- the modes that are planned ------------------------------------------------------------------
-
-# First parts of keys that belong to one mode; the mode to compare with does not get them
-OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
-
-
-@dataclass(frozen=True)
-class PlannedMode:
-    """A mode, with a plan on fake tensors."""
-
-    composed: Composed
-    plan: Plan
-    label: str
-
-
-@dataclass(frozen=True)
-class PlannedModes:
-    """Modes side by side."""
-
-    modes: list[PlannedMode]  # The first is the one to compare with
-    left_out: dict[str, str] | None
-    """Modes that cannot be, with the reason; None where the user named the modes."""
-
-
-def plan_modes(
-    overrides: Sequence[str], config_dir: Path | None, against: str | None
-) -> PlannedModes:
-    """A mode for each combination of the listed values; the first is the one to compare with.
+def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order.
 
     Args:
-        overrides: of a run; a list of values gives several modes, and `precision=all` every one.
-        config_dir: a further folder of configs, or None.
-        against: the mode to compare with; None: the first of several, else fp32.
-
-    Raises:
-        UsageError: an override is not legal, or a mode cannot be planned; with `precision=all`
-            where none can.
+        record: the modes.
+        depth: levels of modules, None for all.
     """
-    listed_modes = with_every_mode(overrides, config_dir)
-    parsed = [parse(text) for text in listed_modes]
-    listed = [
-        n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
-    ]
-    all_overrides = combinations(parsed)
-    extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
-    names = [_name(texts, extra) for texts, extra in zip(all_overrides, extras, strict=True)]
-    left_out: dict[str, str] | None = {} if listed_modes != [*overrides] else None
-    makers = {n: partial(compose, t, config_dir) for n, t in zip(names, all_overrides, strict=True)}
-    composed = _each(makers, left_out)
-    if any(c.config.run.resume is not None for c in composed.values()):
-        raise UsageError("mprun memory plans a new run: leave out run.resume")
-    extra_of = dict(zip(names, extras, strict=True))
-    if against is not None or (
-        len(names) == 1 and composed[names[0]].config.precision.name != "fp32"
-    ):
-        pairs = zip(all_overrides[0], parsed, strict=True)
-        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
-        try:
-            first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
-        except UsageError as error:
-            raise error if against is None else UsageError(f"memory.against: {error}") from None
-        others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
-        composed = {REFERENCE: first, **others}
-        extra_of[REFERENCE] = extras[0]
-    planned = _each({n: partial(_planned, c, extra_of[n]) for n, c in composed.items()}, left_out)
-    return PlannedModes([*planned.values()], left_out)
+    yield _header(record)
+    if (sentence := answer(record)) is not None:
+        yield sentence
+    yield peak_table(record)
+    for mode in detailed_modes(record):
+        yield module_table(mode, record.modes[0], depth)
+    yield from _notes(record)
 
 
-def _name(overrides: Sequence[str], extra: str) -> str:
-    """How a combination is named before it has a label."""
-    mode = [text.partition("=")[2] for text in overrides if text.startswith("precision=")]
-    return " ".join(filter(None, [*mode[-1:], extra]))
+def _header(record: MemoryRecord) -> str:
+    batch, layout = record.modes[0].batch, record.layout
+    parts = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
+    each = " per process" if layout.parallel else ""
+    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
+    if layout.checkpointing:
+        how += ", blocks checkpointed"
+    return (
+        f"recipe {record.recipe}, batch {batch.effective}{parts}{each}, "
+        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
+    )
 
 
-def _each(makers: Mapping[str, Callable[[], T]], left_out: dict[str, str] | None) -> dict[str, T]:
-    """What is made for each mode; those that cannot be join `left_out`, with the reason.
-
-    Raises:
-        UsageError: of a maker where `left_out` is None, and that of the first where all raise it.
-    """
-    made: dict[str, T] = {}
-    errors: list[UsageError] = []
-    for name, make in makers.items():
-        try:
-            made[name] = make()
-        except UsageError as error:
-            if left_out is None:
-                raise
-            errors.append(error)
-            left_out[name] = str(error)
-    if not made:
-        raise errors[0]
-    return made
+def _kind(record: MemoryRecord) -> str:
+    real = [mode.label for mode in record.modes if mode.why_real is not None]
+    if not real:
+        return "fake tensors"
+    return "a real step" if len(real) == len(record.modes) else "fake tensors or a real step"
 
 
-def _planned(composed: Composed, extra: str) -> PlannedMode:
-    config = composed.config
-    config = replace(config, train=replace(config.train, init_from=None))
-    planned = make_plan(config, composed.given, load=load_shapes)
-    return PlannedMode(composed, planned, f"{variant_label(planned)} {extra}".rstrip())
-
-
-def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
-    """The warnings of all modes, each once."""
-    warnings: list[str] = []
-    for mode in modes:
-        warnings += [*mode.plan.warnings, *unused_fields(mode.composed, "memory")]
-        if mode.composed.config.train.init_from is not None:
-            warnings.append(
-                "train.init_from has no effect: memory depends on shapes, not on values"
+def _notes(record: MemoryRecord) -> Iterator[str]:
+    for label, reason in record.left_out.items():
+        yield f"left out: {label}: {reason}"
+    if formats := [mode.label for mode in record.modes if mode.policy.get("gemms") != "none"]:
+        yield (
+            f"note: {', '.join(formats)}: counted with products in 16 bits, an upper bound. The "
+            "factors in 8 or 4 bits live as long as a product; the 16-bit copies of weights that "
+            "autocast keeps for the backward pass are counted, and layers with such products keep "
+            "none"
+        )
+    for mode in record.modes:
+        if mode.why_real is not None:
+            yield f"note: the step of {mode.label} is a real one: {mode.why_real}"
+    published = record.published
+    if published is not None:
+        yield (
+            f"published for {published.precision} against {published.against} at batch "
+            f"{published.batch_size}: {change_text(published.ratio)} ({published.source}); "
+            f"here {change_text(published.ratio_here)}"
+        )
+    for mode in record.modes:
+        if mode.fits is not None and not mode.fits.grows:
+            yield (
+                f"note: the peak of {mode.label} does not grow with every sample: larger "
+                "batches than this one may fit"
             )
-    return list(dict.fromkeys(warnings))
 
 
-def memory_of_modes(
-    planned: PlannedModes, settings: MemorySettings, report: ReportPart = report_nothing
-) -> Result:
-    """Count a step of each mode, on one of several processes if the settings say so.
+def answer(record: MemoryRecord) -> str | None:
+    """What several modes amount to, in a sentence: which fit, and which needs least; else None."""
+    modes, limit = record.modes, record.limit_bytes
+    if len(modes) < 2:
+        return None
+    least = min(mode.bytes["peak"] for mode in modes)
+    # as shown: modes that differ by a few bytes need the same for the reader
+    alike = [mode.label for mode in modes if size_text(mode.bytes["peak"]) == size_text(least)]
+    more = len(alike) - NAMED
+    names = joined([*alike[:NAMED], *([f"{more} more"] if more > 0 else [])])
+    change = change_text(least / modes[0].bytes["peak"])
+    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {size_text(least)}"
+    if modes[0].bytes["peak"] != least:
+        smallest += f" ({change} against {record.against})"
+    if limit is None:
+        return smallest
+    fitting = [mode.label for mode in modes if mode.bytes["peak"] <= limit]
+    sizes = {mode.batch.micro for mode in modes}
+    batch = f"batch {sizes.pop()}" if len(sizes) == 1 else "its batch"
+    count = f"{len(fitting) or 'none'} of {len(modes)} modes fit in {record.limit} with {batch}"
+    return f"{count}{': ' if fitting else ''}{', '.join(fitting)}; {smallest}"
 
-    Raises:
-        RunFailedError: a model's code does not run on fake tensors.
+
+def peak_table(record: MemoryRecord) -> FittedTable:
+    """The memory of a step at its peak: few modes as columns, more as rows."""
+    return category_table(record) if len(record.modes) <= COLUMNS else mode_table(record)
+
+
+def detailed_modes(record: MemoryRecord) -> list[ModeMemory]:
+    """The modes shown by module: all of a few; of more, the first and the one that needs least."""
+    modes = record.modes
+    if len(modes) <= COLUMNS:
+        return modes
+    least = min(modes, key=lambda mode: mode.bytes["peak"])
+    return [modes[0], *([least] if least is not modes[0] else [])]
+
+
+def category_table(record: MemoryRecord) -> FittedTable:
+    """A row for each category, a column for each mode, with the change against the first."""
+    modes = record.modes
+    unit = unit_for(max(mode.bytes["peak"] for mode in modes))
+    table = FittedTable(
+        f"one training step at its peak, {unit}",
+        text_column(""),
+        # a narrow table drops the last modes first, never the one compared with
+        *(TableColumn(mode.label, ALWAYS - n, is_right=True) for n, mode in enumerate(modes)),
+        elsewhere=ELSEWHERE,
+    )
+    for key, (name, _) in NAMES.items():
+        if any(mode.bytes[key] for mode in modes):
+            table.add_row(name, *_sizes([mode.bytes[key] for mode in modes], unit))
+    table.add_section()
+    table.add_row("peak", *_sizes([mode.bytes["peak"] for mode in modes], unit), style="bold")
+    places = [mode.peak_at for mode in modes]
+    table.add_row("reached in", *(f"{p.op}, {p.module or '(root)'}, {p.phase}" for p in places))
+    for phase in ("forward", "backward", "optimizer"):
+        peaks = [mode.phase_peaks.get(phase) for mode in modes]
+        if any(peaks):
+            table.add_row(f"peak of {phase}", *_sizes(peaks, unit))
+    if record.limit is not None:
+        table.add_section()
+        batches = (_largest_batch(mode.fits) for mode in modes)
+        table.add_row(f"largest batch in {record.limit}", *batches)
+    return table
+
+
+def mode_table(record: MemoryRecord) -> FittedTable:
+    """A row for each mode: its peak, the change against the first, and the categories."""
+    modes = record.modes
+    unit = unit_for(max(mode.bytes["peak"] for mode in modes))
+    shown = [key for key in NAMES if any(_is_visible(mode.bytes[key], unit) for mode in modes)]
+    table = FittedTable(
+        f"one training step at its peak, {unit}",
+        text_column("mode"),
+        figure_column("peak"),
+        figure_column("change"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        text_column("peak in", len(IMPORTANCE)),
+        *([figure_column(f"batch in {record.limit}")] if record.limit is not None else []),
+        text_column("counted as", len(IMPORTANCE) + 1),
+        elsewhere=ELSEWHERE,
+    )
+    for mode in modes:
+        numbers = [_number(mode.bytes[key], unit) for key in ("peak", *shown)]
+        change = change_text(mode.ratio) if mode is not modes[0] and mode.ratio is not None else ""
+        fits = f"{mode.fits.batch_size:,}" if mode.fits is not None else "-"
+        batch = [] if record.limit is None else [fits if fits != "0" else "none"]
+        place = [mode.peak_at.phase, *batch, mode.same_as or ""]
+        table.add_row(mode.label, numbers[0], change, *numbers[1:], *place)
+    return table
+
+
+def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
+    """Memory at the peak by module down to `depth`, and the change against another mode."""
+    rows, before = _by_depth(mode, depth), _by_depth(first, depth)
+    if len(rows) > MODULES + 1:  # + 1: the row "1 more" would take the place of the row itself
+        rows, before = _blocks_added(rows), _blocks_added(before)
+    unit = unit_for(first.bytes["peak"])
+    shown = [
+        key
+        for key in MEMORY_CATEGORIES
+        if any(_is_visible(row[key], unit) for row in rows.values())
+    ]
+    table = FittedTable(
+        f"{mode.label} by module, {unit}",
+        text_column("module"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        figure_column("all"),
+        *([figure_column("change")] if mode is not first else []),
+        elsewhere=ELSEWHERE,
+    )
+    for path, row in _largest(rows):
+        cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
+        if mode is not first:
+            same = before.get(path)
+            # a change against what is shown as 0.00 would be meaningless
+            is_known = same is not None and _is_visible(same["total"], unit)
+            cells.append(change_text(row["total"] / same["total"]) if same and is_known else "")
+        count = row["modules"]
+        table.add_row((path or "(root)") + (f" ({count})" if "*" in path else ""), *cells)
+    return table
+
+
+def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
+    """Path to bytes by category and in total; modules deeper than `depth` are added up."""
+    rows: dict[str, dict[str, int]] = {}
+    for module in mode.modules:
+        path = ".".join(module.module.split(".")[:depth])
+        sizes = {key: getattr(module, key) for key in (*MEMORY_CATEGORIES, "total")}
+        _add(rows, path, sizes)
+        rows[path]["modules"] = 1
+    return rows
+
+
+def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """The rows, those of numbered blocks added up: `layers.0.mlp` and its kin are `layers.*.mlp`.
+
+    A number at the end of a path stays where no parts follow: a sequence's layers differ.
     """
-    layout = ProcessLayout(checkpointing=settings.checkpointing)
-    if settings.world_size > 1:
-        parallel = cast(ParallelKind, settings.parallel)
-        layout = replace(layout, world_size=settings.world_size, parallel=parallel)
-    record = _record(planned, settings, layout, report)
-    files: dict[str, str | bytes] = {"memory.json": json_text(record)}
-    if settings.picture:
-        from mprun.inspect.measurement_plots import memory_plot  # imports matplotlib
+    parents = {path.rpartition(".")[0] for path in rows}
+    starred = {path: (BLOCK if path in parents else NUMBER).sub("*", path) for path in rows}
+    count = Counter(starred.values())
+    added: dict[str, dict[str, int]] = {}
+    for path, row in rows.items():
+        _add(added, starred[path] if count[starred[path]] > 1 else path, row)
+    return added
 
-        files |= memory_plot(record)
-    return Result(record, list(memory_parts(record, settings.depth)), files)
+
+BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # A part of a path that is a number
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")  # One with more parts below it
+
+
+def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:
+    row = rows.setdefault(path, dict.fromkeys(sizes, 0))
+    for key, size in sizes.items():
+        row[key] += size
+
+
+def _largest(rows: Mapping[str, dict[str, int]]) -> Iterator[tuple[str, dict[str, int]]]:
+    """The `MODULES` largest rows, in their order, and the sum of the others."""
+    by_size = sorted(rows, key=lambda path: -rows[path]["total"])
+    shown = {*by_size} if len(rows) <= MODULES + 1 else {*by_size[:MODULES]}
+    yield from ((path, row) for path, row in rows.items() if path in shown)
+    if rest := [row for path, row in rows.items() if path not in shown]:
+        yield f"{len(rest)} more", {key: sum(row[key] for row in rest) for key in rest[0]}
+
+
+def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
+    """Each amount, with its change against the first if it differs; `-` for None."""
+    first = sizes[0]
+    for n, size in enumerate(sizes):
+        if size is None:
+            yield "-"
+        else:
+            change = f" ({change_text(size / first)})" if n and first and size != first else ""
+            yield f"{_number(size, unit)}{change}"
+
+
+def _is_visible(size: int, unit: str) -> bool:
+    """Whether an amount is shown as more than 0."""
+    return bool(_number(size, unit).strip("0."))
+
+
+def _number(size: int, unit: str) -> str:
+    value = size / UNITS[unit]
+    # bytes are whole; of a thousand and more, two decimals would widen the column
+    return f"{value:,.2f}" if value < 1000 and unit != "B" else f"{value:,.0f}"
+
+
+def _largest_batch(fits: LargestBatch | None) -> str:
+    if fits is None:
+        return "-"
+    if not fits.batch_size:
+        return f"none: 1 needs {size_text(fits.tried['1'])}"
+    gain = f" (x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
+    return f"{fits.batch_size:,}{gain}"

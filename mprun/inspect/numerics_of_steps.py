@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from mprun.config import compose
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
 from mprun.inspect.collect import GRADIENTS, Statistics
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
@@ -37,17 +38,19 @@ from mprun.inspect.measurements import (
     gradient_errors,
     variances_of_halves,
 )
-from mprun.inspect.numerics_result import (
+from mprun.inspect.numerics import (
+    SCHEMA_VERSION,
     Float32Loss,
     NumericsResult,
     NumericsSettings,
     numerics_parts,
 )
+from mprun.inspect.question import Given, Prepared, of_run
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
-from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
+from mprun.study.planned_run import EXACT, PlannedRun, PolicyProbe, plan_run, policy_in
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
 from mprun.train.data import Batch
@@ -63,7 +66,6 @@ from mprun.watch.updates import (
     weights_moved,
 )
 
-SCHEMA_VERSION = 2
 # How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it
 ATTEMPTS = 6
 LOWER = 16.0
@@ -122,10 +124,10 @@ def inspect_steps(
         StopRequestedError: `stop` ended the run before the first of them.
     """
     steps = steps_to_inspect(plan, settings)
-    none = plan.splits.train.first(0)  # without evaluations
+    none = plan.splits.train.first(0)  # no samples: nothing is evaluated between the steps
     parts = build_parts(replace(plan, splits=replace(plan.splits, validation=none, test=none)))
     inspector = _StepInspector(plan, settings, parts)
-    limits = Limits(None, steps[-1], plan.limits.max_time_s)
+    limits = Limits(None, steps[-1], plan.limits.max_time_s)  # no step after the last inspected
     trainer = _InspectingTrainer(parts, limits, stop, inspector, steps, report)
     ended = None
     try:
@@ -148,6 +150,14 @@ def inspect_steps(
     )
 
 
+def prepare(given: Given) -> Prepared:
+    """Plan the run, and check that it has steps to inspect."""
+    planned = plan_run(compose(given.overrides, given.config_dir), "numerics")
+    settings = given.settings(NumericsSettings)
+    steps_to_inspect(planned.plan, settings)  # raises before a folder is made
+    return of_run(planned, lambda m: recipe_numerics(planned, settings, m.stop, m.report))
+
+
 def recipe_numerics(
     planned: PlannedRun,
     settings: NumericsSettings,
@@ -160,7 +170,7 @@ def recipe_numerics(
         RunFailedError: the run failed before the first of them.
         SignalReceivedError: a signal ended it before the first of them.
     """
-    with planned.executing(), stop.deferred():
+    with planned.executing(), stop.deferred():  # a signal ends the run after a step, with results
         inspected = inspect_steps(planned.plan, settings, stop.requested, report)
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -257,7 +267,7 @@ class _StepInspector:
 
     def before(self, batch: Batch) -> None:
         """The run takes its next step on this batch."""
-        self._exact.largest.magnitudes.clear()
+        self._exact.largest.magnitudes.clear()  # the fitting loss scale is that of each step alone
         with self._exact.watching():
             exact = self._exact_gradients(batch)
         loss = self._exact_probe.loss
@@ -270,6 +280,7 @@ class _StepInspector:
         )
         self._measure_spread(batch)
         for name, dtype in DTYPES.items():
+            # eps / 2 is the largest relative error of rounding to nearest
             rounded = self._with_moved_weights(batch, torch.finfo(dtype).eps / 2, OWN_SEED)
             errors = gradient_errors(exact, rounded)
             self._unavoidable[name].add(errors, self._exact_probe.loss, loss)
@@ -332,12 +343,12 @@ class _StepInspector:
             self._exact_gradients(batch, inside)
             return self._exact_probe.loss
 
-        if self._float32 is not None:  # it was shown in an earlier step
+        if self._float32 is not None:  # shown in an earlier step: two recorded passes are slow
             return True
-        found = float32_loss(loss, float64, run)
-        if found is not None and not is_good_enough(found):
-            self._float32 = found
-        return found is not None
+        result = float32_loss(loss, float64, run)
+        if result is not None and not is_good_enough(result):
+            self._float32 = result
+        return result is not None
 
     def _with_moved_weights(self, batch: Batch, most: float, seed: int) -> Mapping[str, Tensor]:
         return self._exact_gradients(
@@ -358,11 +369,12 @@ class _StepInspector:
             gradients.append(self._exact_gradients(part))
             losses.append(self._exact_probe.loss)
         self._variances = variances_of_halves(gradients)
+        # the standard deviation of a half is sqrt(2) of the batch's, that of their difference 2
         self._deviation = abs(losses[0] - losses[1]) / 2
 
     def _unjudged_rows(self) -> frozenset[tuple[str, str]]:
         """Rows of gradients by activations that are rounding errors too."""
-        if self._rounding.reference is not FLOAT64:
+        if self._rounding.reference is not FLOAT64:  # no passes in float64 to compare with
             return frozenset()
         return frozenset(
             key
@@ -389,7 +401,7 @@ class _StepInspector:
             if math.isfinite(low_size):
                 size, place = low_size, low_place
                 break
-            scale /= LOWER
+            scale /= LOWER  # it overflowed: float16 computes numbers that float32's pass has not
         self._largest.append((size, str(place)))
         return self._scale_for(size)
 
@@ -403,6 +415,7 @@ class _StepInspector:
     ) -> None:
         if not self._tried:  # the powers are those around the first step's
             middle = round(math.log2(scale))
+            # min(0, ...): 1, which is no loss scale, is always among them
             powers = range(min(0, middle - BELOW), middle + ABOVE + 1)
             self._tried = {2.0**n: FormatPasses() for n in powers}
         for tried, passes in self._tried.items():

@@ -61,7 +61,7 @@ class CallStack:
     def op(self, name: str, rule: str) -> Iterator[None]:
         self._count += 1
         listed = self._prefix + rule if self._prefix else LISTED.get(rule, rule)
-        label = listed if rule in (*LISTED, "promote") else rule
+        label = listed if rule in (*LISTED, "promote") else rule  # the others are no list's
         self._stack.append(PythonCall(self._count, name, label))
         try:
             yield
@@ -88,6 +88,7 @@ class LabelledCaster(Caster):
     def __init__(self, caster: Caster, lists: OpLists, calls: CallStack) -> None:
         self._caster = caster
         self.columns = caster.columns
+        # dtype and device have no effect: `_NoCasts` casts nothing
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
 
     def convert(self, model: nn.Module) -> None:
@@ -123,7 +124,7 @@ def _caster(plan: Plan, calls: CallStack) -> Caster:
     if plan.op_lists is not None:
         return build_caster(plan, calls)
     if plan.policy.casting == "autocast":
-        lists = shipped_op_lists("native", plan.device)
+        lists = shipped_op_lists("native", plan.device)  # autocast's own lists, as data
     else:
         lists = op_lists((), (), first_input=False)
     return LabelledCaster(build_caster(plan), lists, calls)
@@ -139,6 +140,7 @@ def shipped_op_lists(name: str, device: torch.device) -> OpLists:
 
 def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:
     """An arithmetic whose ops a watcher sees as the model calls them."""
+    # else the recorder would see the ops that emulate in place of the model's
     native = isinstance(inner, NativeArithmetic)
     return inner if native else WrappedArithmetic(inner, lambda: recorder)
 

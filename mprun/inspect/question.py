@@ -9,9 +9,9 @@ the result and writes its files.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.config.settings import Settings
     from mprun.records.console import ReportPart
+    from mprun.records.console.fitted_table import FittedTable
     from mprun.records.result import Result
     from mprun.study.planned_run import PlannedRun
 
@@ -66,6 +67,16 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class SavedResult:
+    """The file of a result, which `mprun show` shows again."""
+
+    name: str
+    record: type
+    newest: int  # The `schema_version` that is written; newer files are of a later mprun
+    parts: Callable[[Any], Iterable[FittedTable | str]]
+
+
+@dataclass(frozen=True)
 class Question:
     """`QUESTION` of a module of this room."""
 
@@ -78,13 +89,18 @@ class Question:
     """What it takes in place of the overrides of a run; None if it takes those."""
     folders_of: tuple[str, ...] = ()
     """Of which commands it takes folders: `last` is then the newest of them."""
+    saved: SavedResult | None = None
     signals: Callable[[Given], StopSignals] = lambda given: StopSignals()
     """Catches the signals; a question with a budget has `BudgetSignals`."""
 
-    @property
-    def text(self) -> str:
-        """Its help: the docstring of its module."""
-        return sys.modules[self.prepare.__module__].__doc__ or ""
+
+def prepared_by(module: str) -> Callable[[Given], Prepared]:
+    """`prepare` of a module that imports torch: it is imported when the question is asked.
+
+    That module imports the record of its question. So the question has its name alone, and files
+    import each other in one direction.
+    """
+    return lambda given: import_module(module).prepare(given)  # type: ignore[no-any-return]
 
 
 def of_run(planned: PlannedRun, measure: Callable[[Measuring], Result], **more: Any) -> Prepared:

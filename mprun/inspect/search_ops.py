@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.inspect.numerics_result import unjudged
+from mprun.inspect.numerics import unjudged
 from mprun.inspect.question import Given, Measuring, Prepared, Question, of_run
 from mprun.inspect.search_result import (
     FILE,

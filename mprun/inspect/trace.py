@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mprun.inspect.question import Given, Prepared, Question, of_run
+from mprun.inspect.question import Given, Prepared, Question, SavedResult, of_run
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.files import json_text
 from mprun.records.mode_names import SHORT_DTYPES
@@ -42,9 +42,10 @@ COMPUTED_BY_MPRUN = (
     "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
     "them; casts inside them are not counted"
 )
-PHASES = ("forward", "backward", "optimizer", "other")  # The parts of a step
+# Those of `step_events.PHASES`, whose module imports torch
+PHASES = ("forward", "backward", "optimizer", "other")
 MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
-ELSEWHERE = "trace.json"
+ELSEWHERE = "trace.json"  # A table that is cut names the file with the rest
 
 
 @dataclass
@@ -174,6 +175,7 @@ def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
     """Rows of the model one by one; equal rows outside of it as one, with their number and time."""
     groups: dict[str, list[TraceRow]] = {}
     for n, row in enumerate(rows):
+        # an optimizer runs the same few ops for each parameter
         is_model = row.phase in ("forward", "backward")
         dtypes = (row.dtypes_in, row.dtypes_out)
         key = str(n if is_model else (row.phase, row.op, row.rule, dtypes, [*_casts(row.casts)]))
@@ -232,6 +234,7 @@ def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
     Source: "Trace Event Format", the Chromium project. Times in microseconds.
     """
     events: list[dict[str, Any]] = [
+        # ph: M is metadata, X a complete event with a duration
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": i, "args": {"name": phase}}
         for i, phase in enumerate(PHASES)
     ]
@@ -243,6 +246,7 @@ def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
     start_ms = min((row.began_ms for row in rows), default=0.0)
     for row in rows:
         at_us, track = (row.began_ms - start_ms) * 1e3, PHASES.index(row.phase)
+        # the casts of a row are drawn before its op, though they may lie between its kernels
         for cast in row.casts:
             name = f"cast {_short([cast.from_dtype])} to {_short([cast.to_dtype])}"
             add(name, "cast", at_us, cast.time_ms, msgspec.to_builtins(cast))
@@ -282,7 +286,7 @@ class StepTrace:
         by_dtype: dict[str, tuple[int, float]] = {}
         for row in self.rows:
             if row.kernels:
-                for dtype in row.dtypes_out[:1]:
+                for dtype in row.dtypes_out[:1]:  # each op counts once, by its first output
                     count, time_ms = by_dtype.get(dtype, (0, 0.0))
                     by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
         cast_time_ms = sum(row.cast_time_ms for row in self.rows)
@@ -317,6 +321,7 @@ def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
 
 def _group(index: int, op: RecordedOp) -> tuple[int, int]:
     """A key: equal for the ops of one call, different for all others."""
+    # ops of a backward pass or an optimizer are rows of their own
     number = op.call.number if op.call is not None else 0
     return (number, 0) if number and op.phase == "forward" else (0, index)
 
@@ -325,7 +330,8 @@ def _row(ops: list[RecordedOp], casts: list[CastRecord], layers: tuple[str, ...]
     first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
     called = first.phase == "forward" and first.call is not None and first.call.number
     name = first.call.name if called else computing[0].name if computing else "cast"
-    made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
+    # the last kernel gives the row's output; one without outputs writes into its inputs
+    made = [v for op in computing[-1:] for v in op.outputs or op.inputs]
     return TraceRow(
         op=name,
         phase=first.phase,
@@ -345,7 +351,7 @@ def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
     if op.phase == "backward":
         return "as forward"
     if op.phase == "optimizer":
-        return "disabled"
+        return "disabled"  # optimizers step outside of autocast and op lists
     if op.call is None or op.phase == "other":
         return "outside"
     in_layer = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
@@ -378,6 +384,7 @@ def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
         if not op.is_cast:
             continue
         have, want = op.inputs[0], op.outputs[0]
+        # memory alone does not tell two views of one storage apart
         key = (have.memory, have.layout, have.shape, have.dtype, want.dtype)
         if came_from.get(have.memory) == want.dtype:
             reasons[i] = "cast back"
@@ -390,6 +397,7 @@ def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
 
 def typical(traces: Sequence[StepTrace]) -> StepTrace:
     """The last trace, with medians as times, over the traces that ran the same ops."""
+    # steps differ where a model's code branches, or a scaler skips an update
     alike = [t.rows for t in traces if _shape(t) == _shape(traces[-1])]
     return StepTrace([_typical_row(rows) for rows in zip(*alike, strict=True)])
 
@@ -424,7 +432,17 @@ def prepare(given: Given) -> Prepared:
     return of_run(planned, lambda _: measure(planned, with_ops))
 
 
-QUESTION = Question("trace", prepare, (TraceSettings,))
+QUESTION = Question(
+    "trace",
+    prepare,
+    (TraceSettings,),
+    saved=SavedResult(
+        ELSEWHERE,
+        TraceRecord,
+        SCHEMA_VERSION,
+        lambda record: (totals(record), kinds_table(record.rows)),
+    ),
+)
 
 
 def measure(planned: PlannedRun, with_ops: bool) -> Result:
@@ -494,7 +512,7 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
         ) from error
     times = [recorder.time_s(batch) for _ in range(WARMUP + REPEATS)]
     traces = [trace(recorder.record(batch), plan.layers) for _ in range(REPEATS)]
-    return typical(traces), median(times[WARMUP:])
+    return typical(traces), median(times[WARMUP:])  # medians: single steps are interrupted
 
 
 def traced_step(plan: Plan, batch: Batch) -> StepTrace:
@@ -509,6 +527,7 @@ def _before_the_failure(step: StepTrace, error: str) -> Result:
     content = {
         "schema_version": SCHEMA_VERSION,
         "error": error,
+        # no step was timed: the share of casts is that of the recorded ops; not a division by 0
         "totals": step.totals(step.time_ms or 1e3),
         "rows": step.rows,
     }

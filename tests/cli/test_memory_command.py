@@ -183,7 +183,7 @@ def test_the_largest_batch_that_fits_is_that(capsys: pytest.CaptureFixture[str])
     assert again["bytes"]["peak"] == modes[1]["fits"]["peak_bytes"]
 
 
-def test_where_no_batch_fits_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_batch_fits_that_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     (mode,) = planned("recipe=mnist", "memory.fits=1MB", QUIET)["modes"]
     assert mode["fits"]["batch_size"] == 0
     assert mode["fits"]["ratio"] is None
@@ -271,7 +271,7 @@ def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("own", [("nn.Linear(6, 3)", SAMPLE)], indirect=True)
-def test_a_recipe_that_tells_its_sample_is_not_asked_for_data(
+def test_a_recipe_that_gives_its_sample_is_not_asked_for_data(
     own: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = planned(*own)["modes"][0]["bytes"]
@@ -317,7 +317,7 @@ def test_a_model_that_reads_values_is_counted_on_a_real_step(
 
 
 @pytest.mark.parametrize(
-    ("own", "status", "told"),
+    ("own", "status", "message"),
     [
         (("nn.Linear(7, 3)", SAMPLE), 1, "a step of fp32 with 30 samples cannot be taken"),
         (("nn.Linear(6, 3)", "def sample(self): return 3"), 2, "sample gives a int; legal is a"),
@@ -326,13 +326,13 @@ def test_a_model_that_reads_values_is_counted_on_a_real_step(
     indirect=["own"],
     ids=["shape", "kind", "fault"],
 )
-def test_faults_of_a_recipe_are_told_in_a_line(
-    own: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+def test_faults_of_a_recipe_are_reported_in_a_line(
+    own: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["memory", *own, "device=cpu"]) == status
     note, err = capsys.readouterr().err.splitlines()
     assert note.startswith("note: recipe.target=own_")
-    assert told in err
+    assert message in err
     assert err.startswith("mprun: ")
 
 
@@ -413,10 +413,10 @@ def test_checkpointed_blocks_hold_less() -> None:
     (whole,) = planned(*words)["modes"]
     Path("plan/memory.json").rename("whole.json")
     found = planned(*words, "memory.checkpointing=true")
-    (kept,) = found["modes"]
+    (less,) = found["modes"]
     assert found["layout"] == {"world_size": 1, "parallel": None, "checkpointing": True}
-    assert kept["bytes"]["activations"] < whole["bytes"]["activations"] / 4
-    assert kept["bytes"]["peak"] < 0.7 * whole["bytes"]["peak"]
+    assert less["bytes"]["activations"] < whole["bytes"]["activations"] / 4
+    assert less["bytes"]["peak"] < 0.7 * whole["bytes"]["peak"]
 
 
 def test_the_largest_batch_grows_with_the_processes() -> None:

@@ -23,8 +23,8 @@ from mprun.config.settings import take
 from mprun.errors import RunFailedError
 from mprun.inspect import numerics_of_steps as built
 from mprun.inspect.loss_scale_advice import ALIKE_DB
+from mprun.inspect.numerics import NumericsResult, NumericsSettings
 from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
-from mprun.inspect.numerics_result import NumericsResult, NumericsSettings
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.train.assemble import build_parts, make_plan
@@ -59,7 +59,7 @@ def found(*words: str, plots: bool = False) -> dict[str, Any]:
 
 
 @functools.cache
-def _kept(*words: str) -> tuple[str, str, str]:
+def _saved(*words: str) -> tuple[str, str, str]:
     """The file, the output and the errors of a run that several tests look at."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         found(*words)
@@ -68,7 +68,7 @@ def _kept(*words: str) -> tuple[str, str, str]:
 
 def of_mnist() -> dict[str, Any]:
     """`numerics.json` of MNIST in float16, with every loss scale tried."""
-    made: dict[str, Any] = json.loads(_kept(*MNIST_IN_FP16)[0])
+    made: dict[str, Any] = json.loads(_saved(*MNIST_IN_FP16)[0])
     return made
 
 
@@ -387,11 +387,11 @@ def test_weights_are_bit_equal_with_and_without(
     chosen = make_plan(compose([w for w in words if not w.startswith("--")], folder).config, ())
     made: list[TrainingComponents] = []
 
-    def kept(*args: Any) -> TrainingComponents:
+    def recording(*args: Any) -> TrainingComponents:
         made.append(build_parts(*args))
         return made[-1]
 
-    monkeypatch.setattr(built, "build_parts", kept)
+    monkeypatch.setattr(built, "build_parts", recording)
     settings = NumericsSettings(steps=3, warmup=1, span=6, try_scales=True)
     with backend_flags(chosen.policy):
         assert inspect_steps(chosen, settings, lambda: False).steps == (2, 4, 6)
@@ -410,7 +410,7 @@ def test_weights_are_bit_equal_with_and_without(
 
 def test_the_terminal_shows_verdicts_and_tables() -> None:
     made = of_mnist()
-    _, out, err = _kept(*MNIST_IN_FP16)
+    _, out, err = _saved(*MNIST_IN_FP16)
     assert "warning" not in err
     for text in (
         "data: generated glyphs (generated)",
@@ -439,17 +439,11 @@ def test_pictures_and_file_are_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert "written: run/numerics.json, numerics.png, numerics.svg" in capsys.readouterr().out
 
 
-def test_without_a_folder_s_name_one_with_the_date_is_made() -> None:
-    assert main(["numerics", *LINEAR, *FEW, "numerics.plots=false"]) == 0
-    (folder,) = Path("outputs").glob("*/*")
-    assert [path.name for path in folder.iterdir()] == ["numerics.json"]
-
-
 def test_json_has_no_number_that_is_none() -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    json.loads(_kept(*MNIST_IN_FP16)[0], parse_constant=refuse)  # -inf dB at the largest scale
+    json.loads(_saved(*MNIST_IN_FP16)[0], parse_constant=refuse)  # -inf dB at the largest scale
 
 
 def test_the_file_says_what_was_looked_at_and_where() -> None:
@@ -470,8 +464,8 @@ def test_what_was_seen_of_a_run_that_fails_is_shown(capsys: pytest.CaptureFixtur
     assert main(["numerics", *words, "numerics.plots=false", "run.dir=run"]) == 1
     out, err = capsys.readouterr()
     assert "recommended loss scale" in out
-    told = err.splitlines()[-1]  # on a slow machine, lines of progress come before
-    assert told.startswith("the run ended early, its results are above: the loss became ")
+    last = err.splitlines()[-1]  # on a slow machine, lines of progress come before
+    assert last.startswith("the run ended early, its results are above: the loss became ")
     made = read()
     assert made["ended"].startswith("the loss became ")
     assert 0 < len(made["steps"]) < 50
@@ -488,7 +482,7 @@ def inspecting(stop: Callable[[], bool], **settings: Any) -> Any:
     return inspect_steps(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
 
 
-def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
+def test_what_was_seen_of_a_run_that_is_stopped_is_saved() -> None:
     asked = iter([False, False, True])
     result = inspecting(lambda: next(asked), steps=9)
     assert (result.steps, result.ended) == ((1, 2, 3), "stopped at step 3")
@@ -520,11 +514,3 @@ def test_time_that_runs_out_before_the_first_look_is_said() -> None:
     chosen = make_plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
     with pytest.raises(RunFailedError, match=r"train.max_time_s=1e-09 ended the run before step 4"):
         inspect_steps(chosen, NumericsSettings(), lambda: False)
-
-
-# ---- weights and folders -------------------------------------------------------------------------
-
-
-def test_weights_of_a_run_can_be_inspected() -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
-    assert found(*LINEAR, "train.init_from=before")["steps"] == [2, 4]

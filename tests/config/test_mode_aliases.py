@@ -105,7 +105,7 @@ def test_a_mode_of_one_s_own_under_such_a_name_is_refused(tmp_path: Path) -> Non
 
 
 def test_settings_that_name_a_mode_take_the_other_names() -> None:
-    from mprun.inspect.memory import plan_modes
+    from mprun.inspect.memory_of_modes import plan_modes
 
     planned = plan_modes(["recipe=linear", "precision=bf16-mixed"], None, "mixed_float16")
     assert [mode.label for mode in planned.modes] == ["fp16_mixed", "bf16_mixed"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
 from mprun.inspect.float64 import in_float64
-from mprun.inspect.numerics_result import Float32Loss
+from mprun.inspect.numerics import Float32Loss
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

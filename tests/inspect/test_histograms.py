@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.inspect.histograms import BLOCK, Histogram, histogram, pooled
-from mprun.inspect.numerics_result import ExponentCounts
+from mprun.inspect.numerics import ExponentCounts
 
 DTYPES = (
     torch.float64,

@@ -13,7 +13,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 
-from mprun.inspect import memory_result, numerics_result, search_result
+from mprun.inspect import memory as memory_question
+from mprun.inspect import numerics as numerics_question
+from mprun.inspect import search_result
 from mprun.inspect import trace as trace_question
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
@@ -23,8 +25,8 @@ from mprun.study.report.comparison_report import comparison_table, short_table
 from mprun.study.study_progress import StudyProgress
 from mprun.train.machine import doctor_result
 from tests.inspect import test_doctor_result as doctor
-from tests.inspect import test_memory_result as memory
-from tests.inspect import test_numerics_result as numerics
+from tests.inspect import test_memory as memory
+from tests.inspect import test_numerics as numerics
 from tests.inspect import test_search_result as search_ops
 from tests.inspect import test_trace as trace
 from tests.study.report.compared import comparison, of_losses
@@ -44,7 +46,7 @@ def run(**changes: object) -> Summary:
 
 
 def of_numerics() -> numerics.NumericsResult:
-    kinds = list(numerics_result.KINDS)
+    kinds = list(numerics_question.KINDS)
     rows = [
         numerics.row(kinds[n % len(kinds)], name, 7.0 * n, verdict)
         for n, name in enumerate(LAYERS)
@@ -72,7 +74,7 @@ def of_trace() -> trace.TraceRecord:
 
 def modes_of_memory() -> list[memory.ModeMemory]:
     names = ("fp32", "half_sr_full", "bf16_mixed train.batch_size=48", "fp16_true", "bf16_sr")
-    modules = [memory.row(name, **dict.fromkeys(memory_result.NAMES, 12345)) for name in LAYERS]
+    modules = [memory.row(name, **dict.fromkeys(memory_question.NAMES, 12345)) for name in LAYERS]
     return [
         memory.mode(name, 2 * n + 1, 1.0 + n, modules=modules if n % 2 else modules[3:])
         for n, name in enumerate(names)
@@ -107,13 +109,13 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "machine": lambda: doctor_result.machine_table(doctor.examined()),
     "rates": lambda: doctor_result.rates_table(doctor.examined().rates, 64),
     "modes": lambda: doctor_result.modes_table(doctor.examined().modes, doctor.examined().rates),
-    "memory by category": lambda: memory_result.category_table(of_memory()),
-    "memory by module": lambda: memory_result.module_table(
+    "memory by category": lambda: memory_question.category_table(of_memory()),
+    "memory by module": lambda: memory_question.module_table(
         modes_of_memory()[1], modes_of_memory()[0], None
     ),
-    "numerics": lambda: numerics_result.rows_table(of_numerics(), 30),
-    "loss scales": lambda: numerics_result.scales_table(of_numerics()),
-    "lost updates": lambda: numerics_result.lost_table(of_numerics(), 30),
+    "numerics": lambda: numerics_question.rows_table(of_numerics(), 30),
+    "loss scales": lambda: numerics_question.scales_table(of_numerics()),
+    "lost updates": lambda: numerics_question.lost_table(of_numerics(), 30),
     "sensitivity": lambda: search_result.rows_table(of_search(), "modules"),
     "outcome": lambda: search_result.outcome_table(of_search()),
     "totals": lambda: trace_question.totals(of_trace()),
@@ -159,14 +161,14 @@ def test_what_matters_most_stays_at_60_columns() -> None:
     assert "step ms" in text.partition("hidden to fit the width: ")[2]
     step = printed(trace_question.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
-    first = printed(memory_result.category_table(of_memory()), 60, is_terminal=True)
+    first = printed(memory_question.category_table(of_memory()), 60, is_terminal=True)
     assert "fp32" in first
     assert "bf16_sr" in first.partition("hidden to fit the width: ")[2]
 
 
 def test_a_row_is_a_line_in_a_pipe() -> None:
     lines = printed(
-        numerics_result.rows_table(of_numerics(), 99), 20, is_terminal=False
+        numerics_question.rows_table(of_numerics(), 99), 20, is_terminal=False
     ).splitlines()
     assert len(lines) == 4 + 2 * len(LAYERS)
     assert lines[2].split()[:5] == ["kind", "of", "fp16", "pass", "dB"]

@@ -14,8 +14,8 @@ import mprun
 from mprun.errors import UsageError
 from mprun.inspect.check.check import fits, plan_check
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
-from mprun.inspect.memory import memory_of_modes, plan_modes
-from mprun.inspect.memory_result import MemorySettings
+from mprun.inspect.memory import MemorySettings
+from mprun.inspect.memory_of_modes import memory_of_modes, plan_modes
 from mprun.records.result import Result
 from mprun.records.run_record import MEMORY_CATEGORIES
 

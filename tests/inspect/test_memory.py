@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mprun.inspect.measurement_plots import SHADED, memory_plot, stretches, thinned
-from mprun.inspect.memory_result import (
+from mprun.inspect.memory import (
     NAMES,
     MemoryRecord,
     ModeMemory,

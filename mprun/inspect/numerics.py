@@ -1,7 +1,9 @@
-"""Measurements of `mprun numerics` in some steps: the content of `numerics.json`, and its tables.
+"""`mprun numerics`: what 16-bit formats do to a run's numbers, and which loss scale to take.
 
-The file also has the run's configuration and `steps`,
-`skipped` and `ended`. Shares are of the non-zero values; None if there are none. No torch.
+    mprun numerics recipe=mnist precision=fp16_mixed
+
+Takes the overrides of a run, and `numerics.*` settings. Trains, collects statistics at some steps
+and prints them. Writes `numerics.json` with everything, and plots, into the run's folder.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.inspect.search_result import Deviation, SearchTolerance
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text
@@ -143,7 +146,10 @@ class ExponentCounts:
 
 @dataclass(frozen=True)
 class RangeShares:
-    """The shares of values that a format holds with fewer bits, or not at all."""
+    """The shares of non-zero values that a format holds with fewer bits, or not at all.
+
+    None if there are no such values.
+    """
 
     below_normal: float | None
     below_smallest: float | None
@@ -198,6 +204,19 @@ class NumericsResult:
     rows: list[NumericsRow] = field(default_factory=list)
 
 
+SCHEMA_VERSION = 2  # Version 1 had other names: `really`, `will_do`; it is not shown again
+QUESTION = Question(
+    "numerics",
+    prepared_by("mprun.inspect.numerics_of_steps"),
+    (NumericsSettings,),
+    saved=SavedResult(
+        "numerics.json",
+        NumericsResult,
+        SCHEMA_VERSION,
+        lambda record: numerics_parts(record, NumericsSettings().top),
+    ),
+)
+
 KINDS = {
     "weights": "weights",
     "activations": "activ.",
@@ -206,7 +225,7 @@ KINDS = {
     "updates": "updates",
 }
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
-ELSEWHERE = "numerics.json"
+ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
 
 
@@ -223,7 +242,7 @@ def numerics_parts(
     yield from sentences(result)
     yield scales_table(result)
     yield rows_table(result, top, further)
-    yield lost_table(result, top // 2)
+    yield lost_table(result, top // 2)  # half: the first table is the one that decides
 
 
 def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
@@ -264,7 +283,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
             figure_column(f"{heading} dB", importance, partial(_rounded_db, name))
             for heading, importance, name in (
                 ("bf16", 7, "bf16"),
-                ("e4m3", 3, "e4m3_scaled"),
+                ("e4m3", 3, "e4m3_scaled"),  # float8 is used with a scale per tensor
                 *((name, 2, name) for name in further),
             )
         ),
@@ -300,12 +319,14 @@ def _passes_db(result: NumericsResult, row: NumericsRow) -> dict[str, float]:
 
 def fp16_db(row: NumericsRow) -> float:
     """The SQNR in float16; of gradients at the recommended loss scale."""
+    # inf: a row whose values are all zero loses nothing
     scaled = row.loss_scaled
     return row.sqnr_db.get("fp16", float("inf")) if scaled is None else scaled.fp16_db
 
 
 def scales_table(result: NumericsResult) -> FittedTable:
     """The verdicts on some loss scales."""
+    # where none is needed, none is recommended: the scale is the largest that fits
     named = {} if result.loss_scale.needed else {"recommended": "largest"}
     return FittedTable(
         "loss scales, in float16",
@@ -361,13 +382,15 @@ def answer_sentence(result: NumericsResult) -> str:
     word, scale = result.verdict.word, result.loss_scale
     if result.verdict.float32 is not None:
         return _float32_sentence(result.verdict.float32)
-    if (found := result.verdict.float32_gradients) is not None:
+    if (of_gradients := result.verdict.float32_gradients) is not None:
         differ = "they are nothing but rounding errors"
-        if found.db > 0:
-            differ = f"they differ from float64's by {10 ** (-found.db / 20):.0%}"
+        if of_gradients.db > 0:  # at 0 dB and below, the error is as large as the gradient
+            differ = (
+                f"they differ from float64's by {10 ** (-of_gradients.db / 20):.0%}"  # of amplitude
+            )
         return (
             f"float32 itself is not good enough for the gradients: {differ}; most of the error is "
-            f"in {found.worst}."
+            f"in {of_gradients.worst}."
         )
     answer = f"{GOOD_ENOUGH.get(word, word)}."
     if word not in ("either", "needs precision: fp16") or scale.needed is None:
@@ -378,16 +401,16 @@ def answer_sentence(result: NumericsResult) -> str:
     return f"{answer} float16 needs a loss scale{which}."
 
 
-def _float32_sentence(found: Float32Loss) -> str:
+def _float32_sentence(result: Float32Loss) -> str:
     """That float32 is not good enough, and where; or that no format is."""
     answer, does = "float32 itself is not good enough here", "loses it"
-    if math.isfinite(found.float64):
-        answer += f": the loss is {found.loss:.6g}, in float64 {found.float64:.6g}"
+    if math.isfinite(result.float64):
+        answer += f": the loss is {result.loss:.6g}, in float64 {result.float64:.6g}"
     else:
-        answer = f"no format is good enough here: the loss is {found.float64} in float64 too"
+        answer = f"no format is good enough here: the loss is {result.float64} in float64 too"
         does = "makes it"
-    where = f" in {found.module}" if found.module else ""
-    return f"{answer}; {found.op}{where} {does}." if found.op else f"{answer}."
+    where = f" in {result.module}" if result.module else ""
+    return f"{answer}; {result.op}{where} {does}." if result.op else f"{answer}."
 
 
 def sentences(result: NumericsResult) -> list[str]:

@@ -16,7 +16,7 @@ from mprun.inspect import measurement_plots
 from mprun.inspect.collect import KINDS as COLLECTED
 from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
 from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
-from mprun.inspect.numerics_result import (
+from mprun.inspect.numerics import (
     KINDS,
     RULES,
     NumericsResult,

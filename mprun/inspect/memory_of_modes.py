@@ -1,0 +1,366 @@
+"""Counts the memory of a step in several modes, for `mprun memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from mprun.config import Composed, compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
+from mprun.config.settings import of_several_processes, parse_size
+from mprun.config.study_request import with_every_mode
+from mprun.errors import MprunError, RunFailedError, UsageError
+from mprun.inspect.memory import (
+    SCHEMA_VERSION,
+    LargestBatch,
+    MemoryRecord,
+    MemorySettings,
+    ModeMemory,
+    OptimizerChoice,
+    PublishedMemory,
+    memory_parts,
+)
+from mprun.inspect.question import Given, Prepared
+from mprun.records.console import ReportPart, report_nothing
+from mprun.records.files import json_text
+from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.result import Result
+from mprun.records.run_record import BatchRow
+from mprun.records.step_records import ParallelKind, ProcessLayout
+from mprun.study.double import largest_size
+from mprun.study.planned_run import unused_fields
+from mprun.train.assemble import (
+    Plan,
+    load_shapes,
+    make_plan,
+    same_step,
+    step_memory,
+    with_batch_size,
+)
+from mprun.train.assemble.initial_summary import variant_label
+from mprun.train.assemble.optimizer import optimizer_name
+from mprun.train.machine.machine import versions
+from mprun.train.user_code import described
+from mprun.watch.memory_recorder import DtypeMismatchError
+from mprun.watch.process_memory import StepMemory
+
+T = TypeVar("T")
+
+# The name of the mode to compare with until it has its label; no combination has it
+REFERENCE = "(reference)"
+ONE_PROCESS = ProcessLayout()
+
+AGAINST = "fp32"  # The mode that the published figure is relative to
+
+# First parts of keys that change the published step
+CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
+
+
+def _record(
+    planned: PlannedModes, settings: MemorySettings, layout: ProcessLayout, report: ReportPart
+) -> MemoryRecord:
+    """Count a step of each mode and compare it with the first.
+
+    Raises:
+        RunFailedError: a model's code does not run on fake tensors. Where modes may be left out, a
+            mode whose step cannot be counted is one of them.
+    """
+    limit = settings.fits
+    limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
+    counted: list[tuple[PlannedMode, ModeMemory]] = []
+    missing = dict(planned.left_out or {})
+    for done, mode in enumerate(planned.modes):
+        report(f"memory of {mode.label}", done, len(planned.modes))
+        try:
+            counted.append((mode, _mode(mode, counted, limit_bytes, layout)))
+        except RunFailedError as error:
+            # modes that the user named must all be counted; of `precision=all`, at least one
+            if planned.left_out is None or (done + 1 == len(planned.modes) and not counted):
+                raise
+            missing[mode.label] = str(error)
+    modes = [_compared(memory, counted[0][1]) for _, memory in counted]
+    first = planned.modes[0].plan
+    as_published = layout == ONE_PROCESS and len(modes) == len(planned.modes)  # zipped below
+    return MemoryRecord(
+        schema_version=SCHEMA_VERSION,
+        recipe=first.config.recipe.name,
+        device=first.device.type,
+        versions=versions(),
+        against=modes[0].label,
+        limit=limit,
+        limit_bytes=limit_bytes,
+        published=_published(planned.modes, modes) if as_published else None,
+        modes=modes,
+        layout=layout,
+        left_out=missing,
+    )
+
+
+def _mode(
+    mode: PlannedMode,
+    before: Sequence[tuple[PlannedMode, ModeMemory]],
+    limit_bytes: int | None,
+    layout: ProcessLayout,
+) -> ModeMemory:
+    """A mode's part, without the ratios to the first mode; equal steps are counted once.
+
+    Raises:
+        RunFailedError: its step cannot be taken.
+    """
+    plan, label = mode.plan, mode.label
+    config, lists = plan.config, {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
+    own: dict[str, Any] = {
+        "label": label,
+        "precision": plan.policy.name,
+        "policy": {**plan.policy.columns(), **lists},
+        "batch": BatchRow(**vars(plan.batch)),
+        "optimizer": OptimizerChoice(
+            optimizer_name(config.train.optimizer, plan.recipe), plan.speed.optimizer_impl
+        ),
+        "memory_format": plan.speed.memory_format,
+    }
+    for other, memory in before:
+        if same_step(other.plan, plan):
+            return replace(memory, **own, same_as=memory.same_as or memory.label)
+    counted = _counted(label, plan, layout)
+    return ModeMemory(
+        **own,
+        bytes=counted.totals,
+        peak_at=counted.peak,
+        phase_peaks=counted.phase_peaks,
+        modules=counted.module_rows(),
+        largest=counted.largest(),
+        timeline=counted.timeline_rows(),
+        why_real=counted.why_real,
+        fits=None if limit_bytes is None else _fit(mode, counted, limit_bytes, layout),
+    )
+
+
+def _fit(
+    mode: PlannedMode, counted: StepMemory, limit_bytes: int, layout: ProcessLayout
+) -> LargestBatch:
+    """The largest batch whose step fits in `limit_bytes`."""
+    plan = mode.plan
+
+    def peak(size: int) -> int:
+        resized = with_batch_size(plan, size)
+        if resized.batch == plan.batch and counted.why_real is None:
+            return counted.peak_bytes  # the step that was counted already
+        return _counted(mode.label, resized, layout, real=False).peak_bytes
+
+    # a sample takes a byte or more: no more than limit_bytes of them fit
+    fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
+    return LargestBatch(
+        batch_size=fit.size,
+        peak_bytes=fit.tried.get(fit.size),
+        next_peak_bytes=fit.tried.get(fit.size + 1),
+        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+        grows=fit.grows,
+    )
+
+
+def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
+    try:
+        # real: a model that reads values takes a step on real tensors, for which large batches of a
+        # search have no memory
+        return step_memory(plan, real, layout)
+    except DtypeMismatchError as error:
+        raise RunFailedError(f"a step of {label} cannot run: {error}") from error
+    except MprunError:
+        raise
+    except Exception as error:  # a user's model may read values, or refuse a batch
+        raise RunFailedError(
+            f"a step of {label} with {plan.batch.micro} samples cannot be "
+            f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
+            f"{described(error, plan.policy.name)}"
+        ) from error
+
+
+def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
+    """The mode with its ratios to the first."""
+    fits = mode.fits
+    if fits is not None and first.fits is not None:
+        base = first.fits.batch_size
+        fits = replace(fits, ratio=fits.batch_size / base if base else None)
+    peak, base = mode.bytes["peak"], first.bytes["peak"]
+    return replace(mode, fits=fits, ratio=peak / base if base else None)
+
+
+def _published(
+    planned: Sequence[PlannedMode], modes: Sequence[ModeMemory]
+) -> PublishedMemory | None:
+    """The published figure and ours, if the published step is among the modes."""
+    figure = MEMORY_OF_HALF_SR
+    given = [key for mode in planned for key in mode.composed.given]
+    if modes[0].precision != AGAINST or any(key.startswith(CHANGED) for key in given):
+        return None
+    step = (figure.recipe, figure.precisions[0], figure.batch_size)
+    for plan, mode in zip(planned, modes, strict=True):
+        recipe = plan.plan.config.recipe.name
+        have = (recipe, mode.precision, mode.batch.effective)
+        if have == step and figure.value is not None and mode.ratio is not None:
+            return PublishedMemory(
+                recipe=recipe,
+                precision=mode.precision,
+                against=AGAINST,
+                batch_size=mode.batch.effective,
+                ratio=figure.value,
+                source=f"{figure.source}, on an {figure.hardware}",
+                ratio_here=mode.ratio,
+            )
+    return None
+
+
+# ---- the modes that are planned ------------------------------------------------------------------
+
+# First parts of keys that belong to one mode; the mode to compare with does not get them
+OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
+
+
+@dataclass(frozen=True)
+class PlannedMode:
+    """A mode, with a plan on fake tensors."""
+
+    composed: Composed
+    plan: Plan
+    label: str
+
+
+@dataclass(frozen=True)
+class PlannedModes:
+    """Modes side by side."""
+
+    modes: list[PlannedMode]  # The first is the one to compare with
+    left_out: dict[str, str] | None
+    """Modes that cannot be, with the reason; None where the user named the modes."""
+
+
+def plan_modes(
+    overrides: Sequence[str], config_dir: Path | None, against: str | None
+) -> PlannedModes:
+    """A mode for each combination of the listed values; the first is the one to compare with.
+
+    Args:
+        overrides: of a run; a list of values gives several modes, and `precision=all` every one.
+        config_dir: a further folder of configs, or None.
+        against: the mode to compare with; None: the first of several, else fp32.
+
+    Raises:
+        UsageError: an override is not legal, or a mode cannot be planned; with `precision=all`
+            where none can.
+    """
+    listed_modes = with_every_mode(overrides, config_dir)  # precision=all becomes a list
+    parsed = [parse(text) for text in listed_modes]
+    listed = [
+        n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
+    ]
+    all_overrides = combinations(parsed)
+    extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
+    names = [_name(texts, extra) for texts, extra in zip(all_overrides, extras, strict=True)]
+    left_out: dict[str, str] | None = {} if listed_modes != [*overrides] else None
+    makers = {n: partial(compose, t, config_dir) for n, t in zip(names, all_overrides, strict=True)}
+    composed = _each(makers, left_out)
+    if any(c.config.run.resume is not None for c in composed.values()):
+        raise UsageError("mprun memory plans a new run: leave out run.resume")
+    extra_of = dict(zip(names, extras, strict=True))
+    if against is not None or (
+        len(names) == 1 and composed[names[0]].config.precision.name != "fp32"
+    ):
+        pairs = zip(all_overrides[0], parsed, strict=True)
+        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
+        try:
+            first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
+        except UsageError as error:
+            raise error if against is None else UsageError(f"memory.against: {error}") from None
+        # the mode to compare with may be among the listed ones: it is shown once
+        others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
+        composed = {REFERENCE: first, **others}
+        extra_of[REFERENCE] = extras[0]
+    planned = _each({n: partial(_planned, c, extra_of[n]) for n, c in composed.items()}, left_out)
+    return PlannedModes([*planned.values()], left_out)
+
+
+def _name(overrides: Sequence[str], extra: str) -> str:
+    """How a combination is named before it has a label."""
+    mode = [text.partition("=")[2] for text in overrides if text.startswith("precision=")]
+    return " ".join(filter(None, [*mode[-1:], extra]))
+
+
+def _each(makers: Mapping[str, Callable[[], T]], left_out: dict[str, str] | None) -> dict[str, T]:
+    """What is made for each mode; those that cannot be join `left_out`, with the reason.
+
+    Raises:
+        UsageError: of a maker where `left_out` is None, and that of the first where all raise it.
+    """
+    made: dict[str, T] = {}
+    errors: list[UsageError] = []
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except UsageError as error:
+            if left_out is None:
+                raise
+            errors.append(error)
+            left_out[name] = str(error)
+    if not made:
+        raise errors[0]
+    return made
+
+
+def _planned(composed: Composed, extra: str) -> PlannedMode:
+    config = composed.config
+    # weights are not read: memory depends on shapes (`warnings_of` says so)
+    config = replace(config, train=replace(config.train, init_from=None))
+    planned = make_plan(config, composed.given, load=load_shapes)
+    return PlannedMode(composed, planned, f"{variant_label(planned)} {extra}".rstrip())
+
+
+def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
+    """The warnings of all modes, each once."""
+    warnings: list[str] = []
+    for mode in modes:
+        warnings += [*mode.plan.warnings, *unused_fields(mode.composed, "memory")]
+        if mode.composed.config.train.init_from is not None:
+            warnings.append(
+                "train.init_from has no effect: memory depends on shapes, not on values"
+            )
+    return list(dict.fromkeys(warnings))
+
+
+def prepare(given: Given) -> Prepared:
+    """Plan the modes."""
+    settings = given.settings(MemorySettings)
+    unused = [] if settings.world_size > 1 else of_several_processes(given.texts, "memory.parallel")
+    if settings.fits is not None:
+        parse_size(settings.fits, "memory.fits")  # raises before a folder is made
+    planned = plan_modes(given.overrides, given.config_dir, settings.against)
+    return Prepared(
+        lambda m: memory_of_modes(planned, settings, m.report),
+        composed=planned.modes[0].composed,
+        warnings=[*unused, *warnings_of(planned.modes)],
+    )
+
+
+def memory_of_modes(
+    planned: PlannedModes, settings: MemorySettings, report: ReportPart = report_nothing
+) -> Result:
+    """Count a step of each mode, on one of several processes if the settings say so.
+
+    Raises:
+        RunFailedError: a model's code does not run on fake tensors.
+    """
+    layout = ProcessLayout(checkpointing=settings.checkpointing)
+    if settings.world_size > 1:
+        parallel = cast(ParallelKind, settings.parallel)
+        layout = replace(layout, world_size=settings.world_size, parallel=parallel)
+    record = _record(planned, settings, layout, report)
+    files: dict[str, str | bytes] = {"memory.json": json_text(record)}
+    if settings.picture:
+        from mprun.inspect.measurement_plots import memory_plot  # imports matplotlib
+
+        files |= memory_plot(record)
+    return Result(record, list(memory_parts(record, settings.depth)), files)
