@@ -104,10 +104,10 @@ def quick_runs() -> Iterator[None]:
     What these compute has tests of its own.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mprun.run.footprint", _remembered_footprint)
+        patch.setattr("mprun.train.run.footprint", _remembered_footprint)
         one_plot = functools.partial(draw, names=["difference"])
         patch.setattr("mprun.study.report.plots.draw", one_plot)
-        patch.setattr("mprun.run.page_fault_warning", lambda summary: None)
+        patch.setattr("mprun.train.run.page_fault_warning", lambda summary: None)
         yield
 
 

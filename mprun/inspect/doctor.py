@@ -42,7 +42,7 @@ def prepare(given: Given) -> Prepared:
         device = planned.plan.device.type
     else:
         device = _device(overrides, given.config_dir)
-    if not settings.json:
+    if not settings.json:  # on standard error: a pipe gets the tables alone
         print_line(stderr_console(), f"measuring for about {settings.budget_s:g} s ...")
     return Prepared(
         lambda m: examined(device, planned, settings, m.report),

@@ -10,7 +10,7 @@ from tests.server import Server
 
 FORKING = """
 import json, os, sys, traceback
-import torch, mprun.run
+import torch, mprun.train.run
 from mprun.cli.main import main
 
 for line in sys.stdin:

@@ -175,7 +175,7 @@ class Boundaries:
         inputs = floating(arguments)
         place = (path, self._calls[path])
         self._calls[path] += 1
-        boundary = Boundary(
+        boundary = Boundary(  # before the call: it may change its inputs in place
             place,
             type(original_module(module)).__name__,
             given_dtype(module, inputs, self._low),
@@ -242,7 +242,7 @@ def given_dtype(
     if torch.is_autocast_enabled(device.type):
         dtypes.append(torch.get_autocast_dtype(device.type))
     known = [x for x in LOWEST_FIRST if x in dtypes]
-    return known[0] if known else torch.float32
+    return known[0] if known else torch.float32  # a module of integers alone, or of nothing
 
 
 # Ops that make no new number
@@ -329,6 +329,7 @@ class OpErrors(OpWatcher):
 
     def _compare(self, call: OpCall) -> None:
         context = self.tracker.context()
+        # without a module: of the loss or the caller, which the rows do not have
         exact = None if context.module is None else recomputed(call)
         if exact is None:
             return

@@ -56,6 +56,7 @@ def load_run(path: Path) -> LoadedRun:
     Raises:
         UsageError: it is no run of mprun, has no checkpoint, or its recipe cannot be loaded.
     """
+    # the run's own configuration, as if it went on
     composed = compose([f"run.resume={quoted(str(path))}"])
     plan, saved = plan_or_resume(composed)
     if saved is None:

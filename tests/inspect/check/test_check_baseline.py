@@ -63,9 +63,9 @@ def figures(*overrides: str) -> Baseline:
     )
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Baseline:
-    return figures(recipe(tmp_path), MODES)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    return figures(recipe(tmp_path_factory.mktemp("base")), MODES)
 
 
 def named(old: Baseline, new: Baseline, mode: str = BF16) -> list[tuple[str, str]]:
