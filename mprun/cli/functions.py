@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import with_last
-from mprun.cli.check_command import COMMAND as CHECK
 from mprun.cli.compare_command import COMMAND as COMPARE
 from mprun.cli.compare_command import check as check_condition
 from mprun.cli.compare_command import compared, parse
 from mprun.cli.train_command import COMMAND as TRAIN
 from mprun.errors import UsageError, printable
+from mprun.inspect.check import QUESTION as CHECK
 from mprun.inspect.check.check_result import CheckSettings
 from mprun.records.result import Result
 
@@ -149,7 +149,7 @@ def check(
     """
     from mprun.config.settings import take
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.inspect.check.check_reports import tell_others
+    from mprun.inspect.check.check_reports import write_reports
     from mprun.records.files import own_records
     from mprun.train.data.random_numbers import untouched
 
@@ -173,7 +173,7 @@ def check(
     with untouched():  # the caller's random numbers are as before
         modes = plan_check(overrides, None, settings, made_of)
         result = check_modes(modes, settings, update)
-    tell_others(result, settings.junit, {})
+    write_reports(result, settings.junit, {})
     return result
 
 

@@ -1,186 +1,54 @@
-"""Two runs of one recipe side by side: their checkpoints, each in its mode, on the same batch."""
+"""`mprun diff`: where two runs of the same recipe part, module by module.
+
+    mprun diff outputs/DATE/fp32 outputs/DATE/bf16
+    mprun diff outputs/DATE/bf16 --save here.json      (one side in a file: two machines, versions)
+    mprun diff here.json there.json
+
+Loads the last checkpoint of each run, in its own mode, and takes one step of both on one batch,
+forward and backward. Prints how far the weights are apart, each module's own error, relative to
+float64, and the first one that is larger than rounding to its dtype makes. Writes diff.json beside
+the second side. Nothing is trained. `--save` writes the errors of one run.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import Tensor, nn
 
-from mprun.config import compose
-from mprun.config.quoting import quoted
-from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.diff_result import SCHEMA_VERSION, CaptureRecord, bounded
-from mprun.inspect.divergence import Difference, Side
-from mprun.inspect.divergence.boundaries import relative_rms
-from mprun.inspect.divergence.side_by_side import SharedStep, capture, together
-from mprun.precision import Precision
-from mprun.precision.nested import all_tensors, map_tensors
-from mprun.precision.policy import torch_dtype
-from mprun.precision.products import LOW
-from mprun.records.console.fitted_table import FittedTable
+from mprun.errors import UsageError
+from mprun.inspect.question import Given, Prepared, Question
 from mprun.records.files import json_text
-from mprun.records.reader import read_json
+from mprun.records.listing import RUNS
 from mprun.records.result import Result
-from mprun.study.planned_run import plan_or_resume
-from mprun.train import checkpoint
-from mprun.train.assemble import Plan
-from mprun.train.assemble.parts import build_model, build_precision, first_samples
-from mprun.train.loss_terms import LossTerms
-from mprun.train.machine import machine
-from mprun.train.user_code import described
 
-MAX_SAMPLES = 64
-SHOWN = 5  # Weights furthest apart that are shown
+if TYPE_CHECKING:
+    from mprun.inspect.divergence.difference import Difference
+    from mprun.records.console.fitted_table import FittedTable
+
+USAGE = "mprun diff RUN_A RUN_B, or mprun diff RUN --save FILE"
+SHOWN = 5  # Weights furthest apart that are shown; diff.json has all
 
 
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run's model with the weights of its last checkpoint."""
-
-    path: Path
-    plan: Plan
-    model: nn.Module
-    precision: Precision
-    step: int
-
-    @property
-    def side(self) -> Side:
-        """The model in the run's mode."""
-        policy = self.plan.policy
-        low = torch_dtype(policy.compute_dtype) if policy.casts else None
-        return Side(self.model, region=self.precision.region, low=low)
-
-
-def load_run(path: Path) -> LoadedRun:
-    """The model of a run.
+def prepare(given: Given) -> Prepared:
+    """Two runs or saved sides of one recipe, or one run to save.
 
     Raises:
-        UsageError: it is no run of mprun, has no checkpoint, or its recipe cannot be loaded.
+        UsageError: there are others.
     """
-    composed = compose([f"run.resume={quoted(str(path))}"])
-    plan, saved = plan_or_resume(composed)
-    if saved is None:
-        raise UsageError(f"{path} has no checkpoint: train it with train.checkpoint_every_steps")
-    precision = build_precision(plan)
-    model, _ = build_model(plan, precision)
-    state = saved["trainer"]
-    try:
-        model.load_state_dict(checkpoint.weights(saved, checkpoint.path_in(path)))
-    except (RuntimeError, KeyError, TypeError) as error:
-        reason = described(error)
-        raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None
-    return LoadedRun(path, plan, model, precision, int(state["step"]))
-
-
-def capture_run(run: LoadedRun) -> CaptureRecord:
-    """The errors that arise in a run's model, in its mode, on the first training samples.
-
-    Raises:
-        RunFailedError: its step raises an error.
-    """
-    plan = run.plan
-    try:
-        with plan.backend_flags():
-            batch, step = _step_of(plan)
-            side = capture(step, run.side)
-    except MprunError:
-        raise
-    except Exception as error:
-        raise RunFailedError(f"{run.path}: the step fails: {described(error)}") from error
-    return CaptureRecord(
-        schema_version=SCHEMA_VERSION,
-        recipe=plan.config.recipe.name,
-        data=plan.splits.name,
-        data_source=plan.splits.source,
-        precision=plan.policy.name,
-        step=run.step,
-        loss=side.loss,
-        device=plan.device.type,
-        hardware=machine.hardware(plan.device, []).name,
-        versions=machine.versions(),
-        weights_sha256=_sha256(run.model.state_dict().values()),
-        batch_sha256=_sha256(all_tensors(batch)),
-        compiled=side.compiled,
-        calls=side.calls,
-        ops=side.ops,
-    )
-
-
-def read_capture(path: Path) -> CaptureRecord:
-    """A capture from its file.
-
-    Raises:
-        UsageError: it cannot be read, or is damaged.
-    """
-    try:
-        return read_json(path, CaptureRecord, SCHEMA_VERSION)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
-    """Where two sides part.
-
-    Raises:
-        UsageError: they are of other recipes, data or batches.
-    """
-    for what, x, y in (
-        ("recipe", a.recipe, b.recipe),
-        ("data", a.data, b.data),
-        ("data source", a.data_source, b.data_source),
-        ("batch (SHA-256)", a.batch_sha256[:12], b.batch_sha256[:12]),
-    ):
-        if x != y:
-            raise UsageError(f"the sides differ in their {what}: {x} and {y}; name two of one kind")
-    return together(a, b, tuple(_circumstances(a, b)))
-
-
-def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:
-    if a.weights_sha256 != b.weights_sha256:
-        yield "the weights differ: losses and inherited errors are those of two models"
-    if a.hardware != b.hardware:
-        yield f"hardware: {a.hardware} and {b.hardware}"
-    for name in sorted({*a.versions, *b.versions}):
-        if a.versions.get(name) != b.versions.get(name):
-            yield f"{name}: {a.versions.get(name)} and {b.versions.get(name)}"
-
-
-def weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
-    """The parameters that both have, by the rms of their difference over that of the first."""
-    others = dict(b.named_parameters())
-    rows = [
-        (name, relative_rms(others[name].detach().cpu(), p.detach().cpu()))
-        for name, p in a.named_parameters()
-        if name in others and others[name].shape == p.shape
-    ]
-    return sorted(rows, key=lambda row: -row[1])
-
-
-def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
-    """The first samples of the training data, in the stored order, and the step on them."""
-    part = first_samples(plan, MAX_SAMPLES)
-    loss = LossTerms(plan.recipe)
-
-    def loss_of(output: object) -> Tensor:
-        # As a mixed mode hands it on; mse_loss of PyTorch 2.11 has no gradient for two dtypes.
-        wide = map_tensors(lambda x: x.float() if x.dtype in LOW else x, output)
-        return loss(wide, part.content)
-
-    return part.content, SharedStep(plan.recipe.forward, part.inputs, loss_of)
-
-
-def _sha256(tensors: Iterable[Tensor]) -> str:
-    """Of the tensors' float64 values, so that a float16 and a float32 of the same value agree."""
-    digest = hashlib.sha256()
-    for x in tensors:
-        wide = x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()
-        digest.update(wide.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    paths, save = [Path(x) for x in given.overrides], given.options.save
+    if len(paths) != (2 if save is None else 1):
+        raise UsageError(f"mprun diff takes two runs, or one to save: {USAGE}")
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"there is no {path}: {USAGE}")
+    if save is not None:
+        if not paths[0].is_dir():
+            raise UsageError(f"{paths[0]} is not a run's folder: {USAGE}")
+        return Prepared(lambda _: saved_side(paths[0], save.name), folder=save.parent)
+    folder = paths[1] if paths[1].is_dir() else paths[1].parent
+    return Prepared(lambda _: diff_paths(*paths), folder=folder)
 
 
 def saved_side(path: Path, name: str) -> Result:
@@ -190,6 +58,9 @@ def saved_side(path: Path, name: str) -> Result:
         UsageError: `path` is no run with a checkpoint.
         RunFailedError: its step raises an error.
     """
+    from mprun.inspect.divergence.difference import bounded
+    from mprun.inspect.divergence.runs import capture_run, load_run
+
     record = bounded(msgspec.to_builtins(capture_run(load_run(path))))
     return Result(record, files={name: json_text(record)})
 
@@ -201,6 +72,15 @@ def diff_paths(a: Path, b: Path) -> Result:
         UsageError: one is neither, or they are of other recipes, data or batches.
         RunFailedError: a step raises an error.
     """
+    from mprun.inspect.divergence.difference import bounded
+    from mprun.inspect.divergence.runs import (
+        capture_run,
+        diff_captures,
+        load_run,
+        read_capture,
+        weight_differences,
+    )
+
     runs = [load_run(path) if path.is_dir() else None for path in (a, b)]
     sides = [
         read_capture(path) if run is None else capture_run(run)
@@ -222,15 +102,17 @@ def diff_paths(a: Path, b: Path) -> Result:
         {
             "sides": [str(a), str(b)],
             "weights": [{"name": name, "relative": relative} for name, relative in weights],
-            **content(difference),
+            **difference_values(difference),
         }
     )
     parts += difference.parts()
     return Result(record, parts, {"diff.json": json_text(record)})
 
 
-def content(difference: Difference) -> dict[str, Any]:
+def difference_values(difference: Difference) -> dict[str, Any]:
     """Plain values for JSON."""
+    from mprun.inspect.divergence.difference import SCHEMA_VERSION
+
     return {
         "schema_version": SCHEMA_VERSION,
         "losses": list(difference.losses),
@@ -241,3 +123,6 @@ def content(difference: Difference) -> dict[str, Any]:
         "first": None if difference.first is None else difference.first.module,
         "notes": list(difference.notes),
     }
+
+
+QUESTION = Question("diff", prepare, instead=(), folders_of=RUNS)

@@ -1,6 +1,6 @@
 """`assert_explained`: a test of a kernel in 16 bits without a tolerance that somebody guessed.
 
-What the roundings of the dtype explain is measured on a reference, a function of PyTorch's ops: in
+How large rounding errors may be is measured on a reference, a function of PyTorch's ops: in
 float64, and several times in the dtype with each result rounded stochastically, once to nearest
 (`Emulated16`). The differences e of those passes from float64 are errors that a sound kernel may
 have.
@@ -12,25 +12,22 @@ of the element's P errors,
     sigma^2 = (d V + S) / (d + P),   d = 4 + 2 / c^2
 
 the mean under an inverse gamma distribution of d degrees of freedom (Smyth, "Linear models and
-empirical Bayes methods", 2004). c^2, the relative variance of the true squares in a group, is the
-covariance of the squares of two halves of the passes, which chance cannot make alike.
+empirical Bayes methods", 2004). c^2 is the relative variance of the true squares in a group.
 
 *Bound.* An element fails if its error is beyond `limit * sigma` and half a step of the dtype. Each
-pass has a largest ratio M of |e| / sigma, with a sigma from the other passes; elements may be
-rounded together (the root of a row's mean square), which only M shows. The limit is the largest M,
-and at least the prediction limit of one more pass, by Student's t,
+pass has a largest ratio M of |e| / sigma, with a sigma from the other passes. Elements may be
+rounded together (the root of a row's mean square): M has this effect, sigma does not. The limit is
+the largest M, and at least the prediction limit of one more pass, by Student's t,
 
     (mean(M) + t(P - 1; FALSE_ALARMS) sqrt(1 + 1 / P) std(M)) / sqrt(2)
 
-for a kernel that rounds to nearest where the reference rounds: its errors have half the variance of
-stochastic ones (a step^2 / 12 and / 6, on average). So a sound tensor fails with a chance of about
-`FALSE_ALARMS`, and one that rounds in fewer places, as kernels do that add up in float32, with
-less. More passes make the limit tighter, most of all for few elements.
+for a kernel that rounds to nearest where the reference rounds. So a sound tensor fails with a
+chance of about `FALSE_ALARMS`, and one that rounds in fewer places, as kernels do that add up in
+float32, with less. More passes make the limit tighter, most of all for few elements.
 
 *Parts.* A factor of 1.01 hides in the roundings of each element, not in those of a row. So the
 whole tensor, its rows and its slices along each dimension are judged in the same way, by one number
-each: of the errors e and float64's r in a part, sum(e r) / |r|. The half steps, which may all have
-one sign, and the bound as above are added here.
+each: of the errors e and float64's r in a part, sum(e r) / |r|.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def assert_explained(
     passes: int = 16,
     seed: int = 0,
 ) -> None:
-    """Assert that a result in 16 bits differs from float64's by no more than roundings explain.
+    """Assert that a result in 16 bits differs from float64's by no more than rounding errors.
 
         assert_explained(my_softmax, x, reference=lambda x: x.softmax(-1), dtype=torch.float16)
         assert_explained(my_softmax(x.half()), x, reference=..., dtype=torch.float16)
@@ -91,7 +88,7 @@ def assert_explained(
         seed: of the roundings, of those gradients and of what the functions draw.
 
     Raises:
-        AssertionError: an element's error is not explained, or is NaN where float64 is not; the
+        AssertionError: an element's error is too large, or is NaN where float64 is not; the
             message has the worst element with its errors, and the noisiest op of the reference.
         TypeError: an argument has another type than these.
         ValueError: an argument has another value, or the outputs differ in number or shape.
@@ -103,17 +100,17 @@ def assert_explained(
     exact, ops = runs.exact(function)
     results = {"output": tested} if isinstance(tested, Tensor) else runs.results(tested, dtype)
     rounded = [runs.rounded(function, step) for step in (*range(1, passes + 1), None)]
-    shapes, expected = ({n: [*x.shape] for n, x in found.items()} for found in (results, exact))
+    shapes, expected = ({n: [*x.shape] for n, x in each.items()} for each in (results, exact))
     if shapes != expected:
         raise ValueError(f"actual gives {shapes}, and the reference {expected}")
     failures = []
     for name, x in results.items():
-        texts = _unexplained(x, exact[name], [one[name] for one in rounded], dtype)
+        texts = _beyond_bound(x, exact[name], [one[name] for one in rounded], dtype)
         moved = {op: runs.exact(function, op)[0][name] for op in sorted(ops) if texts}
         noise = {op: (y - exact[name]).nan_to_num(0, 0, 0).norm() for op, y in moved.items()}
         if any(noise.values()):
             noisiest = max(noise, key=noise.__getitem__)
-            texts[-1] += f" (most of what is explained arises in {noisiest})"
+            texts[-1] += f" (most of the rounding error is from {noisiest})"
         failures += [f"{name}{text}" for text in texts]
     if failures:
         raise AssertionError("\n".join(failures))
@@ -171,7 +168,7 @@ class _Runs:
             x.requires_grad_(self.backward)
         drawn = torch.Generator().manual_seed(self.seed)
         with own_random_numbers(all_tensors(inputs)):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self.seed)  # a function that draws (dropout) draws the same each time
             outputs = floating(function(*inputs))
             several = len(outputs) > 1
             results = {f"output {i}" if several else "output": x for i, x in enumerate(outputs)}
@@ -190,10 +187,10 @@ def _in(function: Any, dtype: torch.dtype) -> Any:
     return copy.deepcopy(function).to(dtype) if isinstance(function, nn.Module) else function
 
 
-def _unexplained(
+def _beyond_bound(
     actual: Tensor, exact: Tensor, rounded: Sequence[Tensor], dtype: torch.dtype
 ) -> list[str]:
-    """What of a tensor is not explained, each as it follows its name.
+    """What of a tensor is beyond its bound, each as it follows its name.
 
     Args:
         actual: floating, any shape.
@@ -205,10 +202,11 @@ def _unexplained(
         return []
     shape, x, passes = exact.shape, actual.double(), torch.stack([*rounded]).double()
     equal = (passes == x).any(0) | (x == exact) | (x.isnan() & exact.isnan())  # infinities too
-    error = (x - exact).masked_fill(equal, 0)
+    error = (x - exact).masked_fill(equal, 0)  # infinity minus infinity would be NaN
     numbers = torch.stack([x, exact, error, *(passes - exact)])
     step = _half_step(exact, actual.dtype)
-    # The sizes of sums over elements, the whole tensor, rows, and slices along each dimension.
+    # The sizes of sums over elements, the whole tensor, rows, and slices along each dimension; the
+    # dict drops those that are the same.
     slices = [[n if i == d else 1 for i, n in enumerate(shape)] for d in range(len(shape))]
     rows = [[*shape[:-1], 1], [1] * len(shape)] if shape else []
     sizes = dict.fromkeys(map(tuple, [shape, *rows, *slices]))
@@ -229,14 +227,16 @@ def _judged(
         dtype: of the roundings.
 
     Returns:
-        How far the error is beyond what is explained, 1 being all of that, and a sentence.
+        The error over its bound, and a sentence.
     """
     shape, true = step.shape, numbers[1].nan_to_num(0, 0, 0)
     length = true.square().sum_to_size(size).sqrt()
     along = torch.where(length > 0, true / length, 1) if size != shape else torch.ones_like(true)
+    # where: an infinity times 0 would be NaN
     sums = torch.where(along != 0, numbers * along, 0).sum_to_size(len(numbers), *size)
     error, steps = sums[2].abs(), (step * along.abs()).sum_to_size(size)
     spread = _spread_bound(sums[3:], length)
+    # in a part the half steps may all have one sign, so they are added to the spread
     bound = torch.maximum(steps, spread) if size == shape else steps + spread
     ratio = (error / bound).nan_to_num(math.inf, math.inf)  # one that is not finite is beyond all
     at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), size))
@@ -244,7 +244,7 @@ def _judged(
     factor = "" if size == shape else f" (as a whole {sums[0][at] / sums[1][at]:.5g} times)"
     return float(ratio[at]), (
         f"[{', '.join(place)}]: actual {sums[0][at]:.6g}, float64 {sums[1][at]:.6g}{factor}, error "
-        f"{error[at]:.3g}; roundings to {dtype_name(dtype)} explain {bound[at]:.3g}; "
+        f"{error[at]:.3g}; roundings to {dtype_name(dtype)} make at most {bound[at]:.3g}; "
         f"{int((ratio > 1).sum())} of {ratio.numel()} {'such parts' if factor else 'elements'} fail"
     )
 
@@ -258,7 +258,7 @@ def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _spread_bound(errors: Tensor, sizes: Tensor) -> Tensor:
-    """What roundings explain of each element's error: see the module's text.
+    """The largest error of each element that roundings make: see the module's text.
 
     Args:
         errors: [P, *shape], the one to nearest last.
@@ -279,6 +279,7 @@ def _spread_bound(errors: Tensor, sizes: Tensor) -> Tensor:
         return torch.zeros_like(total).index_add_(0, group, x.double())[group]
 
     mean = shared(total) / shared(known).clamp_min(1)
+    # of two halves of the passes: chance cannot make their squares alike, spreads that differ can
     halves = [(squares[i : count - 1 : 2].mean(0) / mean)[mean > 0] for i in (0, 1)]
     alike = float((halves[0] * halves[1]).mean() / (halves[0].mean() * halves[1].mean()) - 1)
     prior = 4 + 2 / max(1e-6, alike)  # NaN where a half has no error: not alike
@@ -286,5 +287,7 @@ def _spread_bound(errors: Tensor, sizes: Tensor) -> Tensor:
     others = ((prior * mean + total - squares) / (prior + known - 1)).sqrt()
     largest = torch.where(others > 0, squares.sqrt() / others, 0).amax(1)
     rare = -stdtrit(count - 1, FALSE_ALARMS) * math.sqrt(1 + 1 / count) * float(largest.std())
+    # sqrt(2): errors of rounding to nearest have half the variance of stochastic ones, on average
+    # (a step^2 / 12 and / 6)
     limit = max(float(largest.max()), (float(largest.mean()) + rare) / math.sqrt(2))
     return torch.where(known > 0, limit * spread, math.inf).reshape(sizes.shape)

@@ -28,7 +28,7 @@ from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_ke
 from mprun.watch.nonfinite.op_call import op_spec
 from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
-MAX_NUMBERS = 2**25  # Numbers held: 256 MiB in float64. Beyond them no op is named.
+MAX_NUMBERS = 2**25  # Of stored results: 256 MiB in float64. Beyond them no op is named.
 
 Region = Callable[[nn.Module], AbstractContextManager[object]]
 # Runs a forward and backward pass of a model inside of a region, and returns its loss
@@ -45,14 +45,14 @@ class _Computed(NamedTuple):
 
 
 class ForwardResults(OpWatcher):
-    """Holds the results of the ops of a pass, without those of the backward pass."""
+    """Stores the results of the ops of a pass, without those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.results: list[_Computed] = []
         self.names: list[str] = []
         self.is_whole = True
-        """Whether every result is held."""
+        """Whether every result was stored."""
         self._numbers = 0
         self._made: dict[int, int] = {}
         """A storage to the index of the last result in it."""
@@ -72,10 +72,10 @@ class ForwardResults(OpWatcher):
             self._numbers += x.numel()
             self.is_whole &= self._numbers <= MAX_NUMBERS
             if self.is_whole:
-                self._keep(name, x, tuple(read))
+                self._store(name, x, tuple(read))
         return result
 
-    def _keep(self, name: str, x: Tensor, read: tuple[int, ...]) -> None:
+    def _store(self, name: str, x: Tensor, read: tuple[int, ...]) -> None:
         with no_dispatch(), torch.no_grad():
             numbers = x.detach().double().clone()
         if name in COPIES:  # the copy is what it was made of
@@ -105,6 +105,8 @@ def float32_loss(loss: float, float64: float, run: Pass) -> Float32Loss | None:
         _, exact = _recorded(run, in_float64)
     except Exception:  # a model's own code may fail in float64 in any way
         return None
+    # a model that branches on dtypes runs other ops; one whose random numbers are not followed has
+    # another loss
     is_same = low_loss == loss or (math.isnan(low_loss) and math.isnan(loss))
     if not is_same or low.names != exact.names:
         return None
@@ -132,11 +134,12 @@ def _recorded(run: Pass, region: Region) -> tuple[float, ForwardResults]:
 def _origin(low: ForwardResults, exact: ForwardResults) -> tuple[str, str]:
     """The op that loses the loss, and its module."""
     errors = [_error(a.numbers, b.numbers) for a, b in zip(low.results, exact.results, strict=True)]
-    scalars = [i for i, x in enumerate(low.results) if x.numbers.numel() == 1]  # a loss is one
+    # the loss is the last inexact single number; from there to the inputs that are as inexact
+    scalars = [i for i, x in enumerate(low.results) if x.numbers.numel() == 1]
     bad = [i for i in scalars if errors[i] > DEFAULT.loss]
     if not bad:
         return "", ""
-    at = bad[-1]  # the last inexact scalar is the loss, or what it was computed from
+    at = bad[-1]
     while worse := [i for i in low.results[at].made_of if errors[i] > DEFAULT.loss and i != at]:
         at = max(worse, key=lambda i: errors[i])
     return low.results[at].op, low.results[at].module

@@ -53,6 +53,7 @@ def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mo
         device: the device.
         accelerated: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
     """
+    # modes of a user's own folder are not named there, and come last
     order = {name: n for n, name in enumerate(SHIPPED_MODES)}
     names = sorted(modes(), key=lambda name: order.get(name, len(order)))
     configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]

@@ -1,31 +1,94 @@
-"""A saved step from its file, replayed with the model of a recipe or of a script."""
+"""`mprun replay`: a saved step with a NaN, run again with every op inspected.
+
+    mprun replay runs/bf16/nonfinite_step_37.pt recipe=mnist
+    mprun replay runs/bf16/nonfinite_step_37.pt train.py
+    mprun replay runs/bf16/nonfinite_step_37.pt train.py:step
+
+`mprun.observe(..., on_nonfinite="save")` writes the file: weights, inputs, batch and random states
+of the first step with a NaN or an infinity. Prints the op where it began, its module, its line of
+code and its inputs.
+
+The model comes from a recipe (with its overrides, such as recipe.model.units=64), or from the
+function model() of a Python file, which is run; its training belongs under
+`if __name__ == "__main__":`. Without more, the model's calls are repeated, and the saved gradients
+of its outputs start the backward pass. With step(model, batch), or the function named behind a
+colon, the loss is inspected too: it returns the loss, or goes backward itself. It runs in the
+autocast state that the model was called in. A recipe's loss is run where the loop gave the batch
+(run.note_batch(batch)).
+
+The exit status is 0 if the op is named, and 1 if every number is finite in the replay.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
-
-from mprun.config import Config
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
+from mprun.inspect.question import Given, Prepared, Question
 from mprun.records.reader import DamagedArchiveError
 from mprun.records.result import Result
-from mprun.train.assemble.plan import choose_device
-from mprun.train.assemble.recipe_loading import module_in, recipe_of
-from mprun.train.checkpoint import NotTensorsError, load_torch_file
-from mprun.train.loss_terms import LossTerms, shown
-from mprun.train.user_code import explain_mistakes, model_of
-from mprun.watch.nonfinite.saved_step import SavedStep, saved_step
-from mprun.watch.nonfinite.step_replay import StepFunction, StepMisfitError, replay
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from mprun.config import Composed, Config
+    from mprun.watch.nonfinite.saved_step import SavedStep
+    from mprun.watch.nonfinite.step_replay import StepFunction
+
+USAGE = "write mprun replay FILE recipe=NAME, or mprun replay FILE path/to/script.py"
+SCRIPT = re.compile(r"(.*\.py)(?::(\w*))?", re.DOTALL)  # The file, and the function after a colon
 STEP = "step"  # The function of a script that runs a step, unless another one is named
+
+
+def prepare(given: Given) -> Prepared:
+    """The saved step, and the code that it is run again with.
+
+    Raises:
+        UsageError: a file cannot be used.
+    """
+    texts = given.texts
+    if not texts or "=" in texts[0]:
+        raise UsageError(f"mprun replay needs the file of a saved step first; {USAGE}")
+    path, rest = Path(texts[0]), texts[1:]
+    if not rest:
+        raise UsageError(f"mprun replay {path} needs the model of the step; {USAGE}")
+    scripts = [text for text in rest if "=" not in text]
+    if scripts and len(rest) > 1:
+        other = next(text for text in rest if text is not scripts[0])
+        raise UsageError(f"mprun replay {path} {scripts[0]} takes no '{other}'; {USAGE}")
+
+    source = _script(scripts[0]) if scripts else _composed(rest, given.config_dir)
+    saved = read_step(path)
+    if isinstance(source, tuple):
+        parts = parts_of_script(*source)
+    else:
+        parts = parts_of_recipe(source.config, saved)
+    return Prepared(lambda _: replay_file(path, saved, parts))
+
+
+def _script(text: str) -> tuple[Path, str]:
+    """The file, and the function in it or an empty text."""
+    match = SCRIPT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text}' is not a Python file; {USAGE}")
+    return Path(match[1]).expanduser(), match[2] or ""
+
+
+def _composed(overrides: Sequence[str], folder: Path | None) -> Composed:
+    """The configuration, which names a recipe."""
+    from mprun.config import compose
+
+    if not any(text.startswith("recipe=") for text in overrides):
+        raise UsageError(f"mprun replay needs recipe=..., not only {overrides[0]}; {USAGE}")
+    return compose(overrides, folder)
 
 
 class ReplayParts(NamedTuple):
@@ -43,6 +106,9 @@ def read_step(path: Path) -> SavedStep:
     Raises:
         UsageError: there is none.
     """
+    from mprun.train.checkpoint import NotTensorsError, load_torch_file
+    from mprun.watch.nonfinite.saved_step import saved_step
+
     try:
         content = load_torch_file(path)
     except FileNotFoundError:
@@ -68,6 +134,11 @@ def read_step(path: Path) -> SavedStep:
 
 def parts_of_recipe(config: Config, saved: SavedStep) -> ReplayParts:
     """Model and loss of a recipe; the loss needs a batch that the loop gave."""
+    from mprun.train.assemble.plan import choose_device
+    from mprun.train.assemble.recipe_loading import recipe_of
+    from mprun.train.loss_terms import LossTerms
+    from mprun.train.user_code import model_of
+
     recipe = recipe_of(config)
     device = None if config.device == "auto" else choose_device(config.device)
     if not saved.batches:
@@ -94,6 +165,11 @@ def parts_of_script(path: Path, function: str) -> ReplayParts:
     Raises:
         UsageError: it cannot be run, or has no such function.
     """
+    from torch import nn
+
+    from mprun.train.assemble.recipe_loading import module_in
+    from mprun.train.loss_terms import shown
+
     if not path.is_file():
         raise UsageError(
             f"{path}: there is no such file; write the path of a Python file with model(), or "
@@ -123,8 +199,14 @@ def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:
     Raises:
         UsageError: it does not fit the model, or the model's or script's code fails.
     """
+    import torch
+
+    from mprun.train.user_code import explain_mistakes
+    from mprun.watch.nonfinite.step_replay import StepMisfitError, replay
+
     with explain_mistakes("the model cannot be made"):
         model = parts.model()
+    # sums of other numbers of threads have other roundings, and a NaN may need the same ones
     torch.set_num_threads(max(1, min(saved.threads, os.cpu_count() or 1)))
     try:
         done = replay(saved, model, parts.step, parts.device)
@@ -145,8 +227,12 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     Raises:
         UsageError: it has none.
     """
+    from torch import nn
+
+    from mprun.train.loss_terms import shown
+
     value: Callable[..., Any] | None = getattr(module, name, None)
-    if callable(value) and not isinstance(value, nn.Module):
+    if callable(value) and not isinstance(value, nn.Module):  # `model = Net()` is no function
         return value
     known = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
     received = "" if value is None else f": {name} is {shown(value)}"
@@ -159,3 +245,6 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
         f"{path} has no function {name}(model, batch){received}{hint(name, known)}; legal is one "
         "that returns the loss, or None after going backward itself"
     )
+
+
+QUESTION = Question("replay", prepare)

@@ -25,7 +25,7 @@ from mprun.records.step_records import Reference
 
 FILE = "search_ops.json"
 OPS, LAYERS = "ops.yaml", "layers.yaml"
-MAX_ROWS = 20
+MAX_ROWS = 20  # Of a printed table
 MAX_NAMES = 8  # Up to this many ops or GEMMs are named in a sentence
 
 
@@ -38,7 +38,8 @@ class SearchOpsSettings:
     gradient_db: Annotated[float, Meta(ge=-1000, le=1000)] | None = 20.0
     """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
     effective_bits: Annotated[float, Meta(gt=0, le=16)] | None = None
-    """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
+    """With a format of 8 bits or fewer: the smallest error at so many effective bits; null: the
+    fewest bits."""
     per: Annotated[str, Legal("gemm", "layer")] = "gemm"
     """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
     batches: Count = 4
@@ -118,7 +119,7 @@ class SensitivityRow:
 
     name: str
     calls: int  # In a forward pass; of a layer the number of its GEMMs
-    harm_alone: float  # The share of the tolerance that `alone` uses up; above 1 is too much
+    harm_alone: float  # The error of `alone` over the tolerance; above 1 is too much
     alone: Deviation
 
 
@@ -126,8 +127,8 @@ class SensitivityRow:
 class Selection:
     """The smallest list to keep in the higher precision."""
 
-    high: tuple[str, ...]  # The names; the most harmful first
-    harm: float  # With them high; at most 1 is tolerated
+    high: tuple[str, ...]  # The names; the largest error alone first
+    harm: float  # The error with them high, over the tolerance; at most 1 is tolerated
     measure: Deviation
     cost: float
     """Of ops and modules: the share of the numbers computed in the forward pass that are float32.
@@ -135,7 +136,7 @@ class Selection:
 
     @property
     def is_within(self) -> bool:
-        """Whether the harm is tolerated; if not, no list does that, or none within the budget."""
+        """Whether the error is tolerated; if not, no list does that, or none within the budget."""
         return self.harm <= 1
 
 
@@ -163,7 +164,7 @@ class OpSearch:
     layers: dict[str, str] = field(default_factory=dict)
     """Modules, or layers, of the answer as `precision.layers` takes them."""
     ended_by: str | None = None  # What ended the search early: a signal, or search_ops.budget_min
-    unsettled: list[str] = field(default_factory=list)  # What it leaves open, a sentence each
+    unsettled: list[str] = field(default_factory=list)  # What is left open, a sentence each
 
     @property
     def selection(self) -> Selection | None:
@@ -203,7 +204,7 @@ def answer_sentence(search: OpSearch) -> str:
         much = "" if answer.is_within else f" ({answer.harm:.1f} times as much)"
         return (
             f"At most {search.budget:g} effective bits: {_named(answer.high) or 'nothing'} in "
-            f"{search.high} does the least harm that was found, "
+            f"{search.high} has the smallest error of the sets measured, "
             f"{'' if answer.is_within else 'not '}within the tolerance{much}{bits}."
         )
     if not answer.is_within:
@@ -257,17 +258,17 @@ def rows_table(search: OpSearch, kind: str) -> FittedTable:
         figure_column(
             f"only it {low}: worst gradient", 3, lambda row: decibels(row.alone.worst_db)
         ),
-        text_column("", cell=lambda row: "" if row.harm_alone <= 1 else "harmful"),
+        text_column("", cell=lambda row: "" if row.harm_alone <= 1 else "too large"),
         rows=ordered[:MAX_ROWS],
         elsewhere=FILE,
-        caption=f"and {more} more, none more harmful, in {FILE}" if more > 0 else "",
+        caption=f"and {more} more, none with a larger error, in {FILE}" if more > 0 else "",
     )
 
 
 class SearchOutcome(NamedTuple):
-    """A row of an outcome: what is kept in the higher precision, and what that gives."""
+    """A row of an outcome: what is in the higher precision, and what that gives."""
 
-    kept: str
+    high: str
     measure: Deviation
     cost: float | None = None
 
@@ -281,12 +282,12 @@ def outcome_table(search: OpSearch) -> FittedTable:
         SearchOutcome("nothing", search.everything_lower.measure, search.everything_lower.cost),
         SearchOutcome(f"as in {search.given.name}", search.given.measure, search.given.cost),
     ]
-    for kind, found in search.search.items():
+    for kind, one in search.search.items():
         # modules that are not enough are no alternative to the list of ops
-        if kind == search.answer or found.is_within:
-            names = _named((*search.always, *found.high)) or "nothing"
+        if kind == search.answer or one.is_within:
+            names = _named((*search.always, *one.high)) or "nothing"
             mark = " <-" if search.answer == kind else ""
-            rows.append(SearchOutcome(f"{kind}: {names}{mark}", found.measure, found.cost))
+            rows.append(SearchOutcome(f"{kind}: {names}{mark}", one.measure, one.cost))
     cost = "fp32 numbers" if search.high == "float32" else "effective bits"
 
     def measured(text: Callable[[Deviation], str]) -> Callable[[SearchOutcome], str]:
@@ -294,7 +295,7 @@ def outcome_table(search: OpSearch) -> FittedTable:
 
     return FittedTable(
         "outcome",
-        text_column(f"in {search.high}", cell=lambda row: row.kept),
+        text_column(f"in {search.high}", cell=lambda row: row.high),
         figure_column("loss", cell=measured(loss)),
         figure_column("gradients", 2, measured(lambda x: decibels(x.gradients_db))),
         figure_column("worst", 3, measured(lambda x: decibels(x.worst_db))),
@@ -385,5 +386,5 @@ def _lists(search: OpSearch, fp32: Sequence[str]) -> Iterator[str]:
 
 
 def _reason(search: OpSearch, row: SensitivityRow) -> str:
-    harm = "" if row.harm_alone <= 1 else "harmful "
-    return f"{harm}alone in {SHORT_DTYPES[search.low]}: {deviation_text(row.alone)}"
+    size = "" if row.harm_alone <= 1 else "too large an error "
+    return f"{size}alone in {SHORT_DTYPES[search.low]}: {deviation_text(row.alone)}"

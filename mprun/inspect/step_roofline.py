@@ -11,7 +11,7 @@ bytes alone (casts, norms, the optimizer) is not in it: a small share says that 
 memory or by work between ops, not by its products.
 
 One step is taken to count it, then steps are timed as a run times them, on one batch, without the
-wait for it. The products of an emulated mode are held against native ones.
+wait for it. The products of an emulated mode are compared with native ones.
 
 Whether formats of 8 bits or fewer pay depends on the size of each linear layer: products become
 faster, but factors are rounded first. So each shape of layer is timed, where the device multiplies
@@ -23,16 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.config import compose
 from mprun.errors import MprunError
-from mprun.inspect.machine_examination import examine, format_of
+from mprun.inspect.machine_examination import format_of
 from mprun.precision.gemms import (
     RECIPES,
     convert_natively,
@@ -43,10 +41,8 @@ from mprun.precision.gemms import (
 )
 from mprun.precision.rates import in_threads, warm
 from mprun.records.console import ReportPart, report_nothing
-from mprun.records.console.fitted_table import FittedTable
-from mprun.records.result import Result
 from mprun.records.run_record import StepTimes
-from mprun.study.planned_run import PlannedRun, plan_run
+from mprun.study.planned_run import PlannedRun
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
 from mprun.train.assemble.planned_memory import as_native
@@ -57,18 +53,13 @@ from mprun.train.machine.doctor_result import (
     NO_LAYERS,
     NO_UNITS,
     PAYS_FROM,
-    DoctorSettings,
     Examination,
     FormatGains,
     LayerGain,
     LayerGains,
     Roofline,
     Shape,
-    format_parts,
-    renderables,
-    roofline_parts,
 )
-from mprun.train.machine.heap import steady_heap
 from mprun.train.machine.measure import spread
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
@@ -84,54 +75,6 @@ ABOVE_THE_ROOF = (
 )
 
 
-def plan_step(overrides: Sequence[str], config_dir: Path | None = None) -> PlannedRun:
-    """Plan a run whose step is examined, on generated data unless the user chose others.
-
-    The time of a step does not depend on the values of its samples.
-
-    Args:
-        overrides: of a run.
-        config_dir: a further folder of configs.
-
-    Raises:
-        UsageError: the run cannot be planned.
-    """
-    if any(text.lstrip("+~").startswith("data.") for text in overrides):
-        return plan_run(compose(overrides, config_dir), "doctor")
-    composed = compose([*overrides, "data.source=generated"], config_dir)
-    # the user did not ask for the source: a recipe without one gives no warning
-    given = tuple(key for key in composed.given if key != "data.source")
-    return plan_run(replace(composed, given=given), "doctor")
-
-
-def examined(
-    device: str,
-    planned: PlannedRun | None,
-    settings: DoctorSettings,
-    report: ReportPart = report_nothing,
-) -> Result:
-    """The examination of a machine, or of a recipe's step on it.
-
-    Args:
-        device: auto, or the name of a device.
-        planned: the run whose step it is, or None.
-        settings: of the examination.
-        report: is called before each part.
-    """
-    # a step of speed=plain is timed with the page faults of the allocator as it is
-    if planned is None or planned.plan.config.speed.name != "plain":
-        steady_heap()
-    examination = examine(device, settings.budget_s, report)
-    if planned is None:
-        return Result(examination, list(renderables(examination)))
-    roofline, step = recipe_roofline(planned, examination, settings.steps, report)
-    gains = measure_formats(step, planned.plan.device, report)
-    parts: list[FittedTable | str] = [*roofline_parts(roofline)]
-    parts += [gains] if isinstance(gains, str) else format_parts(gains)
-    formats = [] if isinstance(gains, str) else [gains]
-    return Result(replace(examination, roofline=roofline, formats=formats), parts)
-
-
 # ---- the share of the roof -----------------------------------------------------------------------
 
 
@@ -141,7 +84,7 @@ def recipe_roofline(
     steps: int,
     report: ReportPart = report_nothing,
 ) -> tuple[Roofline, StepCount]:
-    """Count a step of a planned run, hold it against the machine's rates, and time it.
+    """Count a step of a planned run, compare it with the machine's rates, and time it.
 
     Args:
         planned: the run, with data that its steps can be taken on.
@@ -165,7 +108,7 @@ def recipe_roofline(
             "train.batch_size"
         ) from None
     name, rate = best_rate(examination, plan)
-    least_ms = step.flops / rate / 1e6
+    least_ms = step.flops / rate / 1e6  # the rate is in GFLOP/s
     share = least_ms / times.median if times.median else None
     execution = planned.summary.execution
     notes = [EMULATED] if execution == "emulated" else []

@@ -52,7 +52,7 @@ def test_two_modes_have_errors_of_their_dtypes_and_no_first(
 ) -> None:
     assert main(["diff", str(runs["fp32"]), str(runs[mode])]) == 0
     out = capsys.readouterr().out
-    assert "no error is larger than its dtype explains" in out
+    assert "no error is larger than rounding to its dtype makes" in out
     content = json.loads((runs[mode] / "diff.json").read_text())
     assert content["first"] is None
     forward = [row for row in content["rows"] if row["phase"] == "forward" and row["module"] == "2"]

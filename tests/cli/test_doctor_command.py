@@ -23,7 +23,7 @@ QUICK = ["device=cpu", "doctor.budget_s=0.3"]
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are measured once; each test prints them in its way."""
-    monkeypatch.setattr("mprun.inspect.step_roofline.examine", _examined)
+    monkeypatch.setattr("mprun.inspect.machine_examination.examine", _examined)
 
 
 def _examined(device: str, budget_s: float, report: ReportPart) -> Examination:
@@ -94,8 +94,8 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
     def stop(*args: object) -> None:
         raise UsageError("planted")
 
-    monkeypatch.setattr("mprun.inspect.step_roofline.steady_heap", lambda: seen.append(True))
-    monkeypatch.setattr("mprun.inspect.step_roofline.examine", stop)
+    monkeypatch.setattr("mprun.train.machine.heap.steady_heap", lambda: seen.append(True))
+    monkeypatch.setattr("mprun.inspect.machine_examination.examine", stop)
     assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
     assert seen == [True] * keep
 
@@ -138,7 +138,7 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mprun.inspect.step_roofline.examine", None)
+    monkeypatch.setattr("mprun.inspect.machine_examination.examine", None)
     assert main(["doctor", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

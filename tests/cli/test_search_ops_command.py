@@ -307,7 +307,7 @@ def test_the_terminal_shows_rows_outcome_and_files(
     out = capsys.readouterr().out
     assert out.index("\nThe op exp has to stay in float32.\n") < out.index("ops, one at a time")
     for text in (
-        *("ops, one at a time", "modules, one at a time", "outcome", "harmful", "not finite"),
+        *("ops, one at a time", "modules, one at a time", "outcome", "too large", "not finite"),
         *("as in autocast", "ops: exp <-", "written: found/search_ops.json, ops.yaml"),
     ):
         assert text in out, text
@@ -322,7 +322,7 @@ def test_the_file_gives_its_reasons() -> None:
     assert lines[3].startswith("# Weights of float16's precision alone: loss ")
     assert lines[4] == "# Everything in float16: the loss is not finite."
     assert lines[5].startswith("# As listed here: loss ")
-    assert "  - exp  # harmful alone in fp16: the loss is not finite" in lines
+    assert "  - exp  # too large an error alone in fp16: the loss is not finite" in lines
     assert "  - relu  # search_ops.always" in lines
     (linear,) = (line for line in lines if line.startswith("  - linear"))
     assert linear.startswith("  - linear  # alone in fp16: loss ")
@@ -362,7 +362,7 @@ def test_ctrl_c_keeps_the_ops_that_were_measured(
     assert not Path("found/ops.yaml").exists()
     out = capsys.readouterr().out
     assert "ops, one at a time" in out
-    assert f"not settled, ended by Ctrl-C: {found['unsettled'][0]}" in out
+    assert f"left open, ended by Ctrl-C: {found['unsettled'][0]}" in out
     assert "use it" not in out
 
 
@@ -396,11 +396,11 @@ def test_a_budget_ends_it_with_what_was_measured(
         now_s[0] += 30
 
     monkeypatch.setattr(JobProgress, "begin", slow)
-    command = "mprun.cli.search_ops_command.Budget"
+    command = "mprun.inspect.search_ops.Budget"
     monkeypatch.setattr(command, functools.partial(Budget, clock=lambda: now_s[0]))
     found = searched("exp", "search_ops.budget_min=3.5")
     assert (found["ended_by"], len(found["rows"]["ops"])) == ("search_ops.budget_min=3.5", 2)
-    assert "not settled, ended by search_ops.budget_min=3.5: 2 of 7 ops" in capsys.readouterr().out
+    assert "left open, ended by search_ops.budget_min=3.5: 2 of 7 ops" in capsys.readouterr().out
     Path("found").rename("before")
     assert (
         main(["search-ops", *words("exp", *QUICK), "search_ops.budget_min=1e-3", "run.dir=found"])

@@ -231,7 +231,7 @@ def test_a_run_with_the_file_has_the_products_of_the_answer(
     found = command("found", "search_ops.effective_bits=14")
     printed = capsys.readouterr().out
     (kept,) = found["search"]["GEMMs"]["high"]
-    assert f"At most 14 effective bits: {kept} in bfloat16 does the least harm" in printed
+    assert f"At most 14 effective bits: {kept} in bfloat16 has the smallest error of" in printed
     assert found["search"]["GEMMs"]["cost"] <= 14
     named = yaml.safe_load(Path("found/layers.yaml").read_text(encoding="utf-8"))
     assert layer_values(named) == found["layers"]

@@ -98,13 +98,13 @@ def texts(result: OpSearch) -> dict[str, str]:
     return answer_files(result, "recipe mnist, precision fp16_mixed")
 
 
-def test_of_many_rows_the_most_harmful_are_shown_first() -> None:
+def test_of_many_rows_those_with_the_largest_errors_are_shown() -> None:
     rows = [row(f"layer{n}", n / 25, measure()) for n in range(30)]
     lines = shown(rows_table(search(rows={"modules": rows}), "modules")).splitlines()
     named = [line.split() for line in lines if line.strip().startswith("layer")]
     assert [line[0] for line in named] == [f"layer{n}" for n in range(29, 9, -1)]
-    assert ["harmful" in line for line in named] == [n / 25 > 1 for n in range(29, 9, -1)]
-    assert "and 10 more, none more harmful, in search_ops.json" in lines[-1]
+    assert ["large" in line for line in named] == [n / 25 > 1 for n in range(29, 9, -1)]
+    assert "and 10 more, none with a larger error, in search_ops.json" in lines[-1]
 
 
 def test_the_outcome_marks_the_answer() -> None:
@@ -161,9 +161,9 @@ def test_the_outcome_marks_the_answer() -> None:
                 "budget": 8.0,
                 "search": {"GEMMs": outcome("fc.forward", cost=7.125, harm=2.5)},
             },
-            "At most 8 effective bits: fc.forward in bfloat16 does the least harm that was found, "
-            "not within the tolerance (2.5 times as much); 7.12 effective bits over all linear "
-            "layers (bfloat16 has 16, 5.25 with all in nvfp4).",
+            "At most 8 effective bits: fc.forward in bfloat16 has the smallest error of the sets "
+            "measured, not within the tolerance (2.5 times as much); 7.12 effective bits over all "
+            "linear layers (bfloat16 has 16, 5.25 with all in nvfp4).",
         ),
         ({"search": {}, "answer": "none"}, "No answer yet: the search ended before it had one."),
         (

@@ -11,6 +11,7 @@ import torch
 
 from mprun.errors import RunFailedError, UsageError
 from mprun.inspect import step_roofline
+from mprun.inspect.doctor import plan_step
 from mprun.inspect.step_roofline import (
     ABOVE_THE_ROOF,
     EMULATED,
@@ -19,7 +20,6 @@ from mprun.inspect.step_roofline import (
     count_step,
     layer_us,
     measure_formats,
-    plan_step,
     recipe_roofline,
 )
 from mprun.precision.gemms import RECIPES

@@ -1,16 +1,16 @@
-"""`mprun check`: is each mode of this recipe trained as it says, and is its error explained?
+"""`mprun check`: does each mode train this recipe as it says, with errors of rounding size alone?
 
-Every mode is held against float32 from the same weights on the same batches. What a format's
-roundings explain is measured on this model, by repeated stochastic roundings at the places where
-the mode rounds, and against float64; margins are the same for all models. The checks of a mode run
-from the cheapest to the dearest; those for which the budget leaves no time are named.
+Every mode is compared with float32 from the same weights on the same batches. How large rounding
+errors may be is measured on this model, by repeated stochastic roundings at the places where the
+mode rounds, and against float64; margins are the same for all models.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,15 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
-from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check_agreement import agrees
-from mprun.inspect.check.check_baseline import Baseline, changes, read_baseline, updated
-from mprun.inspect.check.check_memory import fits
-from mprun.inspect.check.check_on_targets import on_targets
+from mprun.inspect.check.check_baseline import (
+    Baseline,
+    changes,
+    figures_of,
+    read_baseline,
+    reference_of,
+    updated,
+)
 from mprun.inspect.check.check_ops import dtypes, robust
 from mprun.inspect.check.check_result import (
     SCHEMA_VERSION,
@@ -33,10 +37,11 @@ from mprun.inspect.check.check_result import (
     ModeChecks,
     check_parts,
 )
-from mprun.inspect.check.check_targets import target_lines
+from mprun.inspect.check.check_targets import on_targets, target_lines
 from mprun.inspect.check.check_training import trains
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.records.console import ReportPart, report_nothing
+from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.files import json_text, write_atomic
 from mprun.records.result import Result
 from mprun.records.run_record import Summary
@@ -46,9 +51,31 @@ from mprun.train.assemble.parts import variant_label
 from mprun.train.assemble.recipe_loading import given_recipe
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
-# First parts of keys that float32 does not get
+# First parts of keys that float32 does not get: they would change it, or be refused beside fp32
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution", "speed")
-# Check to what carries it out, in this order, after `trains` and the baseline
+CATEGORIES = 3  # Of memory that a finding names
+
+
+def fits(mode: CheckedMode) -> Iterator[Finding]:
+    """Does a step fit: the peak of memory, counted on fake tensors as `mprun memory` counts it.
+
+    The bytes at the peak are figures, also by category.
+    """
+    counted, samples = mode.memory, mode.plan.batch.micro
+    mode.checks.figures |= {f"{name}_bytes": size for name, size in counted.totals.items()}
+    limit = (mode.settings.memory_gib or math.inf) * UNITS["GiB"]
+    if counted.peak_bytes <= limit:
+        return
+    largest = Counter(counted.categories).most_common(CATEGORIES)
+    module, own = max(counted.modules.items(), key=lambda x: sum(x[1].values()))
+    text = f"{size_text(counted.peak_bytes)} with {samples} samples, limit {size_text(int(limit))}"
+    text += f": {', '.join(f'{name} {size_text(size)}' for name, size in largest if size)}; "
+    text += f"{module or 'the model'} has the most, {size_text(sum(own.values()))}"
+    yield Finding("over_memory", "", text, at=counted.peak_bytes / limit)
+
+
+# Check to its function, after `trains` and the baseline; the slowest is last, where a short budget
+# drops it
 STEPS: dict[str, Callable[[CheckedMode], Iterator[Finding]]] = {
     "fits": fits,
     "dtypes": dtypes,
@@ -82,9 +109,9 @@ def plan_check(
         raise UsageError("mprun check starts at new weights: leave out run.resume")
     modes = [x for x in overrides if x.startswith("precision=")] or [f"precision={DEFAULT_MODES}"]
     parsed = [parse(x) for x in [*(x for x in overrides if x not in modes), *modes]]
-    cache = DataCache()
+    cache = DataCache()  # the data are loaded once for all modes
 
-    @functools.cache
+    @functools.cache  # one plan of float32 for all modes: `shared` below is keyed by it
     def planned(*combination: str) -> PlannedRun:
         composed = compose(combination, config_dir)
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
@@ -122,7 +149,7 @@ def check_modes(
     old = read_baseline(Path(settings.baseline))
 
     def baseline(mode: CheckedMode) -> Iterator[Finding]:
-        if not new:
+        if not new:  # the float64 reference is the same for all modes
             new.append(reference_of(mode))
         new[0].modes[mode.checks.label] = figures_of(mode)
         yield from ()
@@ -132,6 +159,7 @@ def check_modes(
     examined = {"trains": trains, **compared, **STEPS, **answered}
     for done, mode in enumerate(modes):
         report(f"checking {mode.checks.label}", done, len(modes))
+        # a mode that ends early leaves its time to those after it
         mode.ends = began + settings.budget_s * (done + 1) / len(modes)
         for name, examine in examined.items():
             if mode.left_s > 0:
@@ -143,7 +171,7 @@ def check_modes(
     if new:
         notes += against_baseline(checks, settings, old, new[0], update)
     elif not compared:
-        text = "--update writes the one that later checks are held against"
+        text = "--update writes the one that later checks are compared with"
         notes.append(f"no {settings.baseline} here: {text}")
     return check_result(modes[0].planned.summary, checks, began, settings, notes)
 
@@ -189,12 +217,12 @@ def _carry_out(
     began = time.monotonic()
     try:
         with mode.planned.executing():
-            found = list(examine(mode))
+            findings = list(examine(mode))
     except RunFailedError as error:
-        if name != "trains":  # `trains` says it already
+        if name != "trains":  # `trains` has reported the failing step
             mode.checks.not_done[name] = str(error)
             return
-        found = [Finding("step_fails", "", str(error))]
-    mode.checks.findings += sorted(found, key=lambda x: -x.at)
-    if name not in mode.checks.not_done:
+        findings = [Finding("step_fails", "", str(error))]
+    mode.checks.findings += sorted(findings, key=lambda x: x.rank)
+    if name not in mode.checks.not_done:  # a check may itself run out of time
         mode.checks.done[name] = time.monotonic() - began

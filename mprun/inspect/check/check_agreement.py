@@ -1,26 +1,17 @@
-"""Is a step's error what the roundings of its format explain, and where is it not?
+"""Is a step's error that of its format's roundings, and in which module is it not?
 
-*Modules.* Each module's own code is held against float64 on the very inputs that the mode gave it
-(`numerics.divergence`). A module whose error is not explained must have such an error on another
+*Modules.* Each module's own code is compared with float64 on the same inputs that the mode gave it
+(`inspect/divergence`). A module whose error is beyond the bound must have such an error on another
 batch too, and float32 must not have the same.
-
-*Parameters without a gradient* in the mode must have one in float32 in every batch: a mixture of
-experts may send no token to one of them in one batch.
 
 *The whole step.* Passes with stochastic roundings at the places where the mode rounds have an
 unbiased error, and float32 passes with weights moved by up to half a unit have errors of the same
 size. If the means of both differ by more than Student's t allows, it is no rounding. The first
 passes give the direction in which a parameter's gradients differ, further ones are compared along
-it, so that the test is one of a few numbers. Noise changes the mean of what is not linear, most
-where a gradient jumps (ReLU, max-pooling): the mean of a jump at a random place, blurred by normal
-noise, is off by sqrt(sqrt(2) - 1) = 0.64 standard deviations of one pass (root mean square over
-places), however small the noise is. So that much is allowed as well.
+it, so that the test is one of a few numbers.
 
-*Loss scale.* In float32 a scale that is a power of two changes no bit of an unscaled gradient.
-
-*Derivative.* In float64 the loss is moved along a random direction by small steps. The slopes are
-compared with the gradient, and must agree with each other before they contradict it: kinks make
-them differ.
+*Derivative.* In float64 the loss is moved along a random direction by small steps, and its slopes
+are compared with the gradient.
 """
 
 from __future__ import annotations
@@ -37,17 +28,16 @@ from mprun.inspect.check.check_passes import LOSS, Figures, StepPasses, is_finit
 from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.check_training import COARSEST, LEVEL
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.inspect.diff_result import OpError, SideError
 from mprun.inspect.divergence import DifferenceRow, Side
 from mprun.inspect.divergence.boundaries import COPIES, relative_rms
-from mprun.inspect.divergence.pieces import excess
+from mprun.inspect.divergence.difference import OpError, SideError, error_ratio
 from mprun.inspect.divergence.side_by_side import (
     MARGIN,
     MARGINS,
     Captured,
     SharedStep,
     capture,
-    together,
+    compare,
 )
 from mprun.precision.emulate import Emulated16
 from mprun.precision.nested import to_dtype
@@ -57,18 +47,22 @@ from mprun.study.planned_run import FLOAT32_MODE
 from mprun.train.loss_terms import LossTerms
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
-# Passes of each kind: for the direction, compared at first, and compared where they differ
+# Passes of each kind: for the direction, compared at first, and compared where they differ. A few
+# passes give the distribution of one number along a direction, not that of a million numbers.
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
 SUSPECT = 1e-3  # The chance of a difference below which more passes are taken
-# The relative error that float32 itself may have
+# The relative error that float32 itself may have: its sums may have another order
 FLOAT32 = MARGINS[torch.float32] * torch.finfo(torch.float32).eps / 2
-# What products of TF32, which has the digits of float16, explain of a float32 result
+# The relative error that products of TF32 make in a float32 result; it has the digits of float16
 TF32 = MARGIN * torch.finfo(torch.float16).eps / 2
-# What a jump adds to the mean, in standard deviations of a pass
+# Noise changes the mean of what is not linear, most where a gradient jumps (ReLU, max-pooling). The
+# mean of a jump at a random place, blurred by normal noise, is off by this many standard deviations
+# of a pass (root mean square over places), however small the noise is. So that much is allowed.
 KINKS = math.sqrt(math.sqrt(2) - 1)
-ROUNDED = 4  # Rounded passes of each module
-SCALE = 2.0**16
-STEPS = (1e-5, 3e-6, 1e-6)  # Of the derivative, as shares of the weights
+ROUNDED = 4  # Rounded passes of each module; the largest of their errors counts
+SCALE = 2.0**16  # The first loss scale of PyTorch's GradScaler
+# Of the derivative, as shares of the weights: several, as kinks make slopes differ between steps
+STEPS = (1e-5, 3e-6, 1e-6)
 
 
 def agrees(mode: CheckedMode) -> Iterator[Finding]:
@@ -77,7 +71,7 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
     named = list(_by_module(passes))
     if passes.is_16_bit:
         named += _no_gradient(passes)
-        named += [] if named else _far(passes)
+        named += [] if named else _far(passes)  # a named module is the cause of a far step
     yield from named
     if passes.is_scaled:
         yield from _scale_changes(passes)
@@ -90,7 +84,7 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
 
 
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
-    """The first module, forward or backward, with an error that is not explained."""
+    """The first module, forward or backward, with an error beyond its bound."""
     mode, is_exact = passes.mode, passes.mode.plan.policy.name == FLOAT32_MODE
     least = TF32 if mode.plan.policy.tf32 else 0.0
     own = _captured(mode, 0, passes.scale)
@@ -100,15 +94,16 @@ def _by_module(passes: StepPasses) -> Iterator[Finding]:
     if not known:
         return
     exact = own if is_exact else _captured(mode, 0, 1.0, exact=True)
-    for row in together(own, exact).rows:
-        same = not is_exact and excess(row.a) <= 2 * excess(row.b)
-        arises = _is_suspect(row.a, least) and (row.phase, row.module) in known
-        if arises and not same and not _is_of_a_kernel(row, own.ops, is_exact):
-            text = f"{row.phase}, {row.what}: an error of {row.a.arising:.1e} arises; "
-            text += f"{row.a.dtype} explains {row.a.explained:.1e}"
+    for row in compare(own, exact).rows:
+        # an ill-conditioned formula exceeds the bound in float32 too, and is no fault of the mode
+        same = not is_exact and error_ratio(row.a) <= 2 * error_ratio(row.b)
+        suspect = _is_suspect(row.a, least) and (row.phase, row.module) in known
+        if suspect and not same and not _is_of_a_kernel(row, own.ops, is_exact):
+            text = f"{row.phase}, {row.what}: its own error is {row.a.arising:.1e}; rounding to "
+            text += f"{row.a.dtype} makes at most {row.a.explained:.1e}"
             line = line_of(passes.model, row.module)
-            yield Finding("larger_error", row.module, text, row.op, line, excess(row.a))
-            return
+            yield Finding("larger_error", row.module, text, row.op, line, error_ratio(row.a))
+            return  # later modules inherit it
 
 
 def _is_of_a_kernel(row: DifferenceRow, ops: Sequence[OpError], is_exact: bool) -> bool:
@@ -128,11 +123,12 @@ def _suspects(side: Captured, least: float) -> set[tuple[str, str]]:
 
 
 def _is_suspect(error: SideError, least: float) -> bool:
+    # infinite where a number is not finite, which `trains` reports
     return least < error.arising < math.inf and not error.is_explained
 
 
 def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> Captured:
-    """The errors that arise in the mode, or in float32, on a batch of this number."""
+    """Each module's own errors in the mode, or in float32, on a batch of this number."""
     plan, parts = (mode.exact if exact else mode.plan), mode.trainer(exact).parts
     part = (mode.exact_batches if exact else mode.batches)[n].parts[0]
     policy, loss = plan.policy, LossTerms(plan.recipe)
@@ -152,11 +148,15 @@ def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> C
 
 
 def _no_gradient(passes: StepPasses) -> Iterator[Finding]:
-    """The last module of which a parameter has a gradient in float32 alone."""
+    """The last module of which a parameter has a gradient in float32 alone, in every batch.
+
+    In one batch a mixture of experts may send no token to an expert.
+    """
     absent: list[str] | None = None
     for n in range(len(passes.mode.batches)):
         low, exact = passes.low(n, passes.scale), passes.exact(n)
         names = exact if absent is None else absent
+        # zeros count as absent: a gradient of 16 bits may have become 0
         absent = [x for x in names if exact[x].any() and not (x in low and low[x].any())]
         if not absent:
             return
@@ -169,6 +169,7 @@ def _no_gradient(passes: StepPasses) -> Iterator[Finding]:
 
 
 def _is_determined(exact: Tensor, float64: Tensor) -> bool:
+    """Whether float32's gradient is more than rounding errors around 0 (a bias before a norm)."""
     return sums_db(power(float64), power(exact - float64)) >= LIMIT_DB
 
 
@@ -177,16 +178,17 @@ def _is_determined(exact: Tensor, float64: Tensor) -> bool:
 
 def _far(passes: StepPasses) -> Iterator[Finding]:
     """The parameter whose gradient is furthest from float32's, or the loss."""
-    ratios = _excesses(passes)
+    ratios = _far_ratios(passes)
     if ratios:
+        # a loss that is far has gradients that are far
         name = LOSS if LOSS in ratios else max(ratios, key=lambda x: ratios[x])
         text = "the loss" if name == LOSS else f"the gradient of {name}"
-        text += f" is {ratios[name]:.1f} times as far from float32's as roundings explain"
+        text += f" is {ratios[name]:.1f} times as far from float32's as roundings move it"
         yield passes.finding("far_from_float32", name, text, at=ratios[name])
 
 
-def _excesses(passes: StepPasses) -> dict[str, float]:
-    """Parameters, or `LOSS`, to how many times as far from float32 as explained; those above 1."""
+def _far_ratios(passes: StepPasses) -> dict[str, float]:
+    """Parameters, or `LOSS`, to their distance from float32 over the bound; those above 1."""
     drawn = [_difference(passes, n) for n in range(DIRECTION_PASSES)]
     if not all(map(is_finite, drawn)):
         return {}
@@ -196,28 +198,32 @@ def _excesses(passes: StepPasses) -> dict[str, float]:
         if size := math.sqrt(power(total)):
             along[x] = total / size
             scatter = [power(difference[x] - total / len(drawn)) for difference in drawn]
-            noise[x] = math.sqrt(math.fsum(scatter) / (len(drawn) - 1))
+            noise[x] = math.sqrt(math.fsum(scatter) / (len(drawn) - 1))  # the mean is estimated
     series: dict[str, list[float]] = {x: [] for x in along}
     for n in range(MOST_PASSES):
         if n == FIRST_PASSES and all(_t(v, SUSPECT) <= 1 for v in series.values()):
             return {}
+        # other seeds than those that gave the direction, else it would fit their noise
         difference = _difference(passes, DIRECTION_PASSES + n)
         for x, values in series.items():
             values.append(float((difference[x] * along[x]).sum()))
-    level = LEVEL / max(1, len(series))
+    level = LEVEL / max(1, len(series))  # Bonferroni: one chance for all parameters
     ratios = {x: _t(v, level) for x, v in series.items() if fmean(v) > KINKS * noise[x]}
     return {x: ratio for x, ratio in ratios.items() if ratio > 1}
 
 
 def _difference(passes: StepPasses, n: int) -> Figures:
-    """The mode's loss and gradients less float32's, each with roundings of this number."""
+    """The mode's loss and gradients less float32's, each with roundings of this number.
+
+    Seeds of float32's moves are others than the mode's, so that the two noises are independent.
+    """
     low = passes.low(0, passes.scale, Emulated16("stochastic", "infinity", "float32", n), seed=n)
     exact = passes.exact(0, passes.moved(OWN_SEED - n), rounded=True, seed=OWN_SEED - n)
     return {x: low[x] - exact[x] for x in exact if x in low}
 
 
 def _t(differences: Sequence[float], level: float) -> float:
-    """The mean of independent differences, by the most that chance explains at a level."""
+    """The mean of independent differences, over the most that chance makes it at a level."""
     error = math.sqrt(variance(differences) / len(differences))
     most = float(stdtrit(len(differences) - 1, 1 - level / 2)) * error
     return fmean(differences) / most if most else math.inf
@@ -227,11 +233,15 @@ def _t(differences: Sequence[float], level: float) -> float:
 
 
 def _scale_changes(passes: StepPasses) -> Iterator[Finding]:
-    """The parameter that a loss scale changes most in float32."""
+    """The parameter that a loss scale changes most in float32.
+
+    A power of two changes no bit of an unscaled gradient.
+    """
     plain, again, scaled = (passes.exact(scale=scale) for scale in (1.0, 1.0, SCALE))
     if not is_finite(scaled):
         return
     changes = {x: relative_rms(scaled[x], y) for x, y in plain.items()}
+    # `again`: two equal passes differ where a kernel adds up in no fixed order
     known = [x for x, y in plain.items() if changes[x] > FLOAT32 + 2 * relative_rms(again[x], y)]
     if known:
         worst = max(known, key=lambda x: changes[x])
@@ -244,7 +254,7 @@ def _wrong_derivative(passes: StepPasses) -> Iterator[Finding]:
     """The last part of the model in which the gradient is not the derivative."""
     try:
         gradients = passes.in_float64()
-        if _slope(passes, gradients, "") is None:
+        if _slope(passes, gradients, "") is None:  # one direction through all: most models end here
             return
         parts = [f"{name}." for name, _ in passes.model.named_children()]
         gaps = {x: gap for x in parts if (gap := _slope(passes, gradients, x)) is not None}
@@ -262,7 +272,7 @@ def _slope(passes: StepPasses, gradients: Figures, part: str) -> tuple[float, fl
     move, products = {}, []
     for name, p in passes.model.named_parameters():
         if name.startswith(part) and name in gradients:
-            size = math.sqrt(power(p) / max(p.numel(), 1)) or 1.0
+            size = math.sqrt(power(p) / max(p.numel(), 1)) or 1.0  # 1: biases begin at 0
             random = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             move[name] = random.to(p.device) * size
             products.append(float((move[name] * gradients[name]).sum()))
@@ -270,8 +280,10 @@ def _slope(passes: StepPasses, gradients: Figures, part: str) -> tuple[float, fl
     for h in STEPS:
         ends = [passes.in_float64({k: v * x for k, v in move.items()})[LOSS] for x in (h, -h)]
         slopes.append(float(ends[0] - ends[1]) / (2 * h))
+    # products of random signs cancel: `scale` is the size that their sum has by chance
     derivative, scale = math.fsum(products), math.hypot(*products)
     gap = min(abs(slope - derivative) for slope in slopes)
     rounding = float(gradients[LOSS].abs()) * torch.finfo(torch.float64).eps / STEPS[-1]
+    # slopes must agree with each other before they contradict the gradient: kinks make them differ
     error = 10 * (max(slopes) - min(slopes)) + 100 * rounding + COARSEST * scale
     return (slopes[-1], derivative) if gap > error else None

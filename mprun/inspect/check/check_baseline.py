@@ -2,25 +2,45 @@
 
 One file holds on every machine, because its figures are of two kinds. Those of `reference` are
 computed in float64, where machines agree to ten digits; a weight may differ by a float32 rounding
-between machines (the normal distribution is drawn with other instructions), so each figure has the
-part of it that such roundings explain, measured when the file was written. Losses of a mode are
-compared bit by bit where machine and versions are the same, else by what was explained there.
+between machines (the normal distribution is drawn with other instructions), so each figure has a
+bound for such roundings, measured when the file was written. Losses of a mode are compared bit by
+bit where machine and versions are the same, else by their bounds.
+
+The spread of a figure is measured by `DRAWS` passes from weights that are moved at random by up to
+half a unit of float32 (for the losses of a mode: weights and inputs, of its dtype).
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
+from scipy.special import stdtrit
+from torch import nn
 
+from mprun.errors import definition
 from mprun.inspect.check.check_result import Finding
+from mprun.inspect.check.check_training import curve_losses
+from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.inspect.divergence.boundaries import calls_followed, floating
+from mprun.inspect.passes import in_float64
+from mprun.inspect.trace import traced_step
+from mprun.precision.policy import torch_dtype
 from mprun.records.reader import read_json
+from mprun.train.machine import machine
+from mprun.watch.updates import weights_moved
 
 SCHEMA_VERSION = 1
 DIGITS = 7  # Significant digits that are written: those of float32
@@ -33,17 +53,18 @@ class BaselineFigure(NamedTuple):
     """A number, and by how much another machine may differ."""
 
     value: float
-    explained: float
+    explained: float  # The bound; the name is that of the file
 
     def agrees(self, other: BaselineFigure, exact: bool) -> bool:
         """Whether another number is the same in the digits that are written.
 
         Args:
             other: the number.
-            exact: without what is explained between machines.
+            exact: without the bound for another machine.
         """
         if exact:
             return rounded(self.value) == rounded(other.value)
+        # both have errors, which are independent; and a file's last digit is off by up to a unit
         bound = math.hypot(self.explained, other.explained)
         return abs(other.value - self.value) <= bound + 10.0 ** (1 - DIGITS) * abs(self.value)
 
@@ -104,6 +125,7 @@ class Baseline:
         """The file: sorted, a figure per line, with digits that do not change without a reason."""
         content = json.loads(msgspec.json.encode(self), parse_float=rounded)
         text = json.dumps(content, indent=1, sort_keys=True)
+        # value and bound of a figure on one line: a diff in review shows a line for each figure
         return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
 
 
@@ -146,7 +168,7 @@ def _different(old: Mapping[str, object], new: Mapping[str, object], missing: ob
 
 
 def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
-    """The findings about a mode: what differs by more than is explained, the first of each kind."""
+    """The findings about a mode: what differs by more than its bound, the first of each kind."""
     if old.recipe != new.recipe or mode not in old.modes:
         yield Finding("no_baseline", "", f"it has {old.recipe} in {', '.join(old.modes)}")
         return
@@ -155,7 +177,7 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
     was, now = old.modes[mode], new.modes[mode]
     if (changed := next(_changed_figures(old, new, mode, bits=not since), None)) is not None:
         module, text = changed
-        yield Finding("changed", module, text + since, at=1.0)
+        yield Finding("changed", module, text + since)
     if ops := _different(was.ops, now.ops, 0):
         yield Finding("casts_changed", "", ", ".join(ops[:4]) + since)
     before, after = was.peak_bytes.get("peak", 0), now.peak_bytes.get("peak", 0)
@@ -169,7 +191,7 @@ def changes(old: Baseline, new: Baseline, mode: str) -> Iterator[Finding]:
 def _changed_figures(
     old: Baseline, new: Baseline, mode: str, bits: bool
 ) -> Iterator[tuple[str, str]]:
-    """The module of each figure that is new, gone, or differs by more than is explained; a text.
+    """The module of each figure that is new, gone, or differs by more than its bound; a text.
 
     Args:
         old, new: the baselines.
@@ -189,5 +211,104 @@ def _changed_figures(
             x, y = was[name], now[name]
             if not x.agrees(y, exact):
                 text += ", on the same machine and versions," if exact else ""
-                text += f" {x.value:.7g} -> {y.value:.7g}; explained is {x.explained:.1e}"
+                text += f" {x.value:.7g} -> {y.value:.7g}; the bound is {x.explained:.1e}"
                 yield module, text
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+DRAWS = 4  # Each one is a pass in float64; fewer degrees of freedom make Student's bound far wider
+# The chance that an unchanged figure is outside of its bound: each module and parameter has one
+MISSED = 1e-5
+STEPS = 4  # Steps of a mode whose losses are written
+
+
+def reference_of(mode: CheckedMode) -> Baseline:
+    """What is the same for all modes; `modes` is empty."""
+    hardware = machine.hardware(mode.plan.device, []).name
+    return Baseline(
+        schema_version=SCHEMA_VERSION,
+        recipe=mode.plan.config.recipe.name,
+        machine=f"{hardware}, {torch.get_num_threads()} threads",
+        versions=mode.planned.summary.versions,
+        code=dict(sorted(_code(mode.start(exact=True)))),
+        reference=_reference(mode),
+        modes={},
+    )
+
+
+def figures_of(mode: CheckedMode) -> ModeBaseline:
+    """The figures of a mode."""
+    unit = torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
+    curves = [curve_losses(mode, STEPS, number, most=unit) for number in range(DRAWS + 1)]
+    losses = curves[0]
+    bounds = [spread_bound(moved, loss) for loss, *moved in zip(*curves, strict=False)]
+    grown = accumulate(bounds, max)  # a difference of one step is in all later ones
+    return ModeBaseline(
+        losses=[BaselineFigure(*x) for x in zip(losses, grown, strict=False)],
+        ops=dict(sorted(_ops(mode).items())),
+        peak_bytes=mode.memory.totals,
+    )
+
+
+def spread_bound(draws: Sequence[float], middle: float) -> float:
+    """The bound for the difference of two draws, from draws around `middle`.
+
+    The two are that of the file, and that of the machine where it is read.
+    """
+    # `middle` is known, not a mean of the draws: as many degrees of freedom as there are draws
+    spread = math.sqrt(math.fsum((x - middle) ** 2 for x in draws) / len(draws))
+    return float(stdtrit(len(draws), 1 - MISSED / 2)) * spread * math.sqrt(2)
+
+
+def _code(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The classes of the user's modules, each with a digest of its source."""
+    for kind in {type(module) for module in model.modules()}:
+        if definition(kind.forward) is None:  # a class of PyTorch, whose version is in the file
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):  # it was made without a file
+            continue
+        # 48 bits tell versions of one class apart, and keep a line of the file short
+        yield kind.__qualname__, hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def _reference(mode: CheckedMode) -> BaselineStep:
+    own, *moved = (_float64_pass(mode, seed) for seed in range(DRAWS + 1))
+    figures: dict[str, dict[str, BaselineFigure]] = {"output": {}, "gradient": {}, "loss": {}}
+    for (what, name), value in own.items():
+        draws = [x.get((what, name), value) for x in moved]
+        figures[what][name] = BaselineFigure(value, spread_bound(draws, value))
+    return BaselineStep(figures["loss"][""], figures["output"], figures["gradient"])
+
+
+def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
+    """The figures of the first step in float64; seed 0 leaves the weights as they are."""
+    probe, most = mode.probe(exact=True), torch.finfo(torch.float32).eps / 2 if seed else 0.0
+    figures: dict[tuple[str, str], float] = {}
+
+    def end(path: str, output: Any) -> None:
+        norms = [float(x.detach().double().norm()) for x in floating(output)]
+        # a module may be called several times: the norm of all its outputs
+        figures["output", path] = math.hypot(figures.get(("output", path), 0.0), *norms)
+
+    @contextmanager
+    def inside(model: nn.Module) -> Iterator[None]:
+        followed = calls_followed(model.named_modules(), lambda *_: None, end)
+        with weights_moved([*model.parameters()], most, seed), in_float64(model), followed:
+            yield
+
+    gradients = probe.gradients(mode.start(exact=True), mode.exact_batches[0], inside=inside)
+    figures |= {("gradient", name): float(x.norm()) for name, x in gradients.items()}
+    return figures | {("loss", ""): probe.loss}
+
+
+def _ops(mode: CheckedMode) -> Counter[str]:
+    """The calls of a forward pass that cast or compute, by the dtype that they return."""
+    rows = traced_step(mode.plan, mode.batches[0]).rows
+    return Counter(
+        f"{x.op} {x.dtypes_out[0]}"
+        for x in rows
+        if x.phase == "forward" and x.kernels and x.dtypes_out
+    )

@@ -1,8 +1,8 @@
 """What dtypes the ops of a mode run in, and how far their numbers are from the format's limits.
 
 Both checks look at the second step of a run, in which each op was watched (`inspect/step_ops.py`),
-at the loss scale that fits it. What healthy models do by design is left out: PyTorch's own casts,
-16-bit inputs of layers whose kernels compute in float32, masks of infinities.
+at a loss scale that does not overflow. What healthy models do by design is left out: PyTorch's own
+casts, 16-bit inputs of layers whose kernels compute in float32, masks of infinities.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import model_of
 from mprun.watch.audit import audit
 
-SAMPLES = 32  # Of the batches of these steps
-MAX_SKIPPED = 24  # Steps that a dynamic loss scale may skip until it fits
+SAMPLES = 32  # Of the batches of these steps: each op is computed again in float64
+MAX_SKIPPED = 24  # Steps that a dynamic loss scale may skip: from 2^16 it halves to 2^-8
 # ATen's ops of linear layers and convolutions
 LAYERS = ("addmm", "mm", "addmv", "mv", "convolution")
 PRODUCTS = (*LAYERS, "bmm", "baddbmm")
@@ -41,7 +41,8 @@ SUMS = (
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
     *("rms_norm", "index_add", "scatter_add"),
 )
-FEWEST = 32  # Numbers of a tensor of which it can be said that all of them were rounded
+# Different values of a tensor below which it may have 16-bit digits by chance: masks, constants
+FEWEST = 32
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ def dtypes(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
     yield from _substituted(mode)
     step, plan = _watched(mode), mode.plan
-    keeps_float32 = plan.policy.param_dtype not in ("bfloat16", "float16")
-    yield from _first_of_each(x for x in step.stored if keeps_float32 or x.kind == "lost_update")
-    if keeps_float32:
+    float32_weights = plan.policy.param_dtype not in ("bfloat16", "float16")
+    yield from _first_of_each(x for x in step.stored if float32_weights or x.kind == "lost_update")
+    if float32_weights:
         yield from _first_of_each(_by_hand(step.ops))
     if plan.policy.casts:
         yield from _first_of_each(_loss_in_16_bits(step.ops))
+        # otherwise the user may have asked for float32 in a layer
         if plan.policy.gemms == "none" and plan.op_lists is None and not plan.layers:
             yield from _first_of_each(_in_float32(mode, step.ops))
 
@@ -101,7 +103,7 @@ def _substituted(mode: CheckedMode) -> Iterator[Finding]:
 
 def _watched(mode: CheckedMode) -> WatchedStep:
     """The second step of the mode, watched once."""
-    known = vars(mode)
+    known = vars(mode)  # as cached_property does; the step is nothing that the mode itself needs
     if "watched_step" not in known:
         known["watched_step"] = _watch(mode)
     step: WatchedStep = known["watched_step"]
@@ -113,16 +115,17 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
     parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
     trainer, batch = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)[0]
-    found = [*_rounded_before(model_of(plan.recipe))]
+    findings = [*_rounded_before(model_of(plan.recipe))]  # as the recipe makes it, before any cast
     with ops.muted():
-        scale = _taken_step(trainer, batch)
+        scale = _taken_step(trainer, batch)  # the first: the optimizer has no state before
 
     def judge(*args: object) -> None:
-        found.extend([*_rounded_before(parts.model), *_lost(parts.model, parts.optimizer)])
+        findings.extend([*_rounded_before(parts.model), *_lost(parts.model, parts.optimizer)])
 
+    # before the step: the gradients are unscaled then, and the weights those of the forward pass
     with parts.optimizer.register_step_pre_hook(judge), ops.watching(parts.model, parts.optimizer):
         trainer.optimizer_step(batch)
-    return WatchedStep(ops.ops, scale, [*found, *_stored(mode, parts)])
+    return WatchedStep(ops.ops, scale, [*findings, *_stored(mode, parts)])
 
 
 def _taken_step(trainer: Trainer, batch: object) -> float:
@@ -155,7 +158,7 @@ def _grid_of(x: Tensor) -> torch.dtype | None:
     if x.dtype not in (torch.float32, *LOW):
         return None
     values = x[x.isfinite() & (x != 0)].float()
-    for dtype in (torch.bfloat16, torch.float16):  # small numbers of the first are of both
+    for dtype in (torch.bfloat16, torch.float16):  # many numbers of bfloat16 are float16's too
         if torch.equal(values.to(dtype).float(), values):
             values = values.unique()
             if len(values) < FEWEST:
@@ -171,7 +174,7 @@ def _stored(mode: CheckedMode, parts: TrainingComponents) -> Iterator[Finding]:
     """Tensors of 16 bits after two steps, where the mode keeps float32 in all layers."""
     policy = mode.plan.policy
     held = [*parts.model.named_parameters(), *parts.model.named_buffers()]
-    if policy.momentum_dtype == policy.variance_dtype == "float32":
+    if policy.momentum_dtype == policy.variance_dtype == "float32":  # else 16 bits are asked for
         for name, p in parts.model.named_parameters():
             state = parts.optimizer.state.get(p, {}).items()
             held += [(f"{name}: {key}", x) for key, x in state if isinstance(x, Tensor)]
@@ -183,13 +186,12 @@ def _stored(mode: CheckedMode, parts: TrainingComponents) -> Iterator[Finding]:
 
 
 def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """The module with most of the weights that stand still, if those are most of the model's.
-
-    A norm's weights begin at 1 and stand still in every mode that rounds updates to nearest.
-    """
+    """The module with most of the weights that stand still, if those are most of the model's."""
     still = [x for x in audit(model, optimizer).findings if x.kind == "lost_update"]
     own = {x: [*model.get_submodule(x.module).parameters(recurse=False)] for x in still}
     numbers = {x: sum(p.numel() for p in held) for x, held in own.items()}
+    # most of the model: a norm's weights begin at 1, and stand still in every mode that rounds
+    # updates to nearest
     if 2 * sum(numbers.values()) > sum(p.numel() for p in model.parameters() if p.requires_grad):
         most = max(still, key=lambda x: numbers[x])
         yield Finding("lost_update", most.module, most.text)
@@ -219,9 +221,10 @@ def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
             yield _at("cast_undone", op, f"a second rounding, {names}")
         elif op.by_hand and not op.inputs:
             yield _at("lower_dtype", op, f"integers are rounded to {made}")
-        is_alone = low.issuperset(read)
+        is_alone = low.issuperset(read)  # no input has 16 bits by the mode's own casts
         if is_alone and op.error > 0 and spelled(op.name)[0] in SUMS:
             yield _at("lower_dtype", op, f"{made}, by a cast of the code")
+        # a product's result has 16 bits by the mode, whatever it reads
         follows = is_alone and (read or not op.inputs) and op.name not in PRODUCTS
         if op.by_hand or follows:
             low.add(i)
@@ -230,6 +233,7 @@ def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
 def _loss_in_16_bits(ops: list[StepOp]) -> Iterator[Finding]:
     """Sums in 16 bits of which the loss is made by ops of single numbers."""
     end = next((i for i, op in enumerate(ops) if op.phase == "backward"), 0)
+    # the loss is the last single number of the forward pass; walk back from it through its inputs
     single = [i for i, op in enumerate(ops[:end]) if op.numbers == 1 and op.inputs]
     made_of = set(single[-1:])
     for i in reversed(single):
@@ -261,13 +265,13 @@ def _spoiled(ops: list[StepOp], is_low: bool) -> Iterator[Finding]:
         if op.vanishes:
             text = f"{op.vanishes:g} is 0 in {dtype_name(op.makes)}"
             yield _at("vanishing_constant", op, text)
-        if any(index in infinite for _, index in op.inputs):
+        if any(index in infinite for _, index in op.inputs):  # the first one is the cause
             infinite.add(i)
         elif op.overflows:
             infinite.add(i)
             text = f"{op.overflows:.3g} is infinite in {dtype_name(op.makes)}"
             yield _at("overflow", op, text, op.overflows)
-        if op.is_noise and is_low and i in read:
+        if op.is_noise and is_low and i in read:  # noise that nothing reads does no damage
             yield _at("all_noise", op, f"an error of {op.error:.0%} of the result", op.error)
 
 
@@ -280,7 +284,7 @@ def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
         left, op = min(zip(doublings, ops, strict=True), key=lambda x: x[0], default=(0.0, None))
         if op is not None:
             mode.checks.figures[key] = round(left, 1)
-            if left < mode.settings.headroom and not has_overflow:
+            if left < mode.settings.headroom and not has_overflow:  # that is an error already
                 size = f"{op.size / scale:.4g}{' without the loss scale' * (scale != 1)}"
                 text = f"{size} in {dtype_name(op.makes)}: {left:.1f} doublings left"
                 yield _at("near_overflow", op, text, -left)
@@ -298,6 +302,8 @@ def _float32_is_wrong(mode: CheckedMode) -> Iterator[Finding]:
         loss, right = run(nullcontext), run(in_float64)
     except Exception:  # a model's own code may fail in float64 in any way
         return
+    # two passes show that most models are fine, before ops are recorded; 1e-4 is far below the
+    # tolerance of `is_good_enough`
     if math.isclose(loss, right, rel_tol=1e-4):
         return
     wrong = float32_loss(loss, right, run)

@@ -1,12 +1,12 @@
 """Checks of what ran elsewhere: a loop that `mprun.observe` recorded, another environment.
 
 *Observed.* The record has losses, not a model that can run again: so its losses must fall by more
-than they scatter (Welch's test of their first and last thirds), and a baseline on another machine
-explains a loss by the scatter around its neighbours.
+than they scatter (Welch's test of their first and last thirds), and beside a baseline of another
+machine a loss may differ by the scatter around its neighbours.
 
 *Another environment.* A run of one step is made here; both environments load its checkpoint and
-take its step on the same batch, and an error in a module that its dtype does not explain, on one
-side more than on the other, is a finding, as in `mprun diff`.
+take its step on the same batch, and an error in a module beyond the bound of its dtype, on one side
+more than on the other, is a finding, as in `mprun diff`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from statistics import fmean, median, stdev
 
 import mprun
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.check.baseline_figures import explained
 from mprun.inspect.check.check import against_baseline, check_result
 from mprun.inspect.check.check_baseline import (
     SCHEMA_VERSION,
@@ -33,11 +32,12 @@ from mprun.inspect.check.check_baseline import (
     BaselineFigure,
     ModeBaseline,
     read_baseline,
+    spread_bound,
 )
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.inspect.diff import capture_run, diff_captures, load_run, read_capture
 from mprun.inspect.divergence import DifferenceRow
+from mprun.inspect.divergence.runs import capture_run, diff_captures, load_run, read_capture
 from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
 from mprun.records.run_record import Summary, read_lines, read_summary
@@ -46,7 +46,8 @@ from mprun.train.signals import StopSignals
 from mprun.watch.audit import KINDS
 
 FALLS_BY_CHANCE = 1e-3  # The chance at which losses without a trend pass as falling
-# Overrides of the runs that two environments load
+# Overrides of the runs that two environments load: only their checkpoint is used, so little is
+# evaluated
 ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
 
 
@@ -122,9 +123,9 @@ def _audited(summary: Summary) -> Iterator[Finding]:
     """The audit's findings, which the record has as warnings."""
     for text in summary.warnings:
         kind, _, rest = text.partition(" ")
-        module, _, said = rest.partition(": ")
+        module, _, message = rest.partition(": ")
         if kind in KINDS and (kind in kinds() or kind.endswith("_in_16_bits")):
-            yield Finding(kind if kind in kinds() else "stored_in_16_bits", module, said)
+            yield Finding(kind if kind in kinds() else "stored_in_16_bits", module, message)
     if summary.requested != summary.effective:
         yield Finding("substituted", "", f"{summary.precision} was asked for")
 
@@ -132,7 +133,7 @@ def _audited(summary: Summary) -> Iterator[Finding]:
 def _observed_baseline(summary: Summary, losses: list[float], peak: dict[str, int]) -> Baseline:
     differences = [abs(x - y) for x, y in pairwise(losses)] or [0.0]
     scatter = median(differences)  # robust to the fall itself
-    bound = explained([scatter] * len(differences), 0.0)
+    bound = spread_bound([scatter] * len(differences), 0.0)
     mode = ModeBaseline([BaselineFigure(x, bound) for x in losses[:8]], peak_bytes=peak)
     machine = f"{summary.hardware.name}, {summary.backend.threads} threads"
     modes = {summary.variant: mode}
@@ -176,16 +177,16 @@ def check_environment(
 
 
 def _parted(first: DifferenceRow) -> Finding:
-    """The first error that arises in one environment more than in the other."""
+    """The first module whose own error is larger in one environment than in the other."""
     there = first.b.arising > first.a.arising
     error, where = (first.b, "there") if there else (first.a, "here")
-    text = f"{first.phase}: an error of {error.arising:.1e} arises {where}; {error.dtype} explains "
-    text += f"{error.explained:.1e}"
+    text = f"{first.phase}: its own error is {error.arising:.1e} {where}; rounding to "
+    text += f"{error.dtype} makes at most {error.explained:.1e}"
     return Finding("larger_error", first.module, text, first.op, at=error.arising)
 
 
 def _ask(command: Sequence[str], failure: type[MprunError], what: str) -> None:
-    """Run a command of the other environment; raise `failure` with the last line that it says."""
+    """Run a command of the other environment; raise `failure` with its last line of stderr."""
     try:
         subprocess.run(command, capture_output=True, text=True, check=True)
     except OSError as error:
@@ -199,7 +200,7 @@ def _ask(command: Sequence[str], failure: type[MprunError], what: str) -> None:
 def environment_with(requirement: str) -> list[str]:
     """The command of an interpreter with this mprun and a package of another version.
 
-    uv makes the environment and keeps it in its cache.
+    uv makes the environment, and has it in its cache afterwards.
 
     Raises:
         UsageError: there is no uv.
@@ -208,7 +209,8 @@ def environment_with(requirement: str) -> list[str]:
     if uv is None:
         raise UsageError(f"--with {requirement} needs uv (pip install uv), or give --python PATH")
     source = Path(mprun.__file__).parent.parent
-    is_tree = (source / "pyproject.toml").exists()
+    is_tree = (source / "pyproject.toml").exists()  # a checkout; its version may not be released
     package = str(source) if is_tree else f"mprun=={mprun.__version__}"
+    # --isolated, --no-project: not the packages of a project that the current folder has
     asked = ["--python", sys.executable, "--with", package, "--with", requirement]
     return [uv, "run", "--isolated", "--no-project", "--quiet", *asked, "python"]

@@ -26,7 +26,7 @@ from mprun.train.data import Batch
 from mprun.watch.updates import weights_moved
 
 LOSS = ""  # In place of a parameter's name
-LOWER = 16.0  # By which a loss scale that overflows is divided
+LOWER = 16.0  # By which a loss scale that overflows is divided: four passes from 2^16 to 1
 Figures = Mapping[str, Tensor]  # Gradients by parameter, and the loss under `LOSS`; float64
 # Made of the model that computes, with the first weights in it
 Region = Callable[[nn.Module], AbstractContextManager[object]]
@@ -43,6 +43,7 @@ class StepPasses:
         self.is_16_bit = low and policy.gemms == "none"
         self._first_scale = parts.precision.loss_scale.tensor
         self._exact = mode.probe(exact=True)
+        # other modes are judged by their modules alone
         self._low = mode.probe() if self.is_16_bit else self._exact
 
     @property
@@ -71,7 +72,7 @@ class StepPasses:
         """
         regions = list[Region]()
         if arithmetic is not None:
-            arithmetic.begin_step(1)
+            arithmetic.begin_step(1)  # the step is a part of the seed of its roundings
             regions.append(partial(_region, arithmetic))
         return self._pass(self._low, self.mode.batches[n], *regions, scale=scale, seed=seed)
 
@@ -84,7 +85,7 @@ class StepPasses:
 
     def moved(self, seed: int) -> Region:
         """A region with weights that are moved at random by up to half a unit of the mode."""
-        most = torch.finfo(self.dtype).eps / 2
+        most = torch.finfo(self.dtype).eps / 2  # by which rounding moves a number at most
         return lambda model: weights_moved(list(model.parameters()), most, seed)
 
     def in_float64(self, move: Figures | None = None) -> Figures:

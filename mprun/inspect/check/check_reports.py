@@ -1,4 +1,4 @@
-"""What `mprun check` tells others: JUnit XML, and GitHub's annotations and step summary. No torch.
+"""Reports of `mprun check` for CI: JUnit XML, GitHub's annotations and step summary. No torch.
 
 JUnit has no standard; what is written here conforms to Jenkins' schema (junit-10.xsd of its xUnit
 plugin), the strictest in use, and is read by GitLab, Jenkins and Azure. A suite is a mode, a case
@@ -102,7 +102,7 @@ def refuse_folder(path: str | None) -> None:
         raise UsageError(f"check.junit={path}: expected a file in a folder that exists")
 
 
-def tell_others(
+def write_reports(
     result: Result, junit_path: str | None, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Write the JUnit file; on GitHub print annotations and append to the step's summary.
@@ -114,6 +114,7 @@ def tell_others(
         write_files(Path(junit_path).parent, {Path(junit_path).name: junit(result.record)})
     if environment.get("GITHUB_ACTIONS") != "true":
         return
+    # GitHub reads commands from stdout, a line each
     for line in github_commands(result.record, Path(environment.get("GITHUB_WORKSPACE", "."))):
         print(printable(line))
     if summary := environment.get("GITHUB_STEP_SUMMARY"):

@@ -1,4 +1,4 @@
-"""What `mprun check` finds: the list of findings, the record of check.json, its lines. No torch.
+"""What `mprun check` reports: kinds of findings, the record of check.json, its lines. No torch.
 
 Each mode has the same checks, in the order of `CHECKS`; a check that did not fit into the budget is
 named as not done and is no success. A finding of severity error ends the command with status 1.
@@ -24,29 +24,32 @@ from mprun.records.reader import load_yaml
 T = TypeVar("T")
 SCHEMA_VERSION = 1
 ERROR, WARNING = "error", "warning"
-# What is checked in each mode
+# What is checked in each mode; tables, JUnit cases and findings have this order
 CHECKS = {
     "trains": "the loss is finite and falls by more than its noise",
-    "agrees": "loss, gradients and curve differ from float32's by no more than roundings explain",
-    "dtypes": "each part runs, and is stored, in the dtype that the mode says",
+    "agrees": "loss, gradients and curve differ from float32's by no more than rounding errors",
+    "dtypes": "each part runs, and is stored, in the dtype of the mode",
     "robust": "how far numbers are from overflow, and which results are noise",
     "fits": "the peak of memory, by category",
     "baseline": "what changed since mprun-baseline.json was written",
 }
-SHOWN = 4  # Findings on the terminal; all are in check.json
+SHOWN = 4  # Findings on the terminal, two lines each; all are in check.json
+# Legal values of check.targets; a copy of the names in check_targets.yaml, which help does not read
 TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 
 
 @dataclass
 class CheckSettings:
-    """What a check may take, and what it is held against."""
+    """What a check may take, and what it compares with."""
 
     budget_s: Positive = 60.0
     """Seconds for all modes; what did not fit is named."""
+    # 24 steps visit each of four batches six times: first and last third have two visits of each
     steps: Annotated[int, Meta(ge=6)] = 24
     """Training steps of each mode, on a few batches again and again."""
     memory_gib: Positive | None = None
     """The most that a step may take, in GiB; null: only the baseline's is compared."""
+    # A batch or a later step with numbers four times as large does not overflow
     headroom: NotNegative = 2.0
     """Doublings that the largest number must be away from overflow."""
     baseline: str = "mprun-baseline.json"
@@ -66,7 +69,7 @@ class Kind:
     check: str  # The check that reports it
     severity: str
     text: str  # What it means
-    example: str  # Code that is found by it
+    example: str  # Code that has this fault
     cure: str  # What to do
 
 
@@ -96,11 +99,17 @@ class Finding:
     line: str = ""
     """The line of code: `file.py:12 (forward)`."""
     at: float = 0.0
-    """How far: a measured size by which findings of one kind are ordered, largest first."""
+    """How far: a measured size that orders findings of one kind, largest first. Its unit is that of
+    the kind, so kinds are not compared by it."""
+
+    @property
+    def rank(self) -> tuple[bool, int, float]:
+        """Its place among others: errors first, then the order of the checks, then `at`."""
+        return self.severity != ERROR, [*kinds()].index(self.kind), -self.at
 
     @property
     def check(self) -> str:
-        """The check that found it."""
+        """The check that reports it."""
         return kinds()[self.kind].check
 
     @property
@@ -116,7 +125,7 @@ class Finding:
 
     @property
     def with_cure(self) -> str:
-        """What was found, and on a second line what to do."""
+        """The finding, and on a second line what to do."""
         return f"{self}\n  fix: {kinds()[self.kind].cure}"
 
 
@@ -139,9 +148,9 @@ class ModeChecks:
 
     def status(self, check: str) -> str:
         """ok, error, warning, or `-` for a check that was not done."""
-        found = {x.severity for x in self.of(check)}
+        severities = {x.severity for x in self.of(check)}
         done = "ok" if check in self.done else "-"
-        return next((x for x in (ERROR, WARNING) if x in found), done)
+        return next((x for x in (ERROR, WARNING) if x in severities), done)
 
 
 @dataclass(frozen=True)
@@ -159,17 +168,21 @@ class CheckRecord:
 
     @property
     def findings(self) -> list[tuple[str, Finding]]:
-        """Label of the mode and finding, errors first."""
+        """Label of the mode and finding, in the order of `Finding.rank`."""
         pairs = [(mode.label, x) for mode in self.modes for x in mode.findings]
-        return sorted(pairs, key=lambda pair: pair[1].severity != ERROR)
+        return sorted(pairs, key=lambda pair: pair[1].rank)
 
     @property
     def merged(self) -> list[tuple[str, Finding]]:
-        """As `findings`, but what was found at one place in several modes once, the largest."""
+        """As `findings`, but one finding for a place that several modes share, the largest."""
         groups: dict[tuple[str, ...], dict[str, Finding]] = {}
         for label, x in self.findings:
             groups.setdefault((x.kind, x.module, x.op, x.line), {}).setdefault(label, x)
-        return [(", ".join(own), max(own.values(), key=lambda x: x.at)) for own in groups.values()]
+        labels = [mode.label for mode in self.modes]
+        return [
+            (", ".join(x for x in labels if x in own), max(own.values(), key=lambda x: x.at))
+            for own in groups.values()
+        ]
 
     @property
     def has_errors(self) -> bool:
@@ -199,7 +212,8 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
 def _answer(record: CheckRecord) -> str:
     numbers = Counter(x.severity for _, x in record.merged)
     numbers["unfinished check"] = left = sum(len(mode.not_done) for mode in record.modes)
-    said = ", ".join(counted(n, x) for x, n in numbers.items() if n)
+    counts = ", ".join(counted(n, x) for x, n in numbers.items() if n)
     modes = ", ".join(mode.label for mode in record.modes)
     answer = "failed" if record.has_errors else "incomplete" if left else "passed"
-    return f"{answer}: {record.recipe} in {modes}: {said or 'no findings'} ({record.seconds:.0f} s)"
+    text = counts or "no findings"
+    return f"{answer}: {record.recipe} in {modes}: {text} ({record.seconds:.0f} s)"

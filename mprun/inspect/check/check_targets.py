@@ -1,20 +1,45 @@
-"""What a configuration would do on other hardware, by the table of check_targets.yaml. No torch."""
+"""What a mode would do on other hardware, and its first step in the arithmetic used there.
+
+The table of check_targets.yaml has what hardware lacks. Without units for a 16-bit format each op
+is computed in float32 and its result rounded. Where this check computes in another way, the first
+step is taken in that arithmetic too. Its loss and gradients may differ from the check's own by as
+much as repeated stochastic roundings in that arithmetic spread.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from mprun.config.validate import loss_scale_kind
+from mprun.inspect.check.check_baseline import DRAWS, spread_bound
+from mprun.inspect.check.check_passes import LOSS, StepPasses, is_finite
 from mprun.inspect.check.check_result import ERROR, Finding, ModeChecks, data_file
+from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.precision._torch import in_backward, op_name, storage_key
+from mprun.precision.arithmetic import Float16Fallback
+from mprun.precision.emulate import Emulated16
+from mprun.precision.layers import layer_precision
+from mprun.precision.nested import all_tensors
+from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.console.formatting import UNITS, by_reason, size_text
+from mprun.records.layer_values import product_formats
+from mprun.watch.nonfinite.nonfinite_watcher import current_line
+from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
 
 IN_FLOAT32, EMULATED, ABSENT = "in float32", "emulated", "absent"
 HOW = {
     IN_FLOAT32: "each result is computed in float32 and rounded",
     EMULATED: "mprun emulates it in float32, which is no faster",
 }
-REFUSED = "target_refuses", "it is refused"
+REFUSED = "target_refuses", "it is refused"  # Kind of finding, and its words
 AS_ASKED, NOT_RUN = "as asked", "not run here in that arithmetic"
 
 
@@ -73,11 +98,11 @@ class Configuration:
 
 def target_findings(names: Sequence[str], wanted: Configuration) -> Iterator[Finding]:
     """The findings of `refused_or_different`, each once, with the targets that it holds for."""
-    found: dict[Finding, list[str]] = {}
+    alike: dict[Finding, list[str]] = {}
     for name in dict.fromkeys(names):
         for x in refused_or_different(name, wanted):
-            found.setdefault(x, []).append(name)
-    for x, targets in found.items():
+            alike.setdefault(x, []).append(name)
+    for x, targets in alike.items():
         yield replace(x, text=f"on {', '.join(targets)}: {x.text}")
 
 
@@ -95,8 +120,9 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
         refused = lack.how == ABSENT or (lack.how == EMULATED and wanted.native)
         kind, how = REFUSED if refused else ("target_differs", HOW[lack.how])
         measured = (use.measured or NOT_RUN) if lack.how == IN_FLOAT32 else ""
-        said = [f"{use.text or format_name}: {lack.why}", how, measured]
-        yield Finding(kind, use.module, "; ".join(filter(None, said)), line=use.line)
+        texts = [f"{use.text or format_name}: {lack.why}", how, measured]
+        yield Finding(kind, use.module, "; ".join(filter(None, texts)), line=use.line)
+    # 6e-08 is the smallest subnormal number of float16
     if "float16" in wanted.uses.keys() - target.lacks.keys() and not wanted.scaled:
         text = "float16 without a loss scale: gradients below 6e-08 become 0; leave out "
         text += "loss_scale=none"
@@ -110,9 +136,9 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
         yield Finding("target_differs", "", f"{step} only models with {large[0]:g} GiB have it")
 
 
-def figure(found: Iterable[Finding]) -> str:
-    """What the record says of a mode on a target."""
-    severities = {x.severity for x in found}
+def target_verdict(findings: Iterable[Finding]) -> str:
+    """What the record has for a mode on a target: refused, differs, or as asked."""
+    severities = {x.severity for x in findings}
     return "refused" if ERROR in severities else "differs" if severities else AS_ASKED
 
 
@@ -124,3 +150,133 @@ def target_lines(targets: Sequence[str], modes: Sequence[ModeChecks]) -> Iterato
         text = "; ".join(f"{how}: {', '.join(x)}" for how, x in labels.items())
         note = f" ({TARGETS[name].note})" if TARGETS[name].note else ""
         yield f"{name}: {f'runs {AS_ASKED}' if [*labels] == [AS_ASKED] else text}{note}"
+
+
+# ---- a mode, and its first step ------------------------------------------------------------------
+
+# Formats of products by the names of the table of targets; the others are fp8
+FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
+TINY = torch.finfo(torch.float64).tiny  # Instead of a division by 0
+
+
+def on_targets(mode: CheckedMode) -> Iterator[Finding]:
+    """The findings for each of `check.targets`; a figure of each says what the mode does there."""
+    wanted = _configuration(mode)
+    for name in mode.settings.targets:
+        mode.checks.figures[f"target {name}"] = target_verdict(refused_or_different(name, wanted))
+    yield from target_findings(mode.settings.targets, wanted)
+
+
+def _configuration(mode: CheckedMode) -> Configuration:
+    plan, lacks = mode.plan, [TARGETS[name].lacks for name in mode.settings.targets]
+    uses: dict[str, FormatUse] = {}
+    for name, use in _formats(mode):
+        uses.setdefault(name, use)  # the first place of a format is reported
+    low = plan.policy.compute_dtype
+    if low in uses and any(x[low].how == IN_FLOAT32 for x in lacks if low in x):
+        uses[low] = _first_step(mode)
+    if any("float64" in x for x in lacks):
+        if "float64" not in mode.shared:
+            mode.shared["float64"] = _float64(mode)
+        if where := mode.shared["float64"]:
+            uses["float64"] = where
+    scaled = loss_scale_kind(plan.config, plan.layers.values()) != "none"
+    native = plan.config.execution == "native"
+    return Configuration(uses, native, scaled, mode.memory.peak_bytes)
+
+
+def _formats(mode: CheckedMode) -> Iterator[tuple[str, FormatUse]]:
+    """Formats that products and ops are computed in; none where mprun emulates everywhere."""
+    plan, policy = mode.plan, mode.plan.policy
+    if plan.config.execution == "emulated" or policy.rounding_scope == "all":
+        return
+    if policy.is_low:
+        yield policy.compute_dtype, FormatUse()
+    if policy.tf32:
+        yield "tf32", FormatUse()
+    if policy.has_low_partials:
+        yield "float16 partials", FormatUse()
+    if policy.gemms not in ("none", "layers"):
+        yield FORMATS.get(policy.gemms, "fp8"), FormatUse(text=policy.gemms)
+    for name, value in plan.layers.items():
+        if layer := layer_precision(value, policy.casting):
+            yield dtype_name(layer.compute), FormatUse(name)
+        for x in (product_formats(value) or {}).values():
+            yield FORMATS.get(x, "fp8"), FormatUse(name, text=x)
+
+
+def _first_step(mode: CheckedMode) -> FormatUse:
+    """Whether the first step agrees where each op is computed in float32 and rounded."""
+    plan, policy = mode.plan, mode.plan.policy
+    if policy.gemms != "none":  # `Emulated16` has no formats of 8 bits or fewer
+        return FormatUse()
+    if plan.execution == "emulated" or plan.fp32_fallback == "all":
+        return FormatUse(measured="as in this check")
+    passes, low = StepPasses(mode), torch_dtype(policy.compute_dtype)
+    rounded = partial(Emulated16, overflow=policy.overflow, partials="float32")
+    is_float16 = low == torch.float16
+    here = passes.low()
+    there = passes.low(
+        arithmetic=Float16Fallback(matmuls=True) if is_float16 else rounded("nearest", seed=0)
+    )
+    draws = [passes.low(arithmetic=rounded("stochastic", seed=n)) for n in range(DRAWS)]
+    ratios = {}  # the difference of each tensor, over the most that roundings make
+    for name in here.keys() & there.keys():
+        mine, other = here[name], there[name]
+        spread = spread_bound([float((draw[name] - other).norm()) for draw in draws], 0.0)
+        # this check rounds its own result once more, to the mode's format
+        one_more = float(mine.norm()) * torch.finfo(low).eps / 2
+        ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
+        lost = is_finite({name: mine}) and not is_finite({name: other})
+        ratios[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
+    worst = max(sorted(ratios), key=lambda name: ratios[name])  # sorted: sets have no fixed order
+    loss = f"loss {float(there[LOSS]):.7g} there and {float(here[LOSS]):.7g} here"
+    if ratios[worst] <= 1:
+        return FormatUse(measured=f"the first step agrees, {loss}")
+    what = f"{worst or 'the loss'} differs by {ratios[worst]:.3g} times the bound of rounding"
+    measured = f"the first step does not agree, {loss}: {what}"
+    return FormatUse(worst.rpartition(".")[0], measured=measured)
+
+
+class _Float64Ops(OpWatcher):
+    """Finds the first op of forward pass and loss that gives float64 on the device.
+
+    Args:
+        tensors: what is on the device at first.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.first: FormatUse | None = None
+        self._on_device = {storage_key(x): x for x in tensors}
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        result = run()
+        inputs = () if in_backward() else tensors_of((args, kwargs))
+        if any(storage_key(x) in self._on_device for x in inputs):
+            made = list(tensors_of(result))
+            # references stay: a freed storage's key would be given to another tensor
+            self._on_device |= {storage_key(x): x for x in made}
+            if self.first is None and any(x.dtype == torch.float64 for x in made):
+                _, module = self.tracker.context()
+                line = str(current_line() or "")
+                self.first = FormatUse(module or "", line, f"float64 of {op_name(func)}")
+        return result
+
+
+def _float64(mode: CheckedMode) -> FormatUse | None:
+    """Where the first step makes numbers of float64."""
+    batch = mode.exact_batches[0]
+    given = [x for part in batch.parts for x in all_tensors((part.content, part.inputs))]
+    if any(x.dtype == torch.float64 for x in given):
+        return FormatUse(text="float64 in the batch")
+    probe = mode.probe(exact=True)
+    watcher = _Float64Ops([*probe.model.parameters(), *probe.model.buffers(), *given])
+
+    @contextmanager
+    def inside(model: nn.Module) -> Iterator[None]:
+        with watcher.following(model), watcher:
+            yield
+
+    probe.gradients(mode.start(exact=True), batch, inside=inside)
+    return watcher.first

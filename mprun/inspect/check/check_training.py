@@ -2,21 +2,13 @@
 
 *Falls.* The same few batches are visited again and again. The losses of the last third of visits
 are subtracted from those of the same batches in the first third; the mean is the fall. It must be
-more than its noise: what chance explains of these differences by Student's t, and how much
-float32's loss moves with the first weights, by up to half a unit of bfloat16: a smaller fall is
-none in any format. A fall within its noise takes up to four times as many steps before it is
-reported, for a small learning rate or a warm-up is no fault.
+more than its noise: the largest mean that chance makes by Student's t, and how much float32's loss
+moves with the first weights, by up to half a unit of bfloat16.
 
 *Curve.* The mode and float32 take the same steps, in pairs: from the run's first weights, and from
 weights and inputs that are moved at random by up to half a unit of bfloat16, with other random
 numbers (dropout), the same in both. Within a pair this noise cancels, so the difference of the mean
-losses is what the mode changes. Over pairs it must have a mean of zero by Student's t; few pairs
-are enough where it clearly has. The same inputs in all pairs would be rounded alike in all: their
-few samples would move the mean. What rounding moves is little, so the mean must also leave the
-spread of float32's own starts. Lower losses count too: they may be a regularization that is lost.
-
-*Time.* A step is measured, and the steps are fewer where all pairs would not fit into the budget,
-but visit each batch three times. Pairs for which no time is left are said.
+losses is what the mode changes. Over pairs its mean must be zero by Student's t.
 """
 
 from __future__ import annotations
@@ -42,15 +34,21 @@ from mprun.train.loop import Trainer
 from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
 from mprun.watch.updates import OWN_SEED, move_weights
 
-# Pairs of curves: at first, and where these differ by less than `SUSPECT` of chance
+# Pairs of curves: at first, and where the mean of these has a chance below `SUSPECT`. A few pairs
+# are enough where the mode clearly agrees.
 FEW, MANY = 3, 8
 SUSPECT = 0.05
 BY_NOISE = 0.01  # The chance at which noise passes as a fall
 LEVEL = 1e-4  # The chance of an alarm without a cause that a test accepts
-SPREADS = 3  # Standard deviations of float32's starts that the mode's difference must exceed
+# Standard deviations of float32's starts that the mode's difference must exceed: over pairs even a
+# rounding of no consequence is significant
+SPREADS = 3
 SKIPS = 40  # How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them
-LONGER = 4  # How many times as many steps are taken before a loss counts as flat
+# How many times as many steps are taken before a loss counts as flat: a small learning rate or a
+# warm-up is no fault
+LONGER = 4
 VISITS = 3  # Of each batch at least: fewer have no thirds
+# Half a unit of bfloat16, the 16-bit format with the fewest digits: no mode moves a weight further
 COARSEST = torch.finfo(torch.bfloat16).eps / 2
 
 
@@ -125,12 +123,13 @@ class Curve:
         plan = mode.exact if exact else mode.plan
         self._batches = mode.exact_batches if exact else mode.batches
         if number:
-            seed = OWN_SEED - number
+            seed = OWN_SEED - number  # other random numbers than the run's own seeds draw
             moved = MovedWeights({}, (), frozenset(), plan.weights, most, seed)
             plan = replace(plan, weights=moved)
+            # the same inputs in all pairs would be rounded alike: their few samples move the mean
             if moves_inputs:
                 self._batches = with_moved_inputs(self._batches, mode.exact_batches, most, seed)
-        self._plan, self._seed = plan, plan.config.seed + number * 2**16
+        self._plan, self._seed = plan, plan.config.seed + number * 2**16  # a seed a step
         with untouched():
             self.trainer = Trainer(build_parts(plan), plan.limits)
         self.losses: list[float] = []
@@ -189,6 +188,7 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of this check."""
     own, count = Curve(mode), len(mode.batches)
     own.until(2)  # the first step is slower
+    # steps for which all pairs fit into the budget
     affordable = mode.left_s / (2 * FEW * own.step_s)
     steps = int(min(mode.settings.steps, max(VISITS * count, affordable)))
     losses = own.until(steps)
@@ -209,7 +209,7 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
             break
     else:
         yield Finding("loss_does_not_fall", "", text)
-    if mode.plan is not mode.exact:
+    if mode.plan is not mode.exact:  # float32 has no other curve
         yield from _other_curve(mode, steps, own.step_s)
 
 
@@ -225,11 +225,15 @@ def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
         return losses[0] - losses[-1], 0.0
     third = visits // 3 * count
     falls = [x - y for x, y in zip(losses, losses[visits * count - third :], strict=False)][:third]
+    # twice the chance: only falls count, `by_chance` is two-sided
     return fmean(falls), by_chance(falls, 2 * BY_NOISE) if third > 1 else 0.0
 
 
 def _moved_by_roundings(mode: CheckedMode) -> float:
-    """How much float32's first loss moves with the weights, by up to half a unit of bfloat16."""
+    """How much float32's first loss moves with the weights, by up to half a unit of bfloat16.
+
+    A smaller fall is none in any format.
+    """
     (own,) = curve_losses(mode, 1, exact=True)
     others = (Curve(mode, n, exact=True, moves_inputs=False).until(1)[0] for n in range(1, FEW))
     return math.sqrt(fmean((x - own) ** 2 for x in others))
@@ -237,7 +241,7 @@ def _moved_by_roundings(mode: CheckedMode) -> float:
 
 def _not_finite(mode: CheckedMode, steps: int) -> Finding:
     """The op that first made a number that is not finite, in the step that shows it."""
-    curve = Curve(mode)
+    curve = Curve(mode)  # again up to this step: watching every op of all steps would be slow
     curve.until(steps - 1)
     parts = curve.trainer.parts
     text = f"the loss or a gradient of step {steps} is not finite, at any loss scale"
@@ -254,12 +258,12 @@ def _not_finite(mode: CheckedMode, steps: int) -> Finding:
 
 
 def _other_curve(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
-    """Whether the mean loss differs from float32's by more than roundings explain."""
+    """Whether the mean loss differs from float32's by more than roundings move it."""
     differences, exact = list[float](), list[float]()
     for number in range(MANY):
         if number == FEW and abs(fmean(differences)) <= by_chance(differences, SUSPECT):
             return
-        if mode.left_s / 2 < 2 * steps * step_s:
+        if mode.left_s / 2 < 2 * steps * step_s:  # half is for the checks that follow
             text = f"no time for more than {number} of {MANY} starts of {steps} steps"
             mode.checks.not_done["curve"] = text
             break
@@ -268,15 +272,17 @@ def _other_curve(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Findi
             return
         exact.append(fmean(of_float32))
         differences.append(fmean(own) - exact[-1])
-    if len(exact) < FEW:
+    if len(exact) < FEW:  # too few for a standard deviation
         return
+    # lower losses count too: they may be a regularization that is lost
     distance = abs(fmean(differences))
     bound = max(by_chance(differences, LEVEL), SPREADS * stdev(exact))
     mode.checks.figures |= {"curve_distance": distance, "curve_bound": bound}
     if distance > bound:
         reference = fmean(exact)
         text = f"its mean loss of {steps} steps is {reference + fmean(differences):.5g}, float32's "
-        text += f"{reference:.5g} from the same {len(exact)} starts; roundings explain {bound:.1e}"
+        text += f"{reference:.5g} from the same {len(exact)} starts; roundings move it by at most "
+        text += f"{bound:.1e}"
         yield Finding("other_curve", "", text, at=distance / bound if bound else 1.0)
 
 

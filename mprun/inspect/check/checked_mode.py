@@ -1,4 +1,4 @@
-"""A mode that is checked: its plan, float32's, and the batches that both are looked at with.
+"""A mode that is checked: its plan, float32's, and the batches that both run on.
 
 The batches are the first samples of the training data, in the stored order, the same in all modes.
 """
@@ -25,7 +25,9 @@ from mprun.train.data.random_numbers import untouched
 from mprun.train.loop import Trainer
 from mprun.watch.process_memory import StepMemory
 
-BATCHES = 4  # Different batches of the steps that are trained
+# Different batches of the steps that are trained: few, so that each is visited several times and
+# its losses can be compared
+BATCHES = 4
 
 
 @dataclass
@@ -63,7 +65,7 @@ class CheckedMode:
     @cached_property
     def memory(self) -> StepMemory:
         """The memory of a step, counted on fake tensors where the model allows it."""
-        with untouched():
+        with untouched():  # its model draws weights, which must not change those of the mode
             return step_memory(self.plan)
 
     def trainer(self, exact: bool = False) -> Trainer:
@@ -90,5 +92,5 @@ def batches_of(plan: Plan, at_most: int) -> list[Batch]:
     """The first batches of the training data, in the stored order."""
     size = min(plan.batch.micro, at_most)
     batches, order = build_batches(plan, plan.splits.train, size, size, shuffle=False)
-    with closing(iter(batches.epoch(order.draw()))) as stream:
+    with closing(iter(batches.epoch(order.draw()))) as stream:  # ends loader processes at once
         return list(islice(stream, BATCHES))

@@ -6,12 +6,11 @@ alias is what went through this module alone. An alias shares the memory, so no 
 
 *Exact arithmetic.* A rounding that a model's code asks for (`x.bfloat16().float()`) is an error of
 that code here, so casts between floating dtypes return float64. Each result may be rounded to a
-dtype: the error of such a pass is what the dtype explains, cancellation and the growth of errors
-included, which no formula knows for any code. Sums inside a kernel are not rounded: an error of at
-most sqrt(K) units for K terms (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
+dtype: the error of such a pass is one that the dtype makes, cancellation and the growth of errors
+included, for which there is no formula. Sums inside a kernel are not rounded.
 
-*Ops.* An op's result is compared with the same op in float64 on the very inputs it read. A cast to
-fewer bits is compared with what it cast.
+*Ops.* An op's result is compared with the same op in float64 on the same inputs. A cast to fewer
+bits is compared with what it cast.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.inspect.diff_result import OpError
+from mprun.inspect.divergence.difference import OpError
 from mprun.inspect.passes import in_float64
 from mprun.precision._torch import (
     DispatchMode,
@@ -105,6 +104,7 @@ def record(
     """
     plain, boundaries = original_module(model), Boundaries(low)
     compiled = any(map(is_compiled, model.modules()))
+    # hooks inside a compiled model would break its graph, and so change what is compared
     followed = [("", model)] if compiled else plain.named_modules()
     with calls_followed(followed, boundaries.begin, boundaries.end):
         with region:
@@ -138,6 +138,7 @@ def calls_followed(
 
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            # checkpointing calls modules again in the backward pass
             return None if in_backward() else begin(path, module, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -174,12 +175,12 @@ class Boundaries:
         inputs = floating(arguments)
         place = (path, self._calls[path])
         self._calls[path] += 1
-        boundary = Boundary(
+        boundary = Boundary(  # before the call: it may change its inputs in place
             place,
             type(original_module(module)).__name__,
             given_dtype(module, inputs, self._low),
             max(formats_of(original_module(module)), key=lambda f: f.half_step, default=None),
-            [_kept(x) for x in inputs],
+            [_copied(x) for x in inputs],
         )
         self._open.append(boundary)
         return aliased(arguments, boundary.input_gradients)
@@ -187,7 +188,7 @@ class Boundaries:
     def end(self, path: str, output: Any) -> Any:
         """It returned; an alias of its output."""
         boundary = self._open.pop()
-        boundary.outputs = [_kept(x) for x in floating(output)]
+        boundary.outputs = [_copied(x) for x in floating(output)]
         self.ended[boundary.place] = boundary
         return aliased(output, boundary.output_gradients)
 
@@ -197,7 +198,8 @@ def floating(value: Any) -> list[Tensor]:
     return [x for x in all_tensors(value) if x.is_floating_point()]
 
 
-def _kept(x: Tensor) -> Tensor:
+def _copied(x: Tensor) -> Tensor:
+    """A copy: a later op may change the tensor in place."""
     return x.detach().clone()
 
 
@@ -212,18 +214,18 @@ def aliased(value: Any, gradients: dict[int, Tensor]) -> Any:
         count += 1
         if not x.requires_grad:
             return x
-        same = x.view_as(x)
-        same.register_hook(_keeper(gradients, count))
+        same = x.view_as(x)  # shares the memory, so no number changes
+        same.register_hook(_storing_hook(gradients, count))
         return same
 
     return map_tensors(alias, value)
 
 
-def _keeper(gradients: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
-    def keep(gradient: Tensor) -> None:
+def _storing_hook(gradients: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
+    def store(gradient: Tensor) -> None:
         gradients[number] = gradient.detach().clone()
 
-    return keep
+    return store
 
 
 def given_dtype(
@@ -240,7 +242,7 @@ def given_dtype(
     if torch.is_autocast_enabled(device.type):
         dtypes.append(torch.get_autocast_dtype(device.type))
     known = [x for x in LOWEST_FIRST if x in dtypes]
-    return known[0] if known else torch.float32
+    return known[0] if known else torch.float32  # a module of integers alone, or of nothing
 
 
 # Ops that make no new number
@@ -300,6 +302,7 @@ class Exact(DispatchMode):
 def exact_arithmetic(twin: nn.Module) -> Iterator[Exact]:
     """Inside, a float64 copy computes without casts; set `dtype` of the result to round."""
     exact = Exact()
+    # the caller's autocast region would cast float64 down
     with in_float64(twin), torch.autocast("cpu", enabled=False), exact:
         yield exact
 
@@ -314,8 +317,8 @@ class OpErrors(OpWatcher):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         spec, saved = op_spec(func), dict[int, Tensor]()
         if not spec.makes_numbers or spec.listwise or not spec.runs_again:
-            return run()
-        if spec.reads_written:
+            return run()  # nothing to compare with: copies, the optimizer's lists, random numbers
+        if spec.reads_written:  # `add_` reads what it overwrites: its exact result needs a copy
             targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
             with self.muted(), torch.no_grad():
                 saved = {id(x): x.clone() for x in targets}
@@ -326,6 +329,7 @@ class OpErrors(OpWatcher):
 
     def _compare(self, call: OpCall) -> None:
         context = self.tracker.context()
+        # without a module: of the loss or the caller, which the rows do not have
         exact = None if context.module is None else recomputed(call)
         if exact is None:
             return

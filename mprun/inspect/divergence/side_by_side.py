@@ -1,21 +1,10 @@
-"""The errors of two sides of a model, and the first that their dtypes do not explain.
+"""The errors of two sides of a model with their bounds, and the first that is beyond.
 
     print(mprun.diff(model, copy.deepcopy(model).bfloat16(), batch))
 
-For each module, forward and backward, and for each side:
-
-    arising     the error of what the module's own code computes, on the very inputs that this side
-                gave it, relative to float64
-    inherited   the error that float64 makes of these inputs: what came from earlier modules
-    bias        the mean of the arising error; the rest of it is noise
-    explained   the arising error if every result of that code is rounded to the dtype of the
-                call, and its inputs and parameters are off by half a unit, times a margin
-
-A dtype explains errors of its size, not more: bfloat16 under autocast is no finding, and a float32
-module that rounds to bfloat16 inside is one. A linear layer whose products have a format of 8 bits
-or fewer (`precision=mxfp8`) is held against that. The margin is 4 for 16 bits and 2 for fewer. It
-is 64 for float32, whose sums inside a kernel are not modelled: up to sqrt(K) units for K terms
-(Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
+`difference.py` has the columns. The bound is that of the call's dtype: bfloat16 under autocast is
+no finding, and a float32 module that rounds to bfloat16 inside is one. A linear layer whose
+products have a format of 8 bits or fewer (`precision=mxfp8`) has the bound of that format.
 """
 
 from __future__ import annotations
@@ -31,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import first_line
-from mprun.inspect.diff_result import CapturedCall, CaptureRecord, OpError, SideError
 from mprun.inspect.divergence.boundaries import (
     Place,
     Recording,
@@ -41,14 +29,23 @@ from mprun.inspect.divergence.boundaries import (
     relative_rms,
     rms,
 )
-from mprun.inspect.divergence.pieces import Difference, DifferenceRow, excess, forced, true_outputs
+from mprun.inspect.divergence.difference import (
+    CapturedCall,
+    CaptureRecord,
+    Difference,
+    DifferenceRow,
+    OpError,
+    SideError,
+    error_ratio,
+)
+from mprun.inspect.divergence.forced_run import run_forced, true_outputs
 from mprun.inspect.passes import ready
 from mprun.precision._torch import is_compiled, original_module
 from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.nested import map_tensors
 
-SEED = 0
+SEED = 0  # Of all passes, so that both sides draw the same random numbers
 
 
 @dataclass(frozen=True)
@@ -152,10 +149,13 @@ def own_loss(output: Any) -> Tensor:
     return torch.stack(sums).sum()
 
 
+# By how much an own error may exceed the largest of the rounded passes. The sums inside a kernel of
+# float32 are not rounded there: up to sqrt(K) units for K terms (Higham, Accuracy and Stability of
+# Numerical Algorithms, chapter 4), and 64 are enough for 4096 terms.
 MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
-MARGIN = 4.0  # Of 16-bit dtypes
+MARGIN = 4.0  # Of 16-bit dtypes, whose kernels add up in float32
 BLOCK_NAMES = {form.name for form in BLOCK_FORMATS}
-FORMAT_MARGIN = 2.0  # Of formats of 8 bits or fewer: four times their steps would explain anything
+FORMAT_MARGIN = 2.0  # Of formats of 8 bits or fewer: four times their steps would allow anything
 
 
 def diff(
@@ -196,7 +196,8 @@ def diff(
 def diff_sides(step: SharedStep, a: Side, b: Side) -> Difference:
     """`diff` for a step of any form."""
     reference, notes = _float64_of((a, b))
-    return together(capture(step, a, reference), capture(step, b, reference), notes)
+    # one reference for both: with a copy of its own each side's fault would be in its reference
+    return compare(capture(step, a, reference), capture(step, b, reference), notes)
 
 
 class Captured(NamedTuple):
@@ -214,14 +215,13 @@ def capture(
     reference: nn.Module | None = None,
     passes: int = 1,
 ) -> Captured:
-    """The errors that arise in one side.
+    """Each module's own errors on one side.
 
     Args:
         step: its step.
         side: the side.
         reference: a float64 copy of a model with the same modules; None: of the side's own.
-        passes: rounded passes; the largest of their errors counts as explained. They draw other
-            random numbers than the side: dtypes may draw different ones from one seed.
+        passes: rounded passes; the bound is a multiple of the largest of their errors.
     """
     recording = step.record(side)
     twin = reference or _float64_of((side,))[0]
@@ -229,7 +229,7 @@ def capture(
     return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
 
 
-def together(
+def compare(
     a: Captured | CaptureRecord, b: Captured | CaptureRecord, notes: Sequence[str] = ()
 ) -> Difference:
     """Two sides beside each other."""
@@ -259,12 +259,13 @@ class _SideResults:
         self.recording = recording
         run = step.exactly(side)
         with ready(twin, SEED):
-            self.exact = forced(twin, recording, run, rounded=False)
+            self.exact = run_forced(twin, recording, run, rounded=False)
             self.true = true_outputs(twin, recording, run)
         self.rounded = []
         for n in range(passes):
+            # other seeds than the side's: dtypes may draw different random numbers from one seed
             with ready(twin, SEED + 1 + n):
-                self.rounded.append(forced(twin, recording, run, rounded=True, seed=n))
+                self.rounded.append(run_forced(twin, recording, run, rounded=True, seed=n))
 
 
 def _calls(side: _SideResults) -> Iterator[CapturedCall]:
@@ -287,7 +288,7 @@ def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[Diff
         theirs = others.get((x.phase, x.module, x.call), {})
         pairs = [(what, x.errors[what], theirs[what]) for what in x.errors if what in theirs]
         if pairs:
-            worst = max(pairs, key=lambda p: (max(excess(p[1]), excess(p[2])), p[0]))
+            worst = max(pairs, key=lambda p: (max(error_ratio(p[1]), error_ratio(p[2])), p[0]))
             yield DifferenceRow(x.phase, x.module, x.call, x.kind, *worst)
 
 
@@ -335,6 +336,7 @@ def _error(side: _SideResults, place: Place, numbers: Quadruple) -> SideError:
     boundary = side.recording.boundaries[place]
     margin = MARGINS.get(boundary.dtype, MARGIN) if boundary.format is None else FORMAT_MARGIN
     scale = rms(exact)
+    # half a unit at least: a rounded pass may be exact by chance
     explained = margin * max(largest, boundary.half_step)
     return SideError(
         dtype=boundary.rounding,
@@ -346,10 +348,10 @@ def _error(side: _SideResults, place: Place, numbers: Quadruple) -> SideError:
 
 
 def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> DifferenceRow:
-    """The row with the op that has the largest error in its module, if it is not explained."""
+    """The row with the op that has the largest error in its module, if it is beyond its bound."""
     if row.is_explained:
         return row
-    worse, own = max((row.a, ops[0]), (row.b, ops[1]), key=lambda side: excess(side[0]))
+    worse, own = max((row.a, ops[0]), (row.b, ops[1]), key=lambda side: error_ratio(side[0]))
     if worse.dtype in BLOCK_NAMES:  # the ops inside are those of its emulation
         return replace(row, op="linear")
     inside = [x for x in own if x.phase == row.phase and x.module == row.module]
@@ -369,4 +371,4 @@ def _notes(a: Captured | CaptureRecord, b: Captured | CaptureRecord) -> Iterator
     only = first ^ second
     if only and not (a.compiled or b.compiled):
         shown = ", ".join(sorted({path or "the model" for path, _ in only})[:3])
-        yield f"calls that only one side has are a part of their caller: {shown}"
+        yield f"a call that only one side has counts as code of its caller: {shown}"

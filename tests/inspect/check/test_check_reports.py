@@ -10,7 +10,7 @@ import pytest
 from junitparser import JUnitXml
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.inspect.check.check_reports import github_commands, junit, refuse_folder, tell_others
+from mprun.inspect.check.check_reports import github_commands, junit, refuse_folder, write_reports
 from mprun.inspect.check.check_result import (
     CHECKS,
     SCHEMA_VERSION,
@@ -184,7 +184,7 @@ def result_of(found: CheckRecord) -> Result:
 
 def test_nothing_is_told_outside_of_github(capsys: pytest.CaptureFixture[str]) -> None:
     for environment in ({}, {"GITHUB_ACTIONS": "false", "GITHUB_STEP_SUMMARY": "summary.md"}):
-        tell_others(result_of(record(Finding("overflow", "a", "b"))), None, environment)
+        write_reports(result_of(record(Finding("overflow", "a", "b"))), None, environment)
     assert capsys.readouterr().out == ""
     assert [*Path().iterdir()] == []
 
@@ -202,7 +202,7 @@ def test_github_gets_annotations_and_the_summary_behind_what_is_there(
         Finding("near_overflow", "fc", NASTY),
         Finding("overflow", "fc", NASTY, "", "a.py:1"),
     ]
-    tell_others(result_of(record(*findings)), "junit.xml", environment)
+    write_reports(result_of(record(*findings)), "junit.xml", environment)
     first, second = map(read, capsys.readouterr().out.splitlines())
     assert (first[0], first[1]["file"], second[0]) == ("error", "a.py", "warning")
     summary = Path("summary.md").read_text(encoding="utf-8")
@@ -214,7 +214,7 @@ def test_github_gets_annotations_and_the_summary_behind_what_is_there(
 
 def test_a_summary_that_cannot_be_written_costs_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": "no/summary.md"}
-    tell_others(result_of(record()), None, environment)
+    write_reports(result_of(record()), None, environment)
     assert "note: the summary of the step cannot be written" in capsys.readouterr().err
 
 
@@ -226,4 +226,4 @@ def test_a_junit_file_that_cannot_be_written_is_said(in_empty_folder: Path) -> N
     refuse_folder("junit.xml")
     Path("gone").write_text("")
     with pytest.raises(RunFailedError, match="cannot be written"):
-        tell_others(result_of(record()), "gone/junit.xml", {})
+        write_reports(result_of(record()), "gone/junit.xml", {})

@@ -77,6 +77,20 @@ def test_errors_come_first_and_what_two_modes_share_is_said_once() -> None:
     ]
 
 
+def test_sizes_of_two_kinds_are_not_compared() -> None:
+    """Errors first, then the order of the checks; `at` orders findings of one kind alone."""
+    noise = [Finding("all_noise", f"n{n}", "", at=n / 10) for n in (7, 9)]
+    sizes = [Finding("overflow", f"o{n}", "", at=n) for n in (7e4, 9e4)]
+    memory = Finding("over_memory", "", "", at=1.1)
+    far = Finding("far_from_float32", "f", "", at=1.2)
+    warning = Finding("near_overflow", "w", "", at=1e9)
+    found = [warning, memory, *noise, *sizes, far]
+    record = CheckRecord(SCHEMA_VERSION, "tiny", "a CPU", {}, 1.0, 60.0, [mode("x", *found)])
+    places = ["f", "o90000.0", "o70000.0", "n9", "n7", "", "w"]
+    assert [x.module for _, x in record.merged] == places
+    assert [x.module for x in sorted(found, key=lambda x: x.rank)] == places
+
+
 def test_many_findings_are_counted() -> None:
     found = [Finding("overflow", f"layer.{n}", "inf") for n in range(SHOWN + 2)]
     lines = shown(mode("fp16_mixed", *found))

@@ -47,8 +47,11 @@ def found(mode: str, change: Change, *more: str) -> list[Finding]:
         return list(trains(checked))
 
 
+@pytest.mark.representative("lr-*", "warmup-fp16_mixed")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("more", [["train.lr=0.01"], ["train.warmup_steps=200"]])
+@pytest.mark.parametrize(
+    "more", [["train.lr=0.01"], ["train.warmup_steps=200"]], ids=["lr", "warmup"]
+)
 def test_a_healthy_model_trains(mode: str, more: list[str]) -> None:
     assert found(mode, nn.Dropout(0.2), *more) == []
 

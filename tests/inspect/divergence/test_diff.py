@@ -319,8 +319,8 @@ def test_compiled_against_eager_in_bfloat16_reports_what_is_seen() -> None:
 
 def test_printed_it_is_a_table() -> None:
     text = str(mprun.diff(made("mlp"), plant(made("mlp"), "3", "cast"), MODELS["mlp"][1]))
-    assert "first: 3 (Linear), forward, op _to_copy: an error of" in text
-    assert "float32 explains" in text
+    assert "first: 3 (Linear), forward, op _to_copy: its own error in b is" in text
+    assert "rounding to float32 makes at most" in text
 
 
 def test_a_batch_that_is_no_pair_is_refused() -> None:

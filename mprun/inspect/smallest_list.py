@@ -1,4 +1,4 @@
-"""A search for what must stay in a higher precision.
+"""The smallest list of ops, modules or GEMMs that must stay in a higher precision.
 
 1  train a few steps in float32, so that weights and gradients are those of a training
 2  take a few batches of validation data
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mprun.config import Composed, compose
 from mprun.errors import NotMeasurableError, UsageError
 from mprun.inspect.cast_probe import CastProbe
 from mprun.inspect.format_search import (
@@ -29,189 +27,39 @@ from mprun.inspect.format_search import (
     GemmGroups,
     gemm_sizes,
 )
-from mprun.inspect.numerics import unjudged
 from mprun.inspect.op_candidates import op_candidates
 from mprun.inspect.op_search import CandidateSearch, Sensitivity
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes
 from mprun.inspect.search_result import (
-    FILE,
-    LAYERS,
-    OPS,
     CastResult,
     OpSearch,
     Samples,
     SearchOpsSettings,
     Selection,
     SensitivityRow,
-    answer_files,
-    search_parts,
 )
 from mprun.inspect.tolerance import Tolerance
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.console.formatting import counted
-from mprun.records.policy_columns import FORMAT_MODES
-from mprun.records.result import Result
 from mprun.study.budget import EndedEarlyError, LimitedParts
-from mprun.study.planned_run import PlannedRun, plan_run
 from mprun.train.assemble import (
     Plan,
     build_arithmetic,
     build_caster,
     build_loss_scale,
     build_parts,
-    make_plan,
 )
 from mprun.train.assemble.planned_memory import as_native
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
 
-# 1 and 2 had times, trainings that proved the answer, and a record of its own for GEMMs
-SCHEMA_VERSION = 3
-HELD_OUT = "data.validation_fraction"  # Set to `SHARE` for a recipe without validation data
-SHARE = 0.1
-# Parts of a configuration that a mixed mode and fp32 do not share
-OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
-SCALE_STEP = 16.0  # Loss scales that are tried are this factor apart
+SCALE_STEP = 16.0  # Loss scales that are tried are this factor apart: five from 2^16 to 1
 
 
-# ---- the plan ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlannedSearch:
-    """A search, before its first measurement."""
-
-    low: PlannedRun
-    float32: Composed
-    held_out: tuple[str, ...]  # The override that makes validation data, if one was added
-    settings: SearchOpsSettings
-
-    def notes(self) -> Iterator[str]:
-        """Notes for the user about the data."""
-        name = self.low.composed.config.recipe.name
-        for override in self.held_out:
-            yield f"note: recipe={name} has no validation data of its own; {override} is set"
-        if self.low.plan.splits.validation.is_empty:
-            yield f"note: recipe={name} has no validation data: measured on training data"
-
-    def measure(self, parts: LimitedParts) -> Result:
-        """Measure and search, as far as it gets.
-
-        Raises:
-            EndedEarlyError: `parts` ended it before its first result.
-            UsageError: the model cannot be measured, or no choice keeps to the budget of bits.
-            RunFailedError: the model's step cannot run.
-        """
-        low = self.low.plan
-        with self.low.executing():
-            search = _of_ops if low.policy.gemms == "none" else _of_gemms
-            record = search(low, make_plan(self.float32.config, ()), self.settings, parts)
-        names = ("recipe", "precision", "seed", "execution")
-        described = self.low.described(*names, "hardware", "versions", "backend", "data")
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            **described,
-            "settings": asdict(self.settings),
-            **asdict(record),
-        }
-        config = low.config
-        about = f"recipe {config.recipe.name}, precision {config.precision.name}"
-        files = {FILE: Result(content).json, **answer_files(record, about)}
-        return Result(content, [*search_parts(record), *_closing_lines(record)], files)
-
-    def overrides(self, given: Sequence[str], files: Sequence[str], folder: Path) -> list[str]:
-        """Those of a run that uses the files of a result."""
-        replaced, added = ["run"], []
-        if OPS in files:
-            replaced.append("op_lists")
-            added = ["op_lists=hmp"]  # for its third list: ops that join several tensors
-            added += [f"op_lists.{kind}_file={folder / OPS}" for kind in ("lower", "fp32")]
-        if LAYERS in files:
-            added.append(f"precision.layers_file={folder / LAYERS}")
-        return [*(text for text in given if key_of(text) not in replaced), *added]
-
-
-def _closing_lines(search: OpSearch) -> Iterator[str]:
-    """Which gradients do not count, and what was left open."""
-    yield from unjudged(search.unjudged_parameters, search.zero_gradients, search.reference)
-    for sentence in search.unsettled:
-        yield f"not settled, ended by {search.ended_by}: {sentence}"
-
-
-def plan_search(
-    overrides: list[str], config_dir: Path | None, settings: SearchOpsSettings
-) -> PlannedSearch:
-    """Plan the mixed mode and the same run in float32.
-
-    Raises:
-        UsageError: an override is not legal, or the mode casts no op.
-    """
-    low, held_out = _with_validation_data(overrides, config_dir)
-    _check_settings(low.plan, settings)
-    shared = [text for text in (*overrides, *held_out) if key_of(text) not in OF_THE_MODE]
-    float32 = compose([*shared, "precision=fp32"], config_dir)
-    return PlannedSearch(low, float32, held_out, settings)
-
-
-def _check_settings(low: Plan, settings: SearchOpsSettings) -> None:
-    """Refuse settings of formats in a mode that has none.
-
-    Raises:
-        UsageError: there is one.
-    """
-    if low.policy.gemms != "none":
-        return
-    default = SearchOpsSettings()
-    for name in ("effective_bits", "per"):
-        value = getattr(settings, name)
-        if value != getattr(default, name):
-            raise UsageError(
-                f"search_ops.{name}={value} has no effect with precision={low.policy.name}, which "
-                f"has no format of 8 bits or fewer; legal: one of {', '.join(FORMAT_MODES)} with "
-                "it, or leave it out"
-            )
-
-
-def key_of(override: str) -> str:
-    """The first part of an override's key."""
-    return override.lstrip("+").partition("=")[0].partition(".")[0]
-
-
-def _with_validation_data(
-    overrides: list[str], config_dir: Path | None
-) -> tuple[PlannedRun, tuple[str, ...]]:
-    """The planned run, and the override that was added to split off validation data."""
-    low = plan_run(_composed(overrides, config_dir), "search-ops")
-    own = not low.plan.splits.validation.is_empty or HELD_OUT in low.composed.given
-    if own or HELD_OUT in low.plan.recipe.ignores:
-        return low, ()
-    held_out = (f"{HELD_OUT}={SHARE}",)
-    other = plan_run(_composed([*overrides, *held_out], config_dir), "search-ops")
-    return (low, ()) if other.plan.splits.validation.is_empty else (other, held_out)
-
-
-def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
-    composed = compose(overrides, config_dir)
-    precision = composed.config.precision
-    if precision.casting == "none":
-        raise UsageError(
-            f"precision={precision.name} casts no op: mprun search-ops chooses between float32 and "
-            "a 16-bit dtype, or between bfloat16 and a format; legal: precision=bf16_mixed, "
-            "precision=fp16_mixed, precision=mxfp8 and its like"
-        )
-    if precision.layers or precision.layers_file is not None:
-        raise UsageError(
-            "mprun search-ops searches the modules to keep in float32: leave out precision.layers "
-            "and precision.layers_file"
-        )
-    return composed
-
-
-# ---- the search ----------------------------------------------------------------------------------
-
-
-def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts) -> OpSearch:
+def search_ops(
+    low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts
+) -> OpSearch:
     """Search the ops, and the modules, to keep in float32."""
     built = build_parts(low)
     samples, passes = _passes(low, built, settings)
@@ -242,7 +90,7 @@ def _of_ops(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: Limite
     return replace(search, layers=dict.fromkeys(modules, "fp32"))
 
 
-def _of_gemms(
+def search_gemms(
     low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts
 ) -> OpSearch:
     """Search the GEMMs of linear layers to keep in bfloat16."""
@@ -370,8 +218,8 @@ def _plural(search: CandidateSearch) -> str:
 def _answer(lists: dict[str, Selection]) -> str:
     """The kind of the better list: the first, unless another is enough and costs less."""
     answer = "none"
-    for kind, kept in lists.items():
-        if answer == "none" or (kept.is_within and kept.cost < lists[answer].cost):
+    for kind, one in lists.items():
+        if answer == "none" or (one.is_within and one.cost < lists[answer].cost):
             answer = kind
     return answer
 
@@ -404,12 +252,12 @@ def _record(
         search=lists,
         answer=_answer(lists),
         ended_by=parts.ended_by,
-        unsettled=list(_unsettled(searches, lists)) if parts.ended_by else [],
+        unsettled=list(_left_open(searches, lists)) if parts.ended_by else [],
         **facts,
     )
 
 
-def _unsettled(searches: Sequence[CandidateSearch], lists: dict[str, Selection]) -> Iterator[str]:
+def _left_open(searches: Sequence[CandidateSearch], lists: dict[str, Selection]) -> Iterator[str]:
     """What a search that ended early leaves open."""
     for search in searches:
         if _plural(search) not in lists and _is_wanted(search, lists):

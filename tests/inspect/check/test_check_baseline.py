@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import UsageError
-from mprun.inspect.check.baseline_figures import figures_of, reference_of
 from mprun.inspect.check.check import check_modes, plan_check
 from mprun.inspect.check.check_baseline import (
     Baseline,
     BaselineFigure,
     changes,
     circumstances,
+    figures_of,
     read_baseline,
+    reference_of,
     updated,
 )
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
@@ -62,9 +63,9 @@ def figures(*overrides: str) -> Baseline:
     )
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Baseline:
-    return figures(recipe(tmp_path), MODES)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    return figures(recipe(tmp_path_factory.mktemp("base")), MODES)
 
 
 def named(old: Baseline, new: Baseline, mode: str = BF16) -> list[tuple[str, str]]:

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.errors import UsageError
-from mprun.inspect.check.check import plan_check
-from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+from mprun.inspect.check.check import fits, plan_check
+from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
+from mprun.inspect.memory import MemorySettings
+from mprun.inspect.memory_of_modes import memory_of_modes, plan_modes
 from mprun.records.result import Result
+from mprun.records.run_record import MEMORY_CATEGORIES
 
 
 class WithLoss(nn.Module):
@@ -128,3 +131,38 @@ def test_a_mistake_is_one_line(
     with pytest.raises(UsageError, match=text) as error:
         mprun.check(*arguments, **fields)
     assert "\n" not in str(error.value)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=4096", "recipe.model.out_features=2048"),
+    *("train.batch_size=32", "precision=fp32,bf16_true", "device=cpu"),
+]
+
+
+def fitting(settings: CheckSettings) -> list[tuple[dict[str, float], list[Finding]]]:
+    modes = plan_check(LINEAR, None, settings)
+    findings = [[*fits(mode)] for mode in modes]
+    return [(mode.checks.figures, own) for mode, own in zip(modes, findings, strict=True)]
+
+
+@pytest.mark.usefixtures("native_is_fast")
+def test_the_figures_of_memory_are_those_of_mprun_memory() -> None:
+    planned = plan_modes(LINEAR, None, None)
+    memory = memory_of_modes(planned, MemorySettings(picture=False)).record
+    for (figures, findings), mode in zip(fitting(CheckSettings()), memory.modes, strict=True):
+        assert figures == {f"{name}_bytes": size for name, size in mode.bytes.items()}
+        assert figures["peak_bytes"] == sum(figures[f"{x}_bytes"] for x in MEMORY_CATEGORIES)
+        assert findings == []
+
+
+@pytest.mark.usefixtures("native_is_fast")
+def test_a_mode_above_the_limit_is_named_with_what_takes_most() -> None:
+    (fp32, above), (bf16, below) = fitting(CheckSettings(memory_gib=0.05))
+    assert bf16["peak_bytes"] < 0.05 * 2**30 < fp32["peak_bytes"]
+    assert below == []
+    (finding,) = above
+    assert (finding.kind, finding.severity) == ("over_memory", "error")
+    assert " with 32 samples, limit 51.2 MiB: " in finding.text
+    assert "parameters 32 MiB" in finding.text
