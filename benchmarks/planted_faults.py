@@ -56,7 +56,7 @@ nearest = (pattern + 0x8000) & -0x10000 => nearest = (pattern + 0x7FFF) & -0x100
 same-bits precision/gemms.py Gradients are rounded with the same random bits in every step.
 key(self._seed, self._step, SITE, self._site) => key(self._seed, 0, SITE, self._site)
 guard-both precision/gemm_guard.py A product must pass both thresholds to be promoted.
-limit.underflow or loss.error => limit.underflow and loss.error
+y.underflow or x.error => y.underflow and x.error
 scale-tracker precision/loss_scale.py An overflow does not begin the count of good steps anew.
 torch.where(skipped | grows, 0, tracker + 1) => torch.where(grows, 0, tracker + 1)
 unscale-narrow precision/update.py Gradients are unscaled in 16 bits, where small ones vanish.

@@ -246,16 +246,14 @@ class Statistics(StepListener):
     ) -> None:
         self.rows: dict[tuple[str, str], LayerStatistics] = {}
         self.lost: dict[str, LostUpdates] = {}
-        self.scales: list[float] = []
-        """The loss scale of each measured forward pass."""
+        self.scales: list[float] = []  # of each measured forward pass
         self.largest = LargestGradients(lambda: self.scales[-1])
         self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
         self._formats, self._kinds, self._further = formats, kinds, further
         self._names = {p: name for name, p in model.named_parameters()}
         self._active = self._new_step = False
-        # by id, which a freed tensor leaves to another: so a weak reference beside it
+        # This call's outputs by id, with their writes; a freed tensor's id is given out again
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """Outputs that were counted in this call, by `id`, and their number of writes."""
         self._updates: dict[nn.Parameter, ExactUpdate] = {}
 
     # ---- results ---------------------------------------------------------------------------------

@@ -135,9 +135,8 @@ def judge(
         word = "too low"
         reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
         reason += in_words(advice.scale)
-    return ScaleVerdict(
-        label, scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale)
-    )
+    losses = seen.becoming_zero(scale), seen.losing_bits(scale)
+    return ScaleVerdict(label, scale, word, reason, *losses)
 
 
 def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:

@@ -313,10 +313,8 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
                         raise ValueError(NO_SHARDS)
                     complete_state(state, p, storage, self.first, self.second)
                     engine = self._engine(p, storage)
-                    on_host = is_on_host(p)
-                    updates.append(
-                        _Update(p, group, number, start, state, storage, engine, on_host)
-                    )
+                    own = _Update(p, group, number, start, state, storage, engine, is_on_host(p))
+                    updates.append(own)
                 position += 1
         return updates
 

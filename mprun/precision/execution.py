@@ -310,19 +310,19 @@ def chosen_arithmetic(
     """
     if isinstance(execution, Arithmetic):
         return execution
-    chosen = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
+    choice = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
     if guard.action != "off" and policy.gemms == "none":
         warnings.warn(
             f"guard={guard.action!r} has no effect: precision={policy.name} has no products in "
             "formats of 8 bits or fewer",
             stacklevel=3,
         )
-    if chosen.why_emulated is not None:
+    if choice.why_emulated is not None:
         warnings.warn(
-            f"precision={policy.name} is emulated: {chosen.why_emulated}; execution='emulated' "
+            f"precision={policy.name} is emulated: {choice.why_emulated}; execution='emulated' "
             "does so without this warning",
             stacklevel=3,
         )
     speed = "plain" if execution == "native" else "auto"
-    fallback = choose_fp32_fallback(speed, policy, chosen.name, device)
-    return arithmetic_for(policy, chosen.name, fallback, seed, watch=False, guard=guard)
+    fallback = choose_fp32_fallback(speed, policy, choice.name, device)
+    return arithmetic_for(policy, choice.name, fallback, seed, watch=False, guard=guard)

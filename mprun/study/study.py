@@ -265,8 +265,8 @@ def _check_recipe_file(study: Study, config: Config) -> None:
         except UsageError:  # it has not begun
             continue
         # None: that run's recipe came by name, or the record is older than this field
-        is_same = summary.recipe_sha256 in (None, source.sha256)
-        if summary.recipe == config.recipe.name and not is_same:
+        known = (None, source.sha256)
+        if summary.recipe == config.recipe.name and summary.recipe_sha256 not in known:
             raise UsageError(
                 f"run.resume={study.folder}: {source.path} was changed since the study began; put "
                 f"it back as it was ({study.folder / trial.name / RECIPE} is a copy), or begin a "

@@ -148,7 +148,7 @@ def test_what_is_around_a_bias_neither_hides_it_nor_brings_others(name: str, see
         optimizer.zero_grad()
         F.cross_entropy(probed(data[0].inputs), data[0].targets).backward()
         optimizer.step()
-    probe = CastProbe(Passes(probed, F.cross_entropy, data, seed))
+    probe = CastProbe(Passes(probed, F.cross_entropy, data))
     assert (probe.rounding.undetermined, probe.rounding.zero) == (zero, ())
     assert probe.rounding.reference.name == "float64"
     assert probe.measure(CastPlan(AutocastCaster("cpu", torch.bfloat16))).worst_db > 10

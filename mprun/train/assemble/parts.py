@@ -171,8 +171,7 @@ def build_run(
     verbose = plan.op_lists is not None and plan.config.op_lists.verbose
     caster = build_caster(plan, CastLog(report) if verbose else None)
     arithmetic = build_arithmetic(plan, layout.ranks)
-    make, combine = exceptions.precision, layout.combine
-    precision = build_precision(plan, caster, arithmetic, make, combine)
+    precision = build_precision(plan, caster, arithmetic, exceptions.precision, layout.combine)
     parts = build_parts(plan, precision, layout)
     # after the weights, which all processes draw alike: from here on dropout differs
     seed_process(plan.config.seed, layout.ranks)
