@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mprun.records.console import RunProgress, print_line, print_table, stdout_console, warn
+from mprun.records.console import RunProgress, print_line, print_table
 from mprun.records.run_record import Summary
 from mprun.study.report import tables
 from mprun.train.callbacks import Progress
@@ -16,7 +16,6 @@ from mprun.train.callbacks import Progress
 if TYPE_CHECKING:
     from torch import nn
 
-    from mprun.study.planned_run import PlannedRun
     from mprun.train.loop import Limits
 
 
@@ -57,10 +56,3 @@ class RunView(Progress):
 
     def on_message(self, text: str) -> None:
         print_line(self._console, text)
-
-
-def introduce(planned: PlannedRun) -> None:
-    """Print the warnings and the header of a planned run that is inspected."""
-    warn(planned.warnings)
-    for line in tables.header(planned.summary):
-        print_line(stdout_console(), line)
