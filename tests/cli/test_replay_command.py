@@ -78,7 +78,7 @@ def test_random_states_and_buffers_decide(name: str, capsys: pytest.CaptureFixtu
     assert main(["replay", "step.pt", f"{name}.py"]) == 1
     out = capsys.readouterr().out
     assert "every number is finite in the replay" in out
-    assert "possible reason: the model keeps a state outside" in out
+    assert "possible reason: the model has a state outside" in out
 
 
 # ---- with a recipe -------------------------------------------------------------------------------

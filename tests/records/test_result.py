@@ -85,9 +85,15 @@ def test_a_folder_that_cannot_be_written_hides_no_failure(folder: Path | None) -
 
 def test_records_and_tables_of_questions_import_neither_torch_nor_matplotlib() -> None:
     folder = Path(mprun.__file__).parent
-    paths = [*folder.glob("inspect/*_result.py"), *folder.glob("train/machine/*_result.py")]
+    questions = [
+        path
+        for path in [*folder.glob("inspect/*.py"), folder / "inspect/check/__init__.py"]
+        if re.search("^QUESTION = ", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    paths = [*questions, *folder.rglob("*_result.py")]
     names = [".".join(("mprun", *x.relative_to(folder).with_suffix("").parts)) for x in paths]
-    assert len(names) >= 7
+    names = [name.removesuffix(".__init__") for name in names]
+    assert len(names) >= 9
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "matplotlib"} & {*done.stdout.split()}

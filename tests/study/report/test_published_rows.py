@@ -15,8 +15,9 @@ from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.study.compare.comparison import Comparison
 from mprun.study.compare.verdicts import compare
 from mprun.study.report import exports
-from mprun.study.report.exports import PublishedRow, page, published_lines, published_rows
+from mprun.study.report.exports import page
 from mprun.study.report.plots import draw
+from mprun.study.report.published_rows import PublishedRow, published_lines, published_rows
 from tests.study.compare.folders import run_of, runs_of
 
 ROOT = Path(__file__).resolve().parents[3]
