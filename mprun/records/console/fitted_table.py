@@ -30,7 +30,7 @@ from mprun.errors import printable
 ALWAYS = 100  # The importance of a column that is never left out
 BETWEEN = 2  # Blanks between two columns
 # The width that text keeps while columns can still be left out, and the one it keeps then
-NARROW, NARROWEST = 12, 8
+NARROW, NARROWEST = 24, 8
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def test_headings_and_sentences_are_broken_at_blanks_before_anything_is_left_out
 
 
 def test_the_least_important_columns_are_left_out_and_named() -> None:
-    lines = shown(table("a" * 20), 44)
+    lines = shown(table("a" * 20), 60)
     assert "calls" not in lines[2]
     assert "hidden to fit the width: calls; all is in trace.json" in " ".join(lines)
     text = " ".join(shown(table("a" * 20), 30))

@@ -177,7 +177,7 @@ def test_ignored_targets_alone_give_no_value(metric: SummedMetric) -> None:
     [
         (Accuracy(), {"boxes": 1}, torch.zeros(2), "finds no scores in an output .* 'boxes'"),
         (Accuracy(), torch.zeros(2), {"ids": 1}, "finds no targets in a batch .* with 'ids'"),
-        (Accuracy(), torch.zeros(2), "text", "finds no targets in a batch that is a str"),
+        (Accuracy(), torch.zeros(2), "text", r"finds no targets in a batch that is 'text' \(str\)"),
         (Accuracy(), torch.zeros(2, 3), torch.zeros(4), r"shape \[2, 3\] do not fit .* \[4\]"),
         (Perplexity(), torch.zeros(2), torch.zeros(2), r"one dimension more than targets"),
         (F1(), torch.zeros(2).long(), torch.zeros(2), r"give F1\(classes=N\)"),
