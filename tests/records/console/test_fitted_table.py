@@ -77,7 +77,7 @@ def test_the_least_important_columns_are_left_out_and_named() -> None:
     lines = shown(table("a" * 20), 60)
     assert "calls" not in lines[2]
     assert "hidden to fit the width: calls; all is in trace.json" in " ".join(lines)
-    text = " ".join(shown(table("a" * 20), 30))
+    text = " ".join(shown(table("a" * 20), 40))
     assert "hidden to fit the width: calls, why; all is in trace.json" in text
     assert "56.789" in text
     assert "55" in text
