@@ -20,7 +20,6 @@ ELSEWHERE: dict[str, list[Callable[..., None]]] = {
     "a12": [test_study_commands.test_double_compares_every_rule_after_equal_epochs],
     "b3": [
         test_parity.test_fp16_mixed_equals_autocast_with_grad_scaler,
-        test_loss_scale.test_two_optimizers_of_an_iteration_are_unscaled_by_one_factor,
         test_loss_scale.test_two_optimizers_equal_grad_scalers_bit_for_bit,
     ],
     "b6": [test_study_commands.test_advise_recommends_and_writes_what_mprun_takes],
