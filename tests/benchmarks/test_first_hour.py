@@ -51,7 +51,6 @@ def test_every_part_answers(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "first_hour.json").read_text(encoding="utf-8"))
     assert set(found["parts"]) == set(PARTS)
     assert found["mend_first"] == [], found["mend_first"]
-    assert found["parts"]["kernels"]["ops"] > 4000
     assert set(found["parts"]["commands"]) == {"memory", "trace"}
     assert found["parts"]["machine"]["modes"]["fp32"] == "native"
     assert found["parts"]["optimizers"]

@@ -29,7 +29,8 @@ from mprun.errors import printable
 
 ALWAYS = 100  # The importance of a column that is never left out
 BETWEEN = 2  # Blanks between two columns
-# The width that text keeps while columns can still be left out, and the one it keeps then
+# The width that text keeps while columns can still be left out, unless its column says less, and
+# the one it keeps then
 NARROW, NARROWEST = 24, 8
 
 
@@ -42,13 +43,17 @@ class TableColumn:
     is_text: bool = True  # Text is broken where the table is too wide; figures stay as they are
     is_right: bool = False
     cell: Callable[[Any], str] = str  # Makes the cell of one of the table's `rows`
+    narrow: int = NARROW  # The width that text keeps while columns can still be left out
 
 
 def text_column(
-    heading: str, importance: int = ALWAYS, cell: Callable[[Any], str] = str
+    heading: str,
+    importance: int = ALWAYS,
+    cell: Callable[[Any], str] = str,
+    narrow: int = NARROW,
 ) -> TableColumn:
     """A column of names or sentences."""
-    return TableColumn(heading, importance, cell=cell)
+    return TableColumn(heading, importance, cell=cell, narrow=narrow)
 
 
 def figure_column(
@@ -190,8 +195,8 @@ class FittedTable:
         places = list(range(len(self.columns)))
         by_importance = sorted(places, key=lambda place: self.columns[place].importance)
         for place in by_importance if width is not None else ():
-            is_optional = self.columns[place].importance < ALWAYS
-            if is_optional and self._total(places, NARROW) > (width or 0):
+            kept = sum(self._width(x, self.columns[x].narrow) + BETWEEN for x in places) - BETWEEN
+            if self.columns[place].importance < ALWAYS and kept > (width or 0):
                 places.remove(place)
         return places
 

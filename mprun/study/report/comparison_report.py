@@ -26,6 +26,7 @@ from mprun.study.report import answer, cells
 from mprun.study.report.cells import plain
 from mprun.study.report.theme import TERMINAL, TONES
 
+LABEL_WIDTH = 12  # `fp16_mixed` stays whole; longer labels are broken before figures are left out
 # The column with the least is the first that a narrow table leaves out
 IMPORTANCE = {
     "runs": 1,
@@ -45,7 +46,9 @@ def comparison_table(comparison: Comparison) -> FittedTable:
     for name, heading in cells.headings(comparison)._asdict().items():
         is_text = name in ("label", "verdict")
         importance = IMPORTANCE.get(name, ALWAYS)
-        columns.append(TableColumn(_lines(heading), importance, is_text, not is_text))
+        columns.append(
+            TableColumn(_lines(heading), importance, is_text, not is_text, narrow=LABEL_WIDTH)
+        )
     title = f"{plain(comparison.recipe)}: {count}"
     table = FittedTable(title, *columns, elsewhere="comparison.csv of the report")
     for row, variant in zip(cells.rows(comparison), comparison.variants, strict=True):
@@ -82,7 +85,7 @@ def short_table(comparison: Comparison) -> FittedTable:
         figure_column("peak ratio", 3),
         figure_column(cells.headings(comparison).metric[0], 4),
         TableColumn(_difference_heading(comparison), 7, is_text=False),
-        text_column("verdict"),
+        text_column("verdict", narrow=LABEL_WIDTH),
         elsewhere="comparison.csv of the report",
         caption="; ".join(
             f"* {plain(ops)}, as {SUBSTITUTED}: no gain in time is claimed" for ops in substituted
