@@ -45,6 +45,10 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
+def test_no_page_has_marks_of_a_merge() -> None:
+    assert [p.name for p in PAGES if re.search(r"^(<<<<<<<|>>>>>>>) ", text_of(p), re.M)] == []
+
+
 def test_the_workflow_example_is_yaml_and_covers_the_oldest_torch() -> None:
     block = re.search(r"```yaml\n(.*?)```", text_of(ROOT / "CONTRIBUTING.md"), re.DOTALL)
     assert block is not None
