@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mprun.records.run_record import read_lines, read_summary
-from mprun.train.observe.trainer_record import TrainerRecord
+from mprun.train.observe.observe import TrainerRecord
 from tests.waiting import PATIENCE_S
 
 
@@ -69,7 +69,7 @@ def test_a_record_ends_once_and_the_next_training_has_another(tmp_path: Path) ->
 
 SCRIPT = """
 import sys, torch
-from mprun.train.observe.trainer_record import TrainerRecord
+from mprun.train.observe.observe import TrainerRecord
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 TrainerRecord(sys.argv[1]).begin(model, [optimizer], seed=0)
