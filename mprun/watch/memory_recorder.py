@@ -1,27 +1,18 @@
 """Memory of a training step, counted from the tensors alive: by category, by module, over time.
 
-A process's resident memory shows little of a model: allocators retain freed memory. Counting
-the storages of live tensors gives exact figures, the same on every run, by the use of the tensors:
+A process's resident memory shows little of a model: allocators retain freed memory. The storages of
+live tensors give exact figures, the same on every run. A storage has one category for its whole
+life, so the categories sum to the live bytes at every op:
 
-    parameters, buffers     the model's
-    gradients               what ends up in a parameter's `grad`
-    optimizer_state         the optimizer's, once it exists
-    activations             made in the forward pass: inputs, results stored for the backward pass,
-                            16-bit copies of weights that autocast makes; not a data set in memory
-                            of which a batch is a view
-    temporary               made in the backward pass or after it, and none of the above
+    parameters, buffers     the model's; they belong to their module
+    gradients               what ends up in a parameter's `grad`; to the parameter's module
+    optimizer_state         the optimizer's, once it exists; likewise
+    activations             made in the forward pass, or its batch; to the module that ran
+    temporary               made in the backward pass or after it, and none of the above; to the
+                            module whose gradient was being computed
 
-A storage has one category for its whole life: a tensor of the backward pass that later becomes a
-gradient counts as a gradient from the start. So the categories sum to the live bytes at every op.
-
-Each storage also has an owner. Parameters, buffers, gradients and optimizer state belong to the
-module with the parameter, activations to the module whose forward pass made them, temporaries
-to the module whose gradient was being computed.
-
-The step may run on real tensors, or on fake ones (`fake_tensors`), which have a shape, a dtype and
-a lifetime but no data. A step on fake tensors costs almost no time or memory, and works for a model
-larger than the machine. Not counted: memory inside kernels (oneDNN's and cuDNN's scratch), sparse
-tensors, and what an allocator adds by rounding up.
+A step on fake tensors (`fake_tensors`) has no data, and works for a model larger than the machine.
+Not counted: memory inside kernels, sparse tensors, what an allocator adds by rounding up.
 """
 
 from __future__ import annotations
@@ -114,9 +105,8 @@ def memory(
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no data: a model of any size can be made, and a step of it counted.
 
-    Code that reads values (`x.item()`, a branch on a tensor) fails inside. What `torch.compile` was
-    called on runs as it is: compiled kernels would read and write at an address of no memory. The
-    state of PyTorch's random numbers is restored at the end.
+    Code that reads values (`x.item()`, a branch on a tensor) fails inside, compiled code runs op by
+    op, and the state of PyTorch's random numbers is restored at the end.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -140,10 +130,7 @@ def fake_tensors() -> Iterator[None]:
 def record_memory(
     model: nn.Module, optimizer: Optimizer, inputs: Iterable[Tensor] = ()
 ) -> Iterator[MemoryRecorder]:
-    """Count the live memory while one step of any loop runs inside.
-
-    What `torch.compile` was called on runs op by op: a compiled function shows no ops, and one
-    with `fullgraph=True` refuses to run where they are watched.
+    """Count the live memory while one step of any loop runs inside; compiled code runs op by op.
 
     Args:
         model: the model.
@@ -172,10 +159,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._went_backward = False  # since the last forward pass
 
     def step_memory(self, rule: ProcessRule = one_process) -> StepMemory:
-        """The live memory after each op.
-
-        Args:
-            rule: what one of several processes holds of the step.
+        """The live memory after each op, of which one of several processes holds what `rule` says.
 
         Raises:
             ValueError: no op ran.
@@ -306,8 +290,8 @@ class MemoryRecorder(OpWatcher, StepListener):
             self._classify([parameter.grad], "gradients", owner)
 
     def _classify_gradients(self) -> None:
-        named = [(name, p.grad) for name, p in self._model.named_parameters()]
-        self._classify_named("gradients", ((n, g) for n, g in named if g is not None))
+        for name, parameter in self._model.named_parameters():
+            self._on_gradient(_owner(name), parameter)
 
     def _classify_named(self, category: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, x in named:

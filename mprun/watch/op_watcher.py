@@ -59,13 +59,7 @@ class OpWatcher(DispatchMode):
         self._muted = False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        """Handle an op: call `run` once and return its result.
-
-        Args:
-            func: the `OpOverload`.
-            args, kwargs: its arguments.
-            run: computes it.
-        """
+        """Handle the op `func`, an `OpOverload`: call `run` once and return its result."""
         raise NotImplementedError
 
     @contextmanager

@@ -457,8 +457,7 @@ class TrainerRecord:
         audit: whether the findings of the dtype audit are logged as warnings (logger "mprun") after
             the second step; the record has them in any case.
         fp_exceptions: the first and the last step, counted from 1, in which every op is inspected
-            for NaN and infinities (`mprun.numerics.fp_exceptions`). Such steps are slow and are not
-            timed. None for no step.
+            (`mprun.numerics.fp_exceptions`). Such steps are slow and are not timed. None: no step.
 
     Attributes:
         run: what is observed, also when the training is over (its `audit`, `summary`, `out`); None
@@ -505,12 +504,7 @@ class TrainerRecord:
         return None if self._stack is None else self.run
 
     def begin(self, model: nn.Module, optimizers: list[Any], seed: int | None) -> None:
-        """A training begins.
-
-        Args:
-            model: what trains.
-            optimizers: PyTorch's, or wrappers of Accelerate or Lightning.
-            seed: the trainer's.
+        """A training begins; optimizers may be wrappers of Accelerate or Lightning.
 
         Raises:
             FileExistsError: the folder has a run.

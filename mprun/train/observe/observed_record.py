@@ -262,13 +262,7 @@ class LastPart:
         """Whether a step with such a loss was taken."""
 
     def add(self, step: int, loss: float | None, skipped: bool) -> None:
-        """The next step.
-
-        Args:
-            step: its number.
-            loss: NaN or infinite where any loss was; None where it is not known.
-            skipped: whether the loss scale skipped it.
-        """
+        """The next step; its loss is NaN or infinite where any loss was, None if not known."""
         self._steps = step
         self._skipped_from = (self._skipped_from or step) if skipped else None
         if loss is None:
@@ -326,12 +320,6 @@ class ObservedStep:
 
 class ObservedRecord(Recorder):
     """Writes the record of a loop that mprun does not own; what it does not know is null.
-
-    Args:
-        path: the folder.
-        summary: updated with every step.
-        device: where the model computes.
-        watch: counts the seconds.
 
     Raises:
         FileExistsError: the folder has a run.

@@ -1,20 +1,16 @@
 """A training step that can be run again: remembered while it runs, and saved as a file.
 
 A step with a NaN is only known when its backward pass is over. By then its random numbers are
-drawn, its running statistics have moved and its batch is about to be freed. So every step is
-remembered until it ends (`StepCapture`), as references where that is enough:
+drawn, its running statistics have moved and its batch is about to be freed. So `StepCapture`
+remembers every step until it ends:
 
     inputs          references to the arguments of each call of the model
     random states   before each call
     buffers         copies from before the first call
     gradients       references to those that backward passes bring to the model's outputs
 
-Nothing of this changes a result: no random number is drawn, no op enters the autograd graph, and
-no hook returns a value. `benchmarks.observe` measures what it costs a step, which is a fraction of
-a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
-
-The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
-tuples and dictionaries stay nested as they are; other containers become plain ones (`PlainCopy`).
+Nothing of this changes a result. `benchmarks.observe` measures its cost, a fraction of a
+millisecond a step. The file holds tensors and plain values (`torch.save`, `weights_only=True`).
 """
 
 from __future__ import annotations
@@ -163,11 +159,10 @@ def _faults(saved: SavedStep) -> Iterator[str]:
 
 
 class PlainCopy:
-    """Makes tensors and plain values of anything; collects what changed.
+    """Makes tensors and plain values of anything.
 
-    A named tuple becomes a tuple, a dataclass or another mapping (Transformers' `ModelOutput`) a
-    dictionary, a NumPy array a tensor. A mapping with the single key `UNSAVED` and the name of the
-    type takes the place of whatever else a model is called with.
+    A named tuple becomes a tuple, a dataclass or another mapping a dictionary, a NumPy array a
+    tensor. In place of anything else stands a mapping of `UNSAVED` to the name of its type.
 
     Attributes:
         needs_grad: whether each saved tensor required a gradient.
@@ -241,10 +236,7 @@ def _exact(value: Any) -> Any:
 
 
 def random_snapshot(of: Iterable[torch.device]) -> dict[str, Any]:
-    """The states of all generators that a model may draw from, those of accelerators of `of`.
-
-    They are tensors and plain values. To take them draws no number.
-    """
+    """The states of all generators that a model may draw from, those of accelerators of `of`."""
     host = devices.host_random_states()
     return {"cpu": torch.get_rng_state(), "devices": devices.random_states(of), **host}
 
@@ -334,10 +326,8 @@ class StepCapture(StepListener):
 
         Args:
             path: the file; it is replaced as a whole.
-            step: its number.
-            reason: why it is saved, in a few words.
-            autocast: the dtype of autocast inside of the model, if it is known: a framework may
-                enter autocast there, and not around it.
+            step, reason: its number, and why it is saved.
+            autocast: the dtype of autocast inside of the model, if it is known.
 
         Raises:
             ValueError: the model was not called in this step, and the loop gave no batch.

@@ -119,8 +119,7 @@ class StepMonitor(StepListener):
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
         response: decides; None to log.
-        report: the exceptions are added to it.
-        share: gives the exceptions of all processes, from those of this one.
+        report: the exceptions of all processes are added to it, as `share` gives them.
     """
 
     def __init__(
@@ -175,11 +174,7 @@ class StepMonitor(StepListener):
     def gradient_of_output(self, g: Tensor, name: str) -> None:
         """A gradient that a loss, which was not inspected, computed from the model's outputs.
 
-        If it is not finite, it is because of the outputs, else because of the loss.
-
-        Args:
-            g: the gradient.
-            name: what reports call it if the loss is to blame.
+        If it is not finite, the outputs are to blame, else the loss: then it is called `name`.
         """
         if is_finite(value_range(g)):
             return
@@ -189,22 +184,13 @@ class StepMonitor(StepListener):
             self._state.label(g, name)
 
     def check_gradients(self) -> None:
-        """The gradients exist; the first call counts, before they are unscaled.
-
-        With several optimizers each may have a backward pass of its own before it: each call
-        counts.
-        """
+        """The gradients exist; of one optimizer the first call counts, before they are unscaled."""
         if not self._checked_gradients or len(self._optimizers) > 1:
             self._checked_gradients = True
             self._state.check_gradients()
 
     def end_step(self, skipped: bool, loss_scale: float | None) -> StepOutcome:
-        """The step ended: judge it, and restore what `skip` drops.
-
-        Args:
-            skipped: whether dynamic loss scaling skipped it.
-            loss_scale: the factor of its loss; None without one, or if a scaler has it.
-        """
+        """The step ended, maybe skipped by a dynamic loss scale: judge it, undo what is dropped."""
         self._state.check_after_step()
         scale = loss_scale or self.watcher.loss_scale
         judged = [_judged(origin, skipped, scale) for origin in self.watcher.origins]
@@ -407,12 +393,7 @@ class RunExceptions:
     def attach(
         self, model: nn.Module, optimizer: Optimizer, on_step_end: Callable[[StepOutcome], None]
     ) -> Sequence[str]:
-        """Inspect this training from now on; returns notices for the user.
-
-        Args:
-            model, optimizer: what trains.
-            on_step_end: called with the outcome of each inspected step.
-        """
+        """Inspect this training from now on, telling each step's outcome; returns notices."""
         return ()
 
     def state_dict(self) -> dict[str, Any]:
