@@ -171,11 +171,9 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     @contextmanager
     def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
-        """Count while this is entered.
+        """Count while this is entered; `inputs` as in `record_memory`.
 
-        Args:
-            inputs: tensors of the batch that exist before; counted as activations.
-            followed: optimizers that notify this of their steps; else the caller does.
+        Optimizers that are `followed` notify this of their steps; else the caller does.
         """
         self._classify_named("parameters", self._model.named_parameters())
         self._classify_named("buffers", self._model.named_buffers())

@@ -276,14 +276,19 @@ class NonfiniteWatcher(OpWatcher):
         makes_nan = not was_nan and any(result.range.has_nan for result in results if result.range)
         if origins and not (constants and makes_nan):
             return frozenset(origins)
-        bad = [n for n, result in enumerate(results) if not is_finite(result.range)]
         # An infinity among the arguments: what the program wrote needs no float64
         written = not origins and not all(map(isfinite, call.numbers()))
+        return frozenset({self._new_origin(call, site, results, written)})
+
+    def _new_origin(
+        self, call: OpCall, site: OpSite, results: list[OpTensor], written: bool
+    ) -> Origin:
+        bad = [n for n, result in enumerate(results) if not is_finite(result.range)]
         every = None if written else recomputed(call)
         exact = None if every is None else stats(results[bad[0]].name, every[bad[0]])
         kind = "constant" if written else kind_of(results[bad[0]].range, exact)
         made = (stats(results[n].name, results[n].tensor) for n in bad)
-        return frozenset({self.add(kind, call.name, site, _read_by(call), made, exact)})
+        return self.add(kind, call.name, site, _read_by(call), made, exact)
 
     def _from_outside(self, call: OpCall, site: OpSite, name: str, x: Tensor) -> Origin:
         label = self._name(x) or f"a tensor ({name} of {call.name})"

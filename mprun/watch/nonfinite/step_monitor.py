@@ -130,8 +130,7 @@ class StepMonitor(StepListener):
         report: NonfiniteReport | None = None,
         share: Share = tuple,
     ) -> None:
-        self.report = report or NonfiniteReport()
-        self._share = share
+        self.report, self._share = report or NonfiniteReport(), share
         self._model, self._optimizers = model, optimizers
         self._response = response or Response("log")
         self.watcher = NonfiniteWatcher(
@@ -139,9 +138,8 @@ class StepMonitor(StepListener):
         )
         """The mode to enter."""
         self._state = StateCheck(model, optimizers, self.watcher)
-        self._step = 0
+        self._step, self._checked_gradients = 0, False
         self._snapshot: Snapshot | None = None
-        self._checked_gradients = False
         self._of_outputs: Origins = frozenset()
         """The origins of this step's outputs of the model that are not finite."""
 
