@@ -32,8 +32,13 @@ from mprun.train.assemble import (
 from mprun.train.assemble.planned_memory import same_step
 from mprun.train.data import sources
 from mprun.train.loop import Trainer
-from mprun.watch.memory_recorder import REDUCED_IN_PLACE, fake_tensors, memory, record_memory
-from mprun.watch.process_memory import StepMemory
+from mprun.watch.memory_recorder import (
+    REDUCED_IN_PLACE,
+    StepMemory,
+    fake_tensors,
+    memory,
+    record_memory,
+)
 from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
