@@ -21,7 +21,6 @@ from mprun.watch.nonfinite.fp_exception import DETAILED, LINES_PER_STEP, TensorS
 from mprun.watch.nonfinite.nonfinite_watcher import NonfiniteWatcher, Origin, stats
 from mprun.watch.op_watcher import (
     OpCall,
-    current_line,
     is_library,
     op_spec,
     recomputed,
@@ -201,13 +200,6 @@ def test_what_reads_a_workspace_of_its_dtype_is_not_run_again() -> None:
 
 
 # ---- lines ---------------------------------------------------------------------------------------
-
-
-def test_the_line_is_that_of_the_nearest_code_of_the_user_s() -> None:
-    line = current_line()
-    assert line is not None
-    assert line.file == __file__
-    assert line.function == "test_the_line_is_that_of_the_nearest_code_of_the_user_s"
 
 
 def test_code_of_libraries_is_distinguished_from_the_user_s() -> None:
