@@ -25,8 +25,7 @@ from mprun.inspect.numerics import Float32Loss
 from mprun.inspect.passes import in_float64
 from mprun.inspect.tolerance import DEFAULT
 from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
-from mprun.watch.nonfinite.op_call import op_spec
-from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
+from mprun.watch.op_watcher import OpWatcher, RunOp, op_spec, tensors_of
 
 MAX_NUMBERS = 2**25  # Of stored results: 256 MiB in float64. Beyond them no op is named.
 

@@ -45,8 +45,7 @@ from mprun.train.assemble.optimizer import optimizer_name
 from mprun.train.assemble.parts import variant_label
 from mprun.train.machine.machine import versions
 from mprun.train.user_code import described
-from mprun.watch.memory_recorder import DtypeMismatchError
-from mprun.watch.process_memory import StepMemory
+from mprun.watch.memory_recorder import DtypeMismatchError, StepMemory
 
 T = TypeVar("T")
 

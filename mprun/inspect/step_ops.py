@@ -23,9 +23,19 @@ from torch.overrides import TorchFunctionMode
 from mprun.precision._torch import calling_frames, no_dispatch, op_name, storage_key
 from mprun.precision.nested import tensors_in
 from mprun.precision.products import LOW
-from mprun.watch.nonfinite.nonfinite_watcher import CodeLine, current_line, is_library
-from mprun.watch.nonfinite.op_call import OpCall, is_plain, op_spec, recomputed, written_arguments
-from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
+from mprun.watch.op_watcher import (
+    CodeLine,
+    OpCall,
+    OpWatcher,
+    RunOp,
+    current_line,
+    is_library,
+    is_plain,
+    op_spec,
+    recomputed,
+    tensors_of,
+    written_arguments,
+)
 
 CASTS = ("to", "type", "type_as", "half", "bfloat16")  # Functions by which code casts
 # Functions between a mode and the code that called a function
@@ -102,7 +112,7 @@ class StepOps(OpWatcher):
         exact = None if phase == "backward" else recomputed(call, value=self._exact_part)
         result = run()
         call = call._replace(result=result)
-        pairs = zip_longest((x for _, _, x in call.outputs()), exact or ())
+        pairs = zip_longest((x for _, x in call.outputs()), exact or ())
         made = [(x, right) for x, right in pairs if is_plain(x) and x.numel()]
         if made:
             with no_dispatch(), torch.no_grad():

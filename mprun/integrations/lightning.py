@@ -25,8 +25,8 @@ except ImportError:
         "mprun.integrations.lightning needs the package lightning; pip install 'mprun[lightning]'"
     ) from None
 
+from mprun.train.observe.observe import TrainerRecord
 from mprun.train.observe.observed_record import split_of
-from mprun.train.observe.trainer_record import TrainerRecord
 
 SEED = "PL_GLOBAL_SEED"  # Where `seed_everything` leaves the seed
 # Usual names, and with the ending of Lightning's figures of a step beside those of an epoch

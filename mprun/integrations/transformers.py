@@ -26,7 +26,7 @@ except ImportError:
         "pip install 'mprun[transformers]'"
     ) from None
 
-from mprun.train.observe.trainer_record import TrainerRecord
+from mprun.train.observe.observe import TrainerRecord
 
 # Ends of the names that the Trainer logs beside scores
 NOT_SCORES = ("_runtime", "_per_second", "_time", "_flos")

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -183,6 +185,32 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
             continue
         put = torch.get_device_module(device).set_rng_state
         put(state) if device.type == "mps" else put(state, device.index)
+
+
+def host_random_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's random numbers; None of NumPy where nothing imported it.
+
+    They are plain values: `torch.load` with `weights_only` refuses NumPy's.
+    """
+    version, words, gauss = random.getstate()
+    numpy = None
+    if (module := sys.modules.get("numpy.random")) is not None:
+        state = module.get_state(legacy=False)  # in half the time of a tuple
+        kind, keys = state["bit_generator"], state["state"]["key"].tolist()
+        cached = int(state["has_gauss"]), float(state["gauss"])
+        numpy = [str(kind), keys, int(state["state"]["pos"]), *cached]
+    return {"python": [version, list(words), gauss], "numpy": numpy}
+
+
+def restore_host_random_states(saved: dict[str, Any]) -> None:
+    """Go back to states that `host_random_states` gave."""
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    if saved["numpy"] is not None:
+        import numpy as np
+
+        kind, keys, position, has_gauss, cached = saved["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from mprun.records.reader import ZIP, check_archive, converted
 from mprun.records.run_record import SavedRun, Status, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
-from mprun.train.data.random_numbers import restore_states, saved_states, seed_all
+from mprun.train.data.random_numbers import seed_all
 from mprun.train.parallel.layouts import Layout, Outline
 from mprun.train.parallel.ranks import Ranks
 
@@ -357,7 +357,7 @@ def saved_random_numbers(ranks: Ranks) -> dict[str, Any]:
     """The states of the first process, as one process saves them, and of all as `processes`."""
     own = {
         "rng": torch.get_rng_state(),
-        "host_rng": saved_states(),
+        "host_rng": devices.host_random_states(),
         "device_rng": devices.random_states(devices.in_use()),
     }
     if ranks.size == 1:
@@ -377,7 +377,7 @@ def restore_random_numbers(state: dict[str, Any], ranks: Ranks) -> None:
             return
         own = saved[ranks.rank]
     torch.set_rng_state(own["rng"])
-    restore_states(own["host_rng"])
+    devices.restore_host_random_states(own["host_rng"])
     devices.restore_random_states(own["device_rng"])
 
 

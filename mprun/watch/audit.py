@@ -2,19 +2,15 @@
 
     print(mprun.audit(model, optimizer))         # after a backward pass, before optimizer.step()
 
-A checkpoint that was loaded in bfloat16, or a `model.to(torch.bfloat16)`, trains without an error
-and hardly learns: a weight of 1 has neighbours at a distance of 2^-7 above and 2^-8 below, so an
-update of 6e-4 is rounded away, at this step and at every later one. The audit looks for such
-parameters, for state that 16 bits cannot hold, and for switches that change float32 arithmetic.
+A checkpoint that was loaded in bfloat16 trains without an error and hardly learns: a weight of 1
+has neighbours at a distance of 2^-7 above and 2^-8 below, so an update of 6e-4 is rounded away, at
+this step and at every later one. The audit looks for such parameters, for state that 16 bits cannot
+hold, and for switches of the process that change float32 arithmetic. Of optimizers that round
+stochastically or have Kahan's remainder or float32 masters nothing is reported.
 
-Parameters in 16 bits are safe with an optimizer of `mprun.optim` that rounds stochastically or
-stores Kahan's remainder, or with float32 masters (`mprun.optim.MasterWeights`): of these nothing is
-reported. Lost updates need gradients; they are computed exactly, in float64, and no step is
-taken.
-
-A switch holds for the whole process. A line in a library, or a variable of the environment, changes
-the results of code that knows nothing of it. Who set a switch is inferred: a value that is not
-PyTorch's own default was set by an environment variable that does so, or else by the program.
+Lost updates need gradients; they are computed exactly, in float64, and no step is taken. Who set a
+switch is inferred: a value that is not PyTorch's own default was set by an environment variable
+that does so, or else by the program.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """Casts of weights that one forward pass repeats, and the dtypes of a model by module.
 
 `torch.autocast` casts a float32 weight where an op needs it in 16 bits, and keeps the result for
-the next op that does. `CastCounts._reason` lists what it does not keep.
-
-A layer that runs once in a forward pass loses nothing by that. One that runs in a loop (a recurrent
-cell, shared layers, a weight that several heads use) reads and writes all of its weights each time,
-and autograd keeps each copy until the backward pass.
+the next op that does; `CastCounts._reason` lists what it does not keep. A layer that runs in a loop
+(a recurrent cell, shared layers) then reads and writes all of its weights each time, and autograd
+keeps each copy until the backward pass.
 
     with mprun.numerics.CastCounts(model) as casts:           # around one call
         loss = model(batch)
     loss.backward()
     print(mprun.audit(model, optimizer, casts))
 
-The counts are of casts below autograd, made by autocast or by the model's own code. Ops run as they
-would, so results have the same bits; code that `torch.compile` made runs compiled, and its casts
-are not seen.
-
-In the rows of dtypes, a part whose numbers all have one dtype is one row.
+Casts below autograd are counted, of autocast and of the model's own code, but not inside of what
+`torch.compile` made. No bit of a result changes.
 """
 
 from __future__ import annotations

@@ -1,27 +1,18 @@
 """Memory of a training step, counted from the tensors alive: by category, by module, over time.
 
-A process's resident memory shows little of a model: allocators retain freed memory. Counting
-the storages of live tensors gives exact figures, the same on every run, by the use of the tensors:
+A process's resident memory shows little of a model: allocators retain freed memory. The storages of
+live tensors give exact figures, the same on every run. A storage has one category for its whole
+life, so the categories sum to the live bytes at every op:
 
-    parameters, buffers     the model's
-    gradients               what ends up in a parameter's `grad`
-    optimizer_state         the optimizer's, once it exists
-    activations             made in the forward pass: inputs, results stored for the backward pass,
-                            16-bit copies of weights that autocast makes; not a data set in memory
-                            of which a batch is a view
-    temporary               made in the backward pass or after it, and none of the above
+    parameters, buffers     the model's; they belong to their module
+    gradients               what ends up in a parameter's `grad`; to the parameter's module
+    optimizer_state         the optimizer's, once it exists; likewise
+    activations             made in the forward pass, or its batch; to the module that ran
+    temporary               made in the backward pass or after it, and none of the above; to the
+                            module whose gradient was being computed
 
-A storage has one category for its whole life: a tensor of the backward pass that later becomes a
-gradient counts as a gradient from the start. So the categories sum to the live bytes at every op.
-
-Each storage also has an owner. Parameters, buffers, gradients and optimizer state belong to the
-module with the parameter, activations to the module whose forward pass made them, temporaries
-to the module whose gradient was being computed.
-
-The step may run on real tensors, or on fake ones (`fake_tensors`), which have a shape, a dtype and
-a lifetime but no data. A step on fake tensors costs almost no time or memory, and works for a model
-larger than the machine. Not counted: memory inside kernels (oneDNN's and cuDNN's scratch), sparse
-tensors, and what an allocator adds by rounding up.
+A step on fake tensors (`fake_tensors`) has no data, and works for a model larger than the machine.
+Not counted: memory inside kernels, sparse tensors, what an allocator adds by rounding up.
 """
 
 from __future__ import annotations
@@ -31,8 +22,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +39,11 @@ from mprun.precision._torch import (
     storage_key,
     without_compiled_code,
 )
+from mprun.precision.policy import dtype_name
+from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
 from mprun.watch._torch_fakes import FakeTensorMode, conversions_replace_parameters
 from mprun.watch.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
-from mprun.watch.process_memory import (
-    LiveStorage,
-    MemoryPoint,
-    ProcessRule,
-    StepMemory,
-    one_process,
-)
 from mprun.watch.step_events import OpContext, StepListener
 
 # Owners that are no modules; `(loss)` is everything outside of model and optimizer
@@ -75,6 +64,154 @@ The result of a fake tensor has the memory of a scalar.
 
 # Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks
 NO_OPS = ("prim", "profiler")
+
+
+@dataclass(slots=True)
+class LiveStorage:
+    """A storage: memory that one tensor or several share."""
+
+    nbytes: int
+    category: str  # One of `MEMORY_CATEGORIES`
+    owner: str  # Path of the module it belongs to, or one of `(inputs)`, `(loss)`, `(optimizer)`
+    born: int  # The first point at which it is alive
+    shape: tuple[int, ...]  # The shape of the first tensor on it
+    dtype: torch.dtype
+    died: int | None = None
+    """The first point at which it is no longer alive; None where it outlives the step."""
+    cast_of: LiveStorage | None = None
+    """The storage whose numbers it has in another dtype, where one cast made it."""
+
+    def alive_at(self, point: int) -> bool:
+        """Whether it is alive right after op number `point`."""
+        return self.born <= point and (self.died is None or point < self.died)
+
+
+class MemoryPoint(NamedTuple):
+    """An op of the step: memory is counted right after it."""
+
+    op: str  # ATen's name
+    phase: str  # forward, backward, optimizer, or other (loss, loss scale, clipping)
+    owner: str  # As in `LiveStorage`
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one training step."""
+
+    points: tuple[MemoryPoint, ...]
+    """Its ops, in the order they ran."""
+    timeline: Mapping[str, tuple[int, ...]]
+    """Category to the bytes alive after each op."""
+    peak_at: int
+    """The first op after which the most is alive."""
+    peak_holds: tuple[LiveStorage, ...]
+    """All storages alive then, the largest first."""
+    kinds: Mapping[str, str]
+    """Owner to its class, in the model's order; empty for owners that are no module."""
+    why_real: str | None = None
+    """Why the step ran on real tensors; None for fake ones."""
+
+    @classmethod
+    def of(
+        cls,
+        storages: Sequence[LiveStorage],
+        points: Sequence[MemoryPoint],
+        kinds: Mapping[str, str],
+    ) -> StepMemory:
+        """The sums.
+
+        Raises:
+            ValueError: no points.
+        """
+        if not points:
+            raise ValueError("no op ran: there is no step to count")
+        timeline = {
+            category: _alive_after(len(points), (h for h in storages if h.category == category))
+            for category in MEMORY_CATEGORIES
+        }
+        totals = [sum(row) for row in zip(*timeline.values(), strict=True)]
+        at = totals.index(max(totals))
+        alive = sorted((h for h in storages if h.alive_at(at)), key=lambda h: -h.nbytes)
+        return cls(tuple(points), timeline, at, tuple(alive), kinds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once."""
+        return sum(self.categories.values())
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes at the peak by category; they sum to it."""
+        return {category: row[self.peak_at] for category, row in self.timeline.items()}
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """`peak` and the categories, as a record's `memory_bytes` has them."""
+        return {"peak": self.peak_bytes, **self.categories}
+
+    @cached_property
+    def modules(self) -> dict[str, dict[str, int]]:
+        """Owner to its bytes at the peak by category, in the model's order; none without any."""
+        rows = {owner: dict.fromkeys(MEMORY_CATEGORIES, 0) for owner in self.kinds}
+        for h in self.peak_holds:
+            rows[h.owner][h.category] += h.nbytes
+        return {owner: row for owner, row in rows.items() if any(row.values())}
+
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        """Phase to the most bytes alive after one of its ops."""
+        peaks: dict[str, int] = {}
+        for point, row in zip(self.points, zip(*self.timeline.values(), strict=True), strict=True):
+            peaks[point.phase] = max(peaks.get(point.phase, 0), sum(row))
+        return peaks
+
+    @property
+    def peak(self) -> MemoryPeak:
+        """The op after which the most is alive."""
+        op, phase, owner = self.points[self.peak_at]
+        return MemoryPeak(self.peak_at, op, phase, owner)
+
+    def module_rows(self) -> list[ModuleMemory]:
+        """The memory of each owner at the peak."""
+        return [
+            ModuleMemory(owner, self.kinds[owner], sum(row.values()), **row)
+            for owner, row in self.modules.items()
+        ]
+
+    def largest(self, count: int = 10) -> list[StorageMemory]:
+        """The largest storages at the peak."""
+        return [
+            StorageMemory(h.nbytes, h.category, h.owner, list(h.shape), dtype_name(h.dtype))
+            for h in self.peak_holds[:count]
+        ]
+
+    def timeline_rows(self) -> MemoryTimeline:
+        """The timeline as recorded."""
+        op, phase, module = map(list, zip(*self.points, strict=True))
+        rows = {category: list(row) for category, row in self.timeline.items()}
+        return MemoryTimeline(op, phase, module, **rows)
+
+
+def _alive_after(points: int, storages: Iterable[LiveStorage]) -> tuple[int, ...]:
+    """Bytes alive after each of `points` ops."""
+    changes = [0] * (points + 1)
+    for h in storages:
+        changes[min(h.born, points)] += h.nbytes
+        if h.died is not None:
+            changes[min(h.died, points)] -= h.nbytes
+    return tuple(accumulate(changes[:points]))
+
+
+# Turns the storages of a step in a single process into those of one of several; the largest chunks,
+# where they differ
+ProcessRule = Callable[[Sequence[LiveStorage], Sequence[MemoryPoint]], Sequence[LiveStorage]]
+
+
+def one_process(
+    storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+) -> Sequence[LiveStorage]:
+    """The rule without other processes: the same."""
+    return storages
 
 
 class DtypeMismatchError(RuntimeError):
@@ -114,9 +251,8 @@ def memory(
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no data: a model of any size can be made, and a step of it counted.
 
-    Code that reads values (`x.item()`, a branch on a tensor) fails inside. What `torch.compile` was
-    called on runs as it is: compiled kernels would read and write at an address of no memory. The
-    state of PyTorch's random numbers is restored at the end.
+    Code that reads values (`x.item()`, a branch on a tensor) fails inside, compiled code runs op by
+    op, and the state of PyTorch's random numbers is restored at the end.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -140,10 +276,7 @@ def fake_tensors() -> Iterator[None]:
 def record_memory(
     model: nn.Module, optimizer: Optimizer, inputs: Iterable[Tensor] = ()
 ) -> Iterator[MemoryRecorder]:
-    """Count the live memory while one step of any loop runs inside.
-
-    What `torch.compile` was called on runs op by op: a compiled function shows no ops, and one
-    with `fullgraph=True` refuses to run where they are watched.
+    """Count the live memory while one step of any loop runs inside; compiled code runs op by op.
 
     Args:
         model: the model.
@@ -172,10 +305,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._went_backward = False  # since the last forward pass
 
     def step_memory(self, rule: ProcessRule = one_process) -> StepMemory:
-        """The live memory after each op.
-
-        Args:
-            rule: what one of several processes holds of the step.
+        """The live memory after each op, of which one of several processes holds what `rule` says.
 
         Raises:
             ValueError: no op ran.
@@ -187,11 +317,9 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     @contextmanager
     def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
-        """Count while this is entered.
+        """Count while this is entered; `inputs` as in `record_memory`.
 
-        Args:
-            inputs: tensors of the batch that exist before; counted as activations.
-            followed: optimizers that notify this of their steps; else the caller does.
+        Optimizers that are `followed` notify this of their steps; else the caller does.
         """
         self._classify_named("parameters", self._model.named_parameters())
         self._classify_named("buffers", self._model.named_buffers())
@@ -306,8 +434,8 @@ class MemoryRecorder(OpWatcher, StepListener):
             self._classify([parameter.grad], "gradients", owner)
 
     def _classify_gradients(self) -> None:
-        named = [(name, p.grad) for name, p in self._model.named_parameters()]
-        self._classify_named("gradients", ((n, g) for n, g in named if g is not None))
+        for name, parameter in self._model.named_parameters():
+            self._on_gradient(_owner(name), parameter)
 
     def _classify_named(self, category: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, x in named:

@@ -66,13 +66,9 @@ class StepListener:
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """A module is called, and not by another one: the model, or a part called by itself.
 
-        `StepTracker` notifies of every such call: also where nothing trains, and where activation
-        checkpointing recomputes a part in the backward pass. `StepHooks` notifies of those that
-        train, and before `on_step_begin`: this time is not part of the step.
-
-        Args:
-            path: of the module, empty for the model; from `StepHooks` empty for a part as well.
-            inputs: positional and keyword arguments.
+        `StepTracker` notifies of every such call, also without training and in a recomputation.
+        `StepHooks` notifies of those that train, with an empty path, and before `on_step_begin`:
+        this time is not part of the step.
         """
 
     def on_module_end(self, path: str, outputs: Any) -> None:
@@ -180,12 +176,9 @@ class StepTracker:
         return OpContext("optimizer" if self._optimizing else "other", None)
 
     def module_of(self, node: int, own_thread: bool = False) -> str | None:
-        """The module that made an autograd node; None outside of the model.
+        """The module that made the autograd node of this number; None outside of the model.
 
-        Args:
-            node: its number.
-            own_thread: whether the calling thread made it. Else the nodes of all threads are
-                searched, those of the first one to call the model first.
+        Nodes of the calling thread are searched, or of all, the first one to call the model first.
         """
         threads = [threading.get_ident()] if own_thread else list(self._made)
         for thread in threads:
@@ -388,11 +381,8 @@ def when_gradients_are_complete(
 ) -> StepArguments | None:
     """Call `ready` once the gradients of `optimizer.step(*args[1:], **kwargs)` are complete.
 
-    Without a closure that is now. A closure goes forward and backward inside of the step, LBFGS's
-    several times: it is replaced by one that calls `incomplete` before it and `ready` after it.
-
-    Returns:
-        Arguments and keyword arguments in place of those given; None for no others.
+    A closure goes forward and backward inside of the step: the arguments that are returned have one
+    that calls `incomplete` before it and `ready` after it. Without a closure that is now.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

@@ -219,8 +219,7 @@ def lr_factors(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
     where the factor is above half its gap over the size of its update.
 
     Args:
-        weights: before the step.
-        updates: the exact change by the step, of the same shape.
+        weights, updates: as in `lost_updates`.
         dtype: float16 or bfloat16.
     """
     weights, updates = weights.detach().double(), updates.detach().double()
@@ -351,13 +350,9 @@ def power(x: Tensor) -> float:
 
 
 def is_rounding(float32: float, exact: float) -> bool:
-    """The rule for numbers of which only the powers are known, such as those of hooks.
+    """The rule for numbers of which only the powers are known, in float32 and float64.
 
     Rounding errors are independent of the signal, so their power is the difference.
-
-    Args:
-        float32: the power of the float32 numbers.
-        exact: that of the same in float64.
     """
     return float32 > 0 and not sums_db(exact, abs(float32 - exact)) >= LIMIT_DB
 

@@ -137,34 +137,6 @@ def test_the_bound_is_the_binomial_one() -> None:
     assert largest_count(3, 1.0) == 3
 
 
-@pytest.mark.parametrize(
-    ("kept", "lost", "settled", "passes"),
-    [(2, 3, 2, True), (3, 0, 2, False), (0, 4, 2, False), (0, 0, 0, False)],
-)
-def test_more_false_studies_than_that_are_noticed(
-    kept: int, lost: int, settled: int, passes: bool
-) -> None:
-    """Eleven made-up studies, four of them with a mode that fails."""
-    low, other = frozenset({"fp16_mixed"}), frozenset({"bf16_mixed"})
-    none: frozenset[str] = frozenset()
-    studies = [
-        Study(
-            str(i),
-            low if i < 4 else none,
-            low if i < kept else none,
-            other if i < lost else none,
-            settled,
-            2,
-        )
-        for i in range(11)
-    ]
-    if passes:
-        check(studies)
-    else:
-        with pytest.raises(AssertionError):
-            check(studies)
-
-
 @pytest.mark.representative("fp16_hostile")
 @pytest.mark.parametrize("case", ["fp16_hostile", "symmetry"])
 def test_a_clear_case_is_judged_rightly(case: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.cli.main import main
 from mprun.watch.nonfinite import FpException, NonfiniteReport, fp_exceptions
 from tests.adversarial.models import CASES, MODES, loss_of, points
 from tests.adversarial.oracle import BATCH
-from tests.adversarial.recipe import WORDS, write_recipe
 from tests.adversarial.seeds import SEEDS
 
 STEPS = {"log_of_zero": 40}
@@ -109,31 +105,6 @@ def test_what_overflows_is_named_and_nothing_else(case: str, mode: str, seed: in
     assert blamed is None or mode in CASES[case].fails
     assert {e.phase for e in found.expected} <= {"backward"}
     assert not found.expected or mode == "fp16_mixed"
-
-
-def recorded(case: str, mode: str) -> list[Place]:
-    """The findings of a run of mprun's own, which goes on after the first."""
-    words = [*WORDS, f"recipe.model.case={case}", f"precision={mode}"]
-    words += ["debug.fp_exceptions=log", "train.epochs=null"]
-    words.append(f"train.max_steps={STEPS.get(case, 3)}")
-    main([*words, f"run.dir={case}"])
-    rows = json.loads(Path(case, "fp_exceptions.json").read_text(encoding="utf-8"))["exceptions"]
-    return [
-        Place(row["kind"], row["op"], row["module_kind"], row["phase"])
-        for row in rows
-        if row["verdict"] == "finding"
-    ]
-
-
-@pytest.mark.representative("outlier", "log_of_zero")
-@pytest.mark.parametrize("case", ["fp16_hostile", "outlier_beyond_fp16", "log_of_zero", "outlier"])
-def test_a_run_with_dynamic_scaling_names_the_same(case: str) -> None:
-    """Every step is skipped where the forward pass is bad: that is no work of the loss scale."""
-    write_recipe(Path())
-    blamed = BLAMED.get((case, "fp16_mixed"))
-    places = recorded(case, "fp16_mixed")
-    assert places[:1] == ([blamed] if blamed else [])
-    assert set(places[1:]) <= {SLOPE.get(case)}
 
 
 # ---- what was there before -----------------------------------------------------------------------

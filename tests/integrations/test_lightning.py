@@ -151,20 +151,6 @@ def test_losses_are_those_of_the_steps(tmp_path: Path) -> None:
     assert torch.allclose(got, means, rtol=1e-6)  # two roundings of float32
 
 
-def test_the_audit_names_what_16_bits_freeze(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = MprunCallback(tmp_path / "record")
-    module = Net(lr=1e-5)
-    before = module.net[1].weight.detach().clone()
-    fit(module, watch, tmp_path, precision="bf16-true")
-    assert torch.equal(module.net[1].weight.float(), before)
-    assert "lost_update  net.1: this step leaves 100% of 16" in caplog.text
-    caplog.clear()
-    fit(Net(lr=1e-5), MprunCallback(tmp_path / "cured"), tmp_path, precision="bf16-mixed")
-    assert "lost_update" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("error", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "interrupted")]
 )

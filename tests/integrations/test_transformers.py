@@ -151,7 +151,7 @@ def test_a_trainer_that_logs_no_loss_gives_the_mean(tmp_path: Path) -> None:
 def test_the_audit_names_frozen_modules_and_with_the_cure_finds_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """0 of 768 weights move; `tests/watch/test_audit.py` counts them."""
+    """A bfloat16 Llama at 1e-5: 0 of 768 weights of a norm move."""
     watch = MprunCallback(tmp_path / "frozen")
     model = llama(torch.bfloat16, hidden=768)
     before = model.model.norm.weight.detach().clone()

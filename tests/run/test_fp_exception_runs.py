@@ -158,18 +158,6 @@ def test_off_nothing_is_different() -> None:
     assert not Path("run/fp_exceptions.json").exists()
 
 
-def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none() -> None:
-    words = ["precision=fp16_mixed", "loss_scale.value=65536"]
-    summary = run("run", *words, "debug.fp_exceptions=halt", measured=True)
-    assert (summary.memory_bytes.peak or 0) > 0
-    row = summary.fp_exceptions
-    assert row is not None
-    assert (summary.status, row.finding, row.absorbed) == ("completed", 0, 0)
-    assert summary.skipped_steps < summary.steps / 2  # the scale finds its place
-    assert {e["verdict"] for e in events("run")} <= {"expected"}
-    assert {e["phase"] for e in events("run")} <= {"backward"}
-
-
 @pytest.mark.representative(
     "precision=fp16_mixed train.accumulate=2*",
     "precision=half_sr_full",
@@ -202,7 +190,8 @@ def test_the_bits_are_those_without(words: list[str]) -> None:
 
 
 def test_steps_that_are_looked_at_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    summary = run("run", "debug.fp_exceptions=log")
+    summary = run("run", "debug.fp_exceptions=log", measured=True)
+    assert (summary.memory_bytes.peak or 0) > 0
     assert summary.step_time_ms.n == 0
     assert summary.step_time_ms.median is summary.samples_per_second is None
     out = capsys.readouterr().out
@@ -298,19 +287,6 @@ def test_a_static_scale_that_is_too_high_is_a_finding() -> None:
     (event,) = {e["op"] for e in events("run")}
     assert event == "_to_copy"
     assert events("run")[0]["phase"] == "backward"
-
-
-def test_a_parameter_that_an_optimizer_overflowed_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["precision=fp16_true", "train.optimizer.name=sgd", "train.lr=1e9"]
-    run("run", *words, "debug.fp_exceptions=halt", status=1)
-    line = capsys.readouterr().err
-    assert "overflow: SGD.step in " in line
-    assert "optimizer" in line
-    first = next(e for e in recorded("run")["exceptions"] if e["verdict"] == "finding")
-    assert first["reached"][0].startswith("parameter ")
-    assert first["module"] == first["reached"][0].removeprefix("parameter ").rpartition(".")[0]
 
 
 # ---- skip ----------------------------------------------------------------------------------------

@@ -32,8 +32,13 @@ from mprun.train.assemble import (
 from mprun.train.assemble.planned_memory import same_step
 from mprun.train.data import sources
 from mprun.train.loop import Trainer
-from mprun.watch.memory_recorder import REDUCED_IN_PLACE, fake_tensors, memory, record_memory
-from mprun.watch.process_memory import StepMemory
+from mprun.watch.memory_recorder import (
+    REDUCED_IN_PLACE,
+    StepMemory,
+    fake_tensors,
+    memory,
+    record_memory,
+)
 from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -169,21 +174,6 @@ def test_fashion_mnist_at_its_batch_of_12_is_as_the_docs_say() -> None:
 
 
 # ---- sums ----------------------------------------------------------------------------------------
-
-MODES = [
-    *(["recipe=mnist", f"precision={p}"] for p in ("fp32", "fp16_mixed", "half_sr")),
-    ["recipe=fashion_mnist", "precision=bf16_mixed", "op_lists=hmp"],
-    ["recipe=fashion_mnist", "precision=fp16_mixed", "train.clip_norm=1", "train.accumulate=3"],
-    ["recipe=mnist", "train.optimizer.name=adamw", "speed=plain"],
-]
-
-
-@pytest.mark.representative(2, 3)
-@pytest.mark.parametrize("words", MODES, ids=" ".join)
-def test_a_count_repeats_exactly(words: list[str]) -> None:
-    first, second = (step_memory(planned(*words)) for _ in range(2))
-    assert (first.timeline, first.points) == (second.timeline, second.points)
-    assert {"forward", "backward", "other"} <= set(first.phase_peaks)
 
 
 def test_another_batch_size_is_that_of_a_plan_made_with_it() -> None:

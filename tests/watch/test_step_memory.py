@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.records.step_records import MemoryPeak, ModuleMemory, StorageMemory
-from mprun.watch.process_memory import LiveStorage, MemoryPoint, StepMemory
+from mprun.watch.memory_recorder import LiveStorage, MemoryPoint, StepMemory
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
 KINDS = {"": "Net", "a": "Block", "a.b": "Linear", "(inputs)": "", "(loss)": ""}

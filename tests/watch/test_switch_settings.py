@@ -68,18 +68,6 @@ def test_pytorch_starts_with_its_defaults() -> None:
     assert {who for _, who in rows.values()} == {"PyTorch's default"}
 
 
-@pytest.mark.exhaustive
-def test_pytorch_reads_the_environment_variable() -> None:
-    rows = in_a_fresh_process(**{TF32_BY_ENVIRONMENT: "1", "NVIDIA_TF32_OVERRIDE": "0"})
-    by = f"the environment variable {TF32_BY_ENVIRONMENT}"
-    assert rows[MATMUL] == ["tf32", by]
-    assert rows[MATMULS] == ["high", by]
-    assert rows["NVIDIA_TF32_OVERRIDE"] == ["0", "the environment"]
-    assert rows["torch.backends.cudnn.conv.fp32_precision"] == ["tf32", "PyTorch's default"]
-    others = {who for name, (_, who) in rows.items() if who not in (by, "the environment")}
-    assert (len(rows), others) == (12, {"PyTorch's default"})
-
-
 def test_an_environment_variable_that_pytorch_reads_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -31,8 +31,7 @@ from mprun.precision.nested import all_tensors
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.console.formatting import UNITS, by_reason, size_text
 from mprun.records.layer_values import product_formats
-from mprun.watch.nonfinite.nonfinite_watcher import current_line
-from mprun.watch.op_watcher import OpWatcher, RunOp, tensors_of
+from mprun.watch.op_watcher import OpWatcher, RunOp, current_line, tensors_of
 
 IN_FLOAT32, EMULATED, ABSENT = "in float32", "emulated", "absent"
 HOW = {

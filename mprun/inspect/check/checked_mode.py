@@ -23,7 +23,7 @@ from mprun.train.assemble.parts import build_batches, build_parts
 from mprun.train.data import Batch
 from mprun.train.data.random_numbers import untouched
 from mprun.train.loop import Trainer
-from mprun.watch.process_memory import StepMemory
+from mprun.watch.memory_recorder import StepMemory
 
 # Different batches of the steps that are trained: few, so that each is visited several times and
 # its losses can be compared

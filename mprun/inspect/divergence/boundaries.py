@@ -39,8 +39,14 @@ from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
 from mprun.precision.nested import all_tensors, map_tensors, tensors_in
 from mprun.precision.policy import dtype_name
-from mprun.watch.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
-from mprun.watch.op_watcher import OpWatcher, RunOp
+from mprun.watch.op_watcher import (
+    OpCall,
+    OpWatcher,
+    RunOp,
+    op_spec,
+    recomputed,
+    written_arguments,
+)
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # Fewest bits first
 Place = tuple[str, int]  # The path of a module, and the number of the call, from 0
@@ -334,7 +340,7 @@ class OpErrors(OpWatcher):
         if exact is None:
             return
         with no_dispatch():
-            pairs = zip((x for _, _, x in call.outputs()), exact, strict=False)
+            pairs = zip((x for _, x in call.outputs()), exact, strict=False)
             errors = [
                 (relative_rms(x, y), x.dtype)
                 for x, y in pairs

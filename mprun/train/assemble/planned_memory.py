@@ -28,14 +28,20 @@ from mprun.train.data.random_numbers import untouched
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.machine.machine import memory_bytes
-from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
-from mprun.train.user_code import described
-from mprun.watch.memory_recorder import DtypeMismatchError, fake_tensors, memory
-from mprun.watch.process_memory import (
-    ProcessRule,
+from mprun.train.parallel.model_blocks import (
     ReplicatedModel,
     ShardedModel,
+    blocks_of,
+    cast_modules,
+    checkpointed,
+)
+from mprun.train.user_code import described
+from mprun.watch.memory_recorder import (
+    DtypeMismatchError,
+    ProcessRule,
     StepMemory,
+    fake_tensors,
+    memory,
     one_process,
 )
 

@@ -201,7 +201,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     """One training sample with shapes and dtypes, but without values or memory.
 
     It is the recipe's `sample`; without one, the data are loaded. The memory of a step of such a
-    plan can be counted (`process_memory`), but the step cannot run.
+    plan can be counted (`planned_memory`), but the step cannot run.
     """
     # on the meta device even a sample of a large data set takes no memory
     with (

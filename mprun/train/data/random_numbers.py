@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,27 +46,9 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def untouched() -> Iterator[None]:
     """All random numbers, also those of accelerators, are as before at the end."""
-    host = saved_states()
+    host = devices.host_random_states()
     try:
         with devices.random_numbers_kept(devices.in_use()):
             yield
     finally:
-        restore_states(host)
-
-
-def saved_states() -> dict[str, Any]:
-    """The states of Python's and NumPy's random numbers, as a checkpoint may hold them."""
-    version, keys, gauss = random.getstate()
-    kind, words, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {  # plain values: torch.load with `weights_only` refuses NumPy's
-        "python": [version, list(keys), gauss],
-        "numpy": [str(kind), [int(x) for x in words], int(position), int(has_gauss), float(cached)],
-    }
-
-
-def restore_states(saved: dict[str, Any]) -> None:
-    """Go back to states that `saved_states` gave."""
-    version, keys, gauss = saved["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, words, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, cached))
+        devices.restore_host_random_states(host)

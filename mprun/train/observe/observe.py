@@ -11,17 +11,20 @@
 
 Hooks follow the loop's own calls (`StepHooks`), and no bit of the training changes. `mprun compare`
 reads the record. What costs time is done in the first steps, which are not timed (`StepProbes`).
-What remains is a read of the clock and of each gradient in every step.
+What remains is a read of the clock and of each gradient in every step. `TrainerRecord` does the
+same by the callbacks of a trainer.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +38,7 @@ from mprun.precision import Precision
 from mprun.precision._torch import original_module
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import Metric, Summary
-from mprun.train.clock import StepTime, clock_for
+from mprun.train.clock import clock_for
 from mprun.train.observe.observed_record import (
     ObservedRecord,
     ObservedStep,
@@ -59,6 +62,7 @@ from mprun.train.observe.step_probes import (
 )
 from mprun.train.stopwatch import Stopwatch
 from mprun.watch.audit import Audit
+from mprun.watch.nonfinite import NonfiniteReport, finding_lines, fp_exceptions
 from mprun.watch.nonfinite.saved_step import StepCapture
 from mprun.watch.step_events import StepHooks, StepListener, entries, plain_optimizers
 
@@ -71,7 +75,6 @@ NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
     "optimizer that were given to mprun.observe"
 )
-LOSS = ("the loss",)  # What is not finite, by name
 ON_NONFINITE = ("off", "report", "save")
 
 
@@ -108,7 +111,7 @@ class Observation(StepListener):
         # first in the list: what the capture does at a call is not part of the step's time
         first = [] if self._capture is None else [self._capture]
         self._hooks = StepHooks(model, optimizers, [*first, self._probes, self])
-        row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
+        row = observed_row(model, optimizers, None, precision)
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
         self.nonfinite: NonfiniteStep | None = None
@@ -236,10 +239,9 @@ class Observation(StepListener):
         if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
             self._on_nonfinite_step(step.step, names)
             return True
-        return any(self._check(step.step, x, LOSS) for x in step.finite)
+        return any(self._check(step.step, x, ("the loss",)) for x in step.finite)
 
     def _check(self, step: int, finite: Tensor | bool, names: tuple[str, ...] = ()) -> bool:
-        """Report a step that is known not to be finite; see `_on_nonfinite_step`."""
         if isinstance(finite, Tensor) and self._on_nonfinite == "report":
             self._unread.append((step, finite, names))  # read later, so that nothing waits for it
             return False
@@ -296,10 +298,8 @@ class Observation(StepListener):
         with contextlib.suppress(RuntimeError):  # a device that failed cannot be read
             self._write()
         summary = self.summary
-        if not summary.steps and summary.status == "completed":
-            summary.status, summary.error, summary.failed_by = "failed", NO_STEP, "run"
-            logger.warning(NO_STEP)
-        if summary.status == "completed" and (failure := self._record.failure()):
+        failure = self._record.last_part.failure() if summary.steps else NO_STEP
+        if failure and summary.status == "completed":
             summary.status, summary.error, summary.failed_by = "failed", failure, "run"
             logger.warning(failure)
         self._read_precision()
@@ -311,15 +311,14 @@ class Observation(StepListener):
 
     def _on_first_step(self, step: ObservedStep) -> None:
         """Record what is not known before a step: the dtypes of autocast, and the batch size."""
-        summary = self.summary
-        batch = summary.batch
-        summary.batch_size = batch.effective = batch.base = step.samples
+        batch = self.summary.batch
+        self.summary.batch_size = batch.effective = batch.base = step.samples
         batch.accumulate = max(step.calls, 1)
         batch.micro = step.samples // batch.accumulate
         self._read_precision()
 
     def _read_precision(self) -> None:
-        summary, read = self.summary, self._probes.autocast.dtypes
+        summary, read = self.summary, self._probes.autocast
         row = observed_row(self._model, self._optimizers, read, self._precision)
         if self._precision is None:
             summary.precision = mode_name(row)
@@ -338,29 +337,15 @@ class Observation(StepListener):
 
     def _write(self) -> None:
         """Write the steps that have ended."""
-        times: list[StepTime] = self._clock.take()
-        self._record.steps(self._waiting, times)
+        self._record.steps(self._waiting, self._clock.take())
         for number, finite, names in self._unread:
             if self.nonfinite is None and not finite:
                 self._on_nonfinite_step(number, names)
-        self._check_losses()
         self._unread, self._waiting = [], []
         self._written_at = time.perf_counter()
 
-    def _check_losses(self) -> None:
-        """Report the first logged loss that is not finite, with finite gradients."""
-        for step in self._waiting:
-            loss = float(step.values.get("loss", 0.0))
-            if not math.isfinite(loss) and not step.skipped and self.nonfinite is None:
-                self._report_nonfinite(NonfiniteStep(step.step, ("the logged loss",), None))
-
     def _on_nonfinite_step(self, step: int, names: tuple[str, ...] = ()) -> None:
-        """Something was not finite: report and save.
-
-        Args:
-            step: its number.
-            names: of what; none: a sum of gradients, which may have overflowed.
-        """
+        """Something was not finite: report and save; without names a sum of gradients."""
         weights = dict(self._model.named_parameters())
         held = {f"the gradient of {name}": p.grad for name, p in weights.items()}
         names = names or tuple(nonfinite_names(held))
@@ -368,27 +353,21 @@ class Observation(StepListener):
             return
         # a weight that was not finite before explains the gradient: it is named first
         names = (*(f"{n}, before the step" for n in nonfinite_names(weights)), *names)[:MAX_NAMES]
-        file = None
-        if self._capture is not None:
-            file = self._save(step, f"{names[0]} is not finite")
-        self._report_nonfinite(NonfiniteStep(step, names, file))
-
-    def _report_nonfinite(self, first: NonfiniteStep) -> None:
-        if self._on_nonfinite == "off":
-            return
-        self.nonfinite, names = first, first.names
-        row = {"kind": "event", "event": "nonfinite", "step": first.step, "names": list(names)}
+        file = self._save(step, f"{names[0]} is not finite")
+        self.nonfinite = NonfiniteStep(step, names, file)
+        row = {"kind": "event", "event": "nonfinite", "step": step, "names": list(names)}
         self._record.event(row)
-        text = f"step {first.step}: {names[0]} is not finite"
+        text = f"step {step}: {names[0]} is not finite"
         text += f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         self.summary.warnings.append(text)
-        logger.warning(text + (f"; saved: mprun replay {first.file}" if first.file else ""))
+        logger.warning(text + (f"; saved: mprun replay {file}" if file else ""))
 
     def _save(self, step: int, reason: str) -> Path | None:
-        assert self._capture is not None
+        if self._capture is None:
+            return None
         path = self.out / f"nonfinite_step_{step}.pt"
         try:
-            self._capture.save(path, step, reason, self._probes.autocast.dtype)
+            self._capture.save(path, step, reason, self._probes.autocast)
         except Exception as error:  # inputs of any type, a full disk: the training goes on
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
@@ -458,3 +437,177 @@ def observe(
     )
     with run.recorded():
         yield run
+
+
+# ---- trainers ------------------------------------------------------------------------------------
+
+NOT_ENDED = "the trainer did not end the training"
+
+
+class TrainerRecord:
+    """The record of a trainer's training: what the callbacks of all trainers do.
+
+    It enters `observe` where a training begins, and leaves it where the training ends or fails.
+
+    Args:
+        out: the folder of the record, new or empty. A second training of the same callback gets
+            `OUT_2`, and so on.
+        name, seed, metric, memory, on_nonfinite: as in `mprun.observe`; without a seed the
+            trainer's counts.
+        audit: whether the findings of the dtype audit are logged as warnings (logger "mprun") after
+            the second step; the record has them in any case.
+        fp_exceptions: the first and the last step, counted from 1, in which every op is inspected
+            (`mprun.numerics.fp_exceptions`). Such steps are slow and are not timed. None: no step.
+
+    Attributes:
+        run: what is observed, also when the training is over (its `audit`, `summary`, `out`); None
+            before it.
+        fp_report: the floating-point exceptions of the inspected steps.
+
+    Raises:
+        ValueError: the window of steps is not legal, or `memory` is set as well.
+    """
+
+    def __init__(
+        self,
+        out: str | Path = "mprun_run",
+        name: str | None = None,
+        seed: int | None = None,
+        metric: str | tuple[str, str] = "loss",
+        memory: bool = False,
+        on_nonfinite: Literal["off", "report", "save"] = "report",
+        audit: bool = True,
+        fp_exceptions: tuple[int, int] | None = None,
+    ) -> None:
+        self._out, self._audit = Path(out), audit
+        self._seed = seed
+        self._window = _window(fp_exceptions, memory)
+        self._options: dict[str, Any] = {
+            "name": name,
+            "metric": metric,
+            "memory": memory,
+            "on_nonfinite": on_nonfinite,
+        }
+        self._trainings = 0
+        self._stack: ExitStack | None = None
+        self._inspection: ExitStack | None = None
+        """Entered while the ops of steps are inspected."""
+        self._model: nn.Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._loss_logged = self._reports_audit = False
+        self.run: Observation | None = None
+        self.fp_report: NonfiniteReport | None = None
+
+    @property
+    def running(self) -> Observation | None:
+        """What is observed now; None outside of a training."""
+        return None if self._stack is None else self.run
+
+    def begin(self, model: nn.Module, optimizers: list[Any], seed: int | None) -> None:
+        """A training begins; optimizers may be wrappers of Accelerate or Lightning.
+
+        Raises:
+            FileExistsError: the folder has a run.
+        """
+        self.end(RuntimeError(NOT_ENDED))  # Hugging Face's Trainer calls nothing where it fails
+        self._trainings += 1
+        number = "" if self._trainings == 1 else f"_{self._trainings}"
+        out = self._out.with_name(f"{self._out.name}{number}")
+        seed = seed if self._seed is None else self._seed
+        self._model, self._optimizers = model, plain_optimizers(optimizers)
+        stack = ExitStack()
+        self.run = stack.enter_context(
+            observe(model, self._optimizers, out=out, seed=seed, **self._options)
+        )
+        self._stack, self._loss_logged, self._reports_audit = stack, False, self._audit
+        atexit.register(self._at_exit)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The training is over; `error` is what ended it early. Nothing where it was already."""
+        stack, self._stack = self._stack, None
+        if stack is None:
+            return
+        atexit.unregister(self._at_exit)
+        self._end_inspection(error)
+        _close(stack, error)
+
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Log the trainer's values that are numbers.
+
+        It is not called `log`: Lightning puts its module's method of that name into each callback.
+        """
+        numbers = {k: v for k, v in values.items() if _is_number(v)}
+        if self.running is not None and numbers:
+            self._loss_logged |= "loss" in numbers
+            self.running.log(**numbers)
+
+    def log_training_loss(self, value: Any) -> None:
+        """The mean loss of the training, for trainers that logged none before its end."""
+        if not self._loss_logged:
+            self.log_values({"loss": value})
+
+    def begin_step(self, step: int) -> None:
+        """The step with this number begins, counted from 1; it may have begun before."""
+        # micro-batches of a step call this again
+        if self._inspection is not None or self.running is None or step not in self._window:
+            return
+        assert self._model is not None
+        self.running.times_steps, self._inspection = False, ExitStack()
+        self.fp_report = self._inspection.enter_context(
+            fp_exceptions(self._model, self._optimizers, first_step=step)
+        )
+
+    def end_step(self, step: int) -> None:
+        """The step with this number is over."""
+        run = self.running
+        if run is None:
+            return
+        if step >= self._window.stop - 1:
+            self._end_inspection(None)
+        if self._reports_audit and run.audit is not None:
+            self._reports_audit = False
+            for finding in run.audit.findings:
+                where = finding.module or "the model"
+                logger.warning("%s  %s: %s", finding.kind, where, finding.text)
+                logger.warning("    fix: %s", finding.fix)
+
+    def _end_inspection(self, error: BaseException | None) -> None:
+        inspection, self._inspection = self._inspection, None
+        if inspection is not None and self.run is not None and self.fp_report is not None:
+            self.run.times_steps = True  # inspected steps are many times slower
+            _close(inspection, error)
+            self.run.summary.warnings += finding_lines(self.fp_report.findings)
+
+    def _at_exit(self) -> None:
+        """The program ends inside of a training: an error did it, or Ctrl-C."""
+        error = getattr(sys, "last_value", None)  # Python's last error that nobody caught
+        self.end(error if isinstance(error, BaseException) else RuntimeError(NOT_ENDED))
+
+
+def _close(stack: ExitStack, error: BaseException | None) -> None:
+    """Leave what was entered: with `error`, if there is one."""
+    if error is None:
+        stack.close()
+    else:
+        stack.__exit__(type(error), error, error.__traceback__)
+
+
+def _window(given: Any, memory: bool) -> range:
+    """The steps that are inspected."""
+    if given is None:
+        return range(0)
+    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
+    numbers = len(pair) == 2 and all(type(x) is int for x in pair)  # no bool
+    if not numbers or not 1 <= pair[0] <= pair[1]:
+        raise ValueError(
+            f"fp_exceptions={given!r}; legal: None, or the first and the last step: (100, 110)"
+        )
+    if memory:
+        raise ValueError("fp_exceptions and memory=True both follow every op: choose one")
+    return range(pair[0], pair[1] + 1)
+
+
+def _is_number(value: Any) -> bool:
+    if hasattr(value, "numel"):  # a tensor
+        return bool(value.numel() == 1)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -262,13 +262,7 @@ class LastPart:
         """Whether a step with such a loss was taken."""
 
     def add(self, step: int, loss: float | None, skipped: bool) -> None:
-        """The next step.
-
-        Args:
-            step: its number.
-            loss: NaN or infinite where any loss was; None where it is not known.
-            skipped: whether the loss scale skipped it.
-        """
+        """The next step; its loss is NaN or infinite where any loss was, None if not known."""
         self._steps = step
         self._skipped_from = (self._skipped_from or step) if skipped else None
         if loss is None:
@@ -327,12 +321,6 @@ class ObservedStep:
 class ObservedRecord(Recorder):
     """Writes the record of a loop that mprun does not own; what it does not know is null.
 
-    Args:
-        path: the folder.
-        summary: updated with every step.
-        device: where the model computes.
-        watch: counts the seconds.
-
     Raises:
         FileExistsError: the folder has a run.
         OSError: it cannot be written.
@@ -350,9 +338,9 @@ class ObservedRecord(Recorder):
         super().__init__(summary, folder, NativeArithmetic(), device, log_every=1, watch=watch)
         self.path = path
         self._conditions = ConditionsRecorder(summary)
-        self._means, self._last_part = Means(), LastPart()
-        self._logged: dict[int, tuple[ObservedStep, dict[str, float]]] = {}
-        """Step to what is known of it, for the lines that are written next."""
+        self._means, self.last_part = Means(), LastPart()
+        self._logged: dict[int, dict[str, Any]] = {}
+        """Step to what its line has in place of mprun's figures."""
         self._broken = False
 
     def config(self, content: dict[str, Any]) -> None:
@@ -384,8 +372,9 @@ class ObservedRecord(Recorder):
                 self._means.add(step.step, values)
             # a loss that is only logged may be a mean, without the NaN that went backward
             known = values.get("loss") if all(map(bool, step.finite)) else nan
-            self._last_part.add(step.step, known, step.skipped)
-            self._logged[step.step] = step, values
+            self.last_part.add(step.step, known, step.skipped)
+            logged = {"loss": None, **values, "data_time_ms": step.data_time_ms}
+            self._logged[step.step] = logged
             lines.append(
                 StepLine(
                     step=step.step,
@@ -406,9 +395,7 @@ class ObservedRecord(Recorder):
         self._conditions.on_steps(lines)
 
     def _row(self, line: StepLine) -> dict[str, Any]:
-        step, values = self._logged.pop(line.step)
-        known = {"loss": None, **values, "data_time_ms": step.data_time_ms}
-        return {**super()._row(line), **known}
+        return {**super()._row(line), **self._logged.pop(line.step)}
 
     def validation(self, values: dict[str, float]) -> None:
         """The model was validated after the last step."""
@@ -427,10 +414,6 @@ class ObservedRecord(Recorder):
         epoch = Epoch(epoch=number, train=train, validation=scores_of(validation))
         self._summary.epochs = number
         self.on_epoch_end(epoch, self._summary.steps)
-
-    def failure(self) -> str:
-        """Why the model does not train at the end; empty if it does."""
-        return self._last_part.failure()
 
     def test(self, values: dict[str, float]) -> None:
         """The model was tested."""

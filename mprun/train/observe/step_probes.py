@@ -6,9 +6,6 @@ Nothing of the start is timed:
     step 2        the casts of the model's first call; the audit, where the gradients are complete
     steps 3, 4    memory op by op, if it is asked for; optimizers have made their state by then
 
-Whether gradients are finite is asked in every step, by sums that read each gradient once
-(`all_finite`). A sum may overflow without a fault, so an alarm is confirmed value by value.
-
 The loop has no configuration, so its precision is read: each column of the policy from what decides
 it, which are the parameters, their gradients, the optimizer, the backend switches, and autocast in
 the first step. The mode is the one whose row of the table fits, else `custom`.
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -31,7 +28,7 @@ from torch.optim import Optimizer
 from mprun.errors import first_line
 from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Precision
-from mprun.precision._torch import is_compiled, storage_key, tree_leaves
+from mprun.precision._torch import is_compiled, storage_key, stored_values, tree_leaves
 from mprun.precision.policy import Policy, dtype_name, policy
 from mprun.precision.switches import tf32_is_on
 from mprun.records.mode_names import SHIPPED_MODES
@@ -39,6 +36,7 @@ from mprun.records.run_record import PrecisionRow
 from mprun.watch.audit import Audit, audit
 from mprun.watch.cast_counts import CastCounts
 from mprun.watch.memory_recorder import MemoryRecorder
+from mprun.watch.op_watcher import is_finite, value_range
 from mprun.watch.step_events import StepListener, entries
 
 
@@ -54,11 +52,11 @@ class NonfiniteStep:
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that an optimizer's next step reads."""
     held = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [_values(g) for g in held if g is not None]
+    return [stored_values(g.detach()) for g in held if g is not None]
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor | bool:
-    """Whether every value is finite; False, too, where a sum overflows.
+    """Whether every value is finite, by sums that read each once; False if a sum overflows, too.
 
     A boolean on the CPU; elsewhere a tensor, which is read later so that nothing waits for it.
     """
@@ -80,52 +78,11 @@ def _sum(x: Tensor) -> Tensor:
 def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> Iterator[str]:
     """The names of those with a NaN or an infinity, value by value."""
     for name, x in tensors.items():
-        if x is not None and x.is_floating_point() and not _values(x).isfinite().all():
+        if x is not None and not is_finite(value_range(x)):
             yield name
 
 
-def _values(x: Tensor) -> Tensor:
-    """The stored values of a sparse tensor."""
-    x = x.detach() if x.requires_grad else x
-    return x.coalesce().values() if x.is_sparse else x
-
-
 CUSTOM = "custom"  # The name of a mode that no row of the table fits
-
-
-class AutocastReader:
-    """Which dtypes autocast has while the layers of a model run."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._device_type = device_of(model).type
-        self.dtypes: Counter[torch.dtype] = Counter()
-        """How many calls of layers autocast would cast to a dtype."""
-
-    def note(self) -> None:
-        """Count the state of autocast now."""
-        if torch.is_autocast_enabled(self._device_type):
-            self.dtypes[torch.get_autocast_dtype(self._device_type)] += 1
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The most frequent one; None without autocast."""
-        return self.dtypes.most_common(1)[0][0] if self.dtypes else None
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hooks at the layers count while this is entered; those of compiled code would be traced.
-
-        A region that `forward` enters itself is only seen from inside.
-        """
-        compiled = any(map(is_compiled, self._model.modules()))
-        layers = [] if compiled else [m for m in self._model.modules() if _is_layer(m)]
-        handles = [layer.register_forward_pre_hook(lambda *_: self.note()) for layer in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -141,32 +98,26 @@ def device_of(model: nn.Module) -> torch.device:
 def observed_row(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    autocast: Counter[torch.dtype],
+    autocast: torch.dtype | None,
     precision: Precision | None = None,
 ) -> PrecisionRow:
-    """The columns of a training.
+    """The columns of a training, with the rounding and moments of its first optimizer.
 
-    Args:
-        model: what trains.
-        optimizers: its optimizers; the first one's rounding and moments are recorded.
-        autocast: see `AutocastReader`.
-        precision: the loop's, if it has one, which decides the casts.
+    A `Precision` of the loop decides the casts, else autocast, in the dtype that layers are in.
     """
     floating = [p for p in model.parameters() if p.is_floating_point()]
     param = _most(floating, lambda p: p.dtype)
     trained = [p for p in floating if p.requires_grad]
-    casts = {"casting": "none", "compute_dtype": dtype_name(param)}
-    if autocast:
-        [(dtype, _)] = autocast.most_common(1)
-        casts = {"casting": "autocast", "compute_dtype": dtype_name(dtype)}
+    casting, compute = ("none", param) if autocast is None else ("autocast", autocast)
     row: dict[str, Any] = {
         "param_dtype": dtype_name(param),
         "accum_dtype": dtype_name(_most(trained, lambda p: p.grad_dtype or p.dtype)),
-        "output_dtype": casts["compute_dtype"],
+        "output_dtype": dtype_name(compute),
         "op_lists": "none",
         "layers": {},
         "tf32": tf32_is_on(device_of(model)),
-        **casts,
+        "casting": casting,
+        "compute_dtype": dtype_name(compute),
         **rounding_columns(optimizers[0], [p.dtype for p in floating]),
         **({} if precision is None else precision.columns),
     }
@@ -207,10 +158,12 @@ class StepProbes(StepListener):
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer], memory: bool) -> None:
         self._model, self._optimizers = model, optimizers
+        self._is_compiled = any(map(is_compiled, model.modules()))
         self._stack = ExitStack()
         self._step = 0
         self._recorder: MemoryRecorder | None = None
-        self.autocast = AutocastReader(model)
+        self._autocast: Counter[torch.dtype] = Counter()
+        """How many calls of layers in the first step autocast would cast to a dtype."""
         self.audit: Audit | None = None
         self.notes: list[str] = []
         """What could not be looked at, and why."""
@@ -220,6 +173,11 @@ class StepProbes(StepListener):
         self._casts: CastCounts | None = None
         self._recorded = RECORDED_STEPS if memory and self._can_record() else ()
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What autocast casts most calls of layers to; None without autocast."""
+        return self._autocast.most_common(1)[0][0] if self._autocast else None
+
     def is_timed(self, step: int) -> bool:
         """Whether nothing is looked at in this step."""
         return step > AUDITED_STEP and step not in self._recorded
@@ -227,10 +185,13 @@ class StepProbes(StepListener):
     def before(self, step: int) -> None:
         """The step number `step` is the next one: called before anything of it runs."""
         self._step = step
-        if step == 1:
-            self._stack.enter_context(self.autocast.attached())
-        # compiled code has no ops of PyTorch to count
-        if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
+        # compiled code has no ops of PyTorch to count, and hooks in it would be traced
+        if step == 1 and not self._is_compiled:
+            for layer in filter(_is_layer, self._model.modules()):
+                # a region that `forward` enters itself is only seen from inside
+                handle = layer.register_forward_pre_hook(self._note_autocast)
+                self._stack.callback(handle.remove)
+        if step == AUDITED_STEP and not self._is_compiled:
             self._casts = CastCounts(self._model)
             self._stack.enter_context(self._casts.next_call(entries(self._model)))
         if step in self._recorded:
@@ -240,7 +201,12 @@ class StepProbes(StepListener):
 
     def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
         if self._step == 1:
-            self.autocast.note()
+            self._note_autocast()
+
+    def _note_autocast(self, *_: Any) -> None:
+        kind = device_of(self._model).type
+        if torch.is_autocast_enabled(kind):
+            self._autocast[torch.get_autocast_dtype(kind)] += 1
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._recorder is not None:
@@ -285,7 +251,7 @@ class StepProbes(StepListener):
         reason = ""
         if len(self._optimizers) > 1:
             reason = "there are several optimizers"
-        elif any(map(is_compiled, self._model.modules())):
+        elif self._is_compiled:
             reason = "ops of compiled code are not seen"
         if reason:
             self.notes.append(f"activations were not counted: {reason}")

@@ -5,25 +5,23 @@ inspected when it runs, in forward pass, loss, backward pass and optimizer. An o
 numbers and makes others is the origin of an exception. Later NaN and infinities lead back to it.
 
     fp_exception       the results as plain data: exceptions, verdicts, counts
-    op_call            what an op reads and writes, its range of values, the op again in float64
-    nonfinite_watcher  the mode that sees every op: its line of Python; whether it is an origin, a
-                       consequence, or a constant like a mask's -inf
-    step_monitor       which gradients, weights, buffers and state it reached; the verdict; the
-                       response: log, halt, skip
-    loops              the two entries: any training loop, and mprun's run
+    nonfinite_watcher  the mode that sees every op, and whether it is an origin, a consequence, or a
+                       constant like a mask's -inf; which gradients, weights and state it reached
+    step_monitor       the verdict of a step, and the response: log, halt, skip; the two entries:
+                       any training loop, and mprun's run
     saved_step         what a step needs to run again, remembered in a loop that is not inspected,
                        and written as a file
     step_replay        that step run again, with every op inspected
 """
 
 from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
-from mprun.watch.nonfinite.loops import (
+from mprun.watch.nonfinite.step_monitor import (
     FpExceptionError,
     RunExceptions,
+    StepOutcome,
     WatchedRunExceptions,
     fp_exceptions,
 )
-from mprun.watch.nonfinite.step_monitor import StepOutcome
 
 __all__ = [
     "FpException",

@@ -1,64 +1,57 @@
-"""The mode that sees each op of a step, and finds those that made a number that is not finite.
+"""Finds the op of a step that made a number that is not finite, and what that number spoiled.
 
-An op that makes a NaN or an infinity out of finite numbers is its origin. A result of inputs that
-are not finite has the inputs' origins: so a gradient that is NaN leads to the op where the problem
-began. There are two exceptions:
+`NonfiniteWatcher` sees each op below autograd and autocast, casts included. An op that makes a NaN
+or an infinity out of finite numbers is its origin. A result of inputs that are not finite has the
+inputs' origins: so a gradient that is NaN leads to the op where it began. There are exceptions:
 
     constants   an infinity among the op's own numbers, as in `masked_fill(mask, -inf)`: the program
-                wrote it
+                wrote it. A NaN made of constants alone (a row that is masked whole) is a new origin
     outside     inputs that were not finite before the first op: the data, a weight
 
-A NaN made of constants alone, as by the softmax of a row that is masked whole, is a new origin.
-
-The kind is decided by running the op again in float64: a number that is finite there was too large
-for the dtype; one that is infinite or NaN there too is so in any precision.
-
-The mode sees an op below autograd and autocast, casts included. It does not see the ops that
-emulated or substituted arithmetic runs instead, and looks at none of an optimizer, whose results
-`StateCheck` checks after the step. While it is entered, PyTorch runs compiled regions op by op.
+The op, run again in float64, tells a number that was too large for its dtype from one that is not
+finite in any precision. Optimizers write to parameters unseen: `StateCheck` checks what outlasts a
+step after it. Compiled regions run op by op.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-import mprun
-from mprun.precision import Precision
 from mprun.precision._torch import (
     SCALER_CHECK,
     StorageWeakRef,
     backward_node,
-    calling_frames,
-    is_backward_call,
     next_node,
     no_dispatch,
     storage_key,
 )
 from mprun.precision.nested import tensors_in
-from mprun.watch.nonfinite.fp_exception import FpException, TensorStats
-from mprun.watch.nonfinite.op_call import (
+from mprun.precision.policy import dtype_name
+from mprun.watch.nonfinite.fp_exception import UNSEEN, FpException, TensorStats
+from mprun.watch.op_watcher import (
     PLAIN_TYPES,
+    CodeLine,
     OpCall,
+    OpTensor,
+    OpWatcher,
+    RunOp,
     ValueRange,
+    current_line,
     is_finite,
     numbers,
     op_spec,
     recomputed,
-    stats,
     value_range,
     written_arguments,
 )
-from mprun.watch.op_watcher import OpWatcher, RunOp
 
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
 DESCRIBED = 16  # Inputs of one op that are described: an op over lists has one for each parameter
@@ -66,53 +59,22 @@ DESCRIBED = 16  # Inputs of one op that are described: an op over lists has one 
 DIVISIONS = ("div", "addcdiv", "reciprocal", "rsqrt")
 
 
-# ---- the line of code ----------------------------------------------------------------------------
-
-TORCH = Path(torch.__file__).parent
-MPRUN = Path(mprun.__file__).parent
-RECIPES = MPRUN / "recipes"
-PYTHON = Path(sysconfig.get_path("stdlib"))
-# Installed packages lie inside of Python's library, and are the user's code.
-PACKAGES = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
-INTERACTIVE = ("<stdin>", "<ipython")  # Other names in <> are code that a library generated
-# The code that calls a model in mprun's loop: no caller of it is the user's code
-LOOP = inspect.getfile(Precision)
-
-
-class CodeLine(NamedTuple):
-    """A line of code."""
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        path = Path(self.file)
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        return f"{path}:{self.number} ({self.function})"
-
-
-def current_line() -> CodeLine | None:
-    """The line of code that runs the caller's op; None if only libraries are on the stack."""
-    for frame in calling_frames():
-        code = frame.f_code
-        if not is_library(code.co_filename):
-            return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
-        if is_backward_call(code) or code.co_filename == LOOP:
-            return None  # callers of `backward` or of mprun's loop did not write this op
-    return None
-
-
-@functools.cache
-def is_library(file: str) -> bool:
-    """Whether a file of code belongs to PyTorch, mprun or Python, and is no recipe."""
-    if file.startswith("<"):
-        return not file.startswith(INTERACTIVE)
-    path = Path(file)
-    if path.is_relative_to(TORCH) or path.is_relative_to(MPRUN):
-        return not path.is_relative_to(RECIPES)
-    return path.is_relative_to(PYTHON) and not any(map(path.is_relative_to, PACKAGES))
+def stats(name: str, x: Tensor, known: ValueRange | None = None) -> TensorStats:
+    """The statistics of a tensor; `known` is an earlier range of it, if it was written to since."""
+    bare = TensorStats(name, dtype_name(x.dtype), tuple(map(int, x.shape)))
+    measured = known or value_range(x)
+    if measured is None:
+        return bare
+    if measured.finite:
+        return replace(bare, low=measured.low, high=measured.high, nan=0, inf=0)
+    if known is not None:  # the numbers are gone
+        return bare
+    values = numbers(x)
+    assert values is not None
+    with no_dispatch(), torch.no_grad():
+        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        low, high = value_range(values[torch.isfinite(values)]) or (None, None)
+    return replace(bare, low=low, high=high, nan=nan, inf=inf)
 
 
 # ---- origins -------------------------------------------------------------------------------------
@@ -122,18 +84,9 @@ class OpSite(NamedTuple):
     """Where an op runs."""
 
     phase: str
-    module: str
-    module_kind: str
-    line: CodeLine | None
-
-
-class OpResult(NamedTuple):
-    """A result of an op, or an input that was not finite before."""
-
-    name: str
-    tensor: Tensor
-    range: ValueRange | None
-    position: int = 0  # Its index among all results
+    module: str  # Empty for the model itself, and outside of it
+    in_model: bool
+    line: CodeLine | None = None
 
 
 @dataclass(eq=False)
@@ -230,8 +183,32 @@ class NonfiniteWatcher(OpWatcher):
         reference = StorageWeakRef(_storage_of(x).untyped_storage())
         self._spoiled[memory_key(x)] = (reference, self.origins_of(x) | origins)
 
-    def add(self, exception: FpException) -> Origin:
-        """A new origin of this step."""
+    def add(
+        self,
+        kind: str,
+        op: str,
+        site: OpSite,
+        inputs: Iterable[TensorStats],
+        outputs: Iterable[TensorStats],
+        exact: TensorStats | None = None,
+        reason: str | None = None,
+    ) -> Origin:
+        """A new origin of this step; the arguments are fields of `FpException`."""
+        exception = FpException(
+            verdict="absorbed",  # until its consequences are known
+            kind=kind,
+            step=self._step,
+            last_step=self._step,
+            op=op,
+            phase=site.phase,
+            module=site.module,
+            module_kind=self.kinds.get(site.module, "") if site.in_model else "",
+            location=site.line and str(site.line),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            in_float64=exact,
+            reason=reason,
+        )
         self.origins.append(origin := Origin(exception))
         return origin
 
@@ -263,30 +240,29 @@ class NonfiniteWatcher(OpWatcher):
             line = line or self._lines.get(backward_node() or 0)
         else:  # for the backward op of the node that was just made
             self._lines.setdefault(next_node() - 1, line)
-        kind = "" if module is None else self.kinds.get(module, "")
-        return OpSite(phase, module or "", kind, line)
+        return OpSite(phase, module or "", module is not None, line)
 
     def _inspect(self, call: OpCall, site: OpSite) -> None:
-        outputs = enumerate(call.outputs())
-        results = [OpResult(name, x, value_range(x), n) for n, (name, _, x) in outputs]
-        bad = [result for result in results if not is_finite(result.range)]
-        if bad:
-            self._add_bad(call, site, bad)
+        results = [OpTensor(name, x, value_range(x)) for name, x in call.outputs()]
+        if not all(is_finite(result.range) for result in results):
+            self._add_bad(call, site, results)
         elif self._spoiled and site.phase != "backward" and _divides(call):
             self._note_division(call, site)
         if site.phase in ("forward", "backward"):
             self._went_backward = site.phase == "backward"
 
-    def _add_bad(self, call: OpCall, site: OpSite, bad: list[OpResult]) -> None:
-        origins = self._origins(call, site, bad)
+    def _add_bad(self, call: OpCall, site: OpSite, results: list[OpTensor]) -> None:
+        origins = self._origins(call, site, results)
         after = "a scalar computed after the backward pass"
-        for result in bad:
-            self.spoil(result.tensor, origins)
+        for _, x, measured in results:
+            if is_finite(measured):
+                continue
+            self.spoil(x, origins)
             # A scalar outside of the model is the loss, or computed from it
-            if site.phase == "other" and result.tensor.numel() == 1:
+            if site.phase == "other" and x.numel() == 1:
                 mark_reached(origins, after if self._went_backward else "the loss")
 
-    def _origins(self, call: OpCall, site: OpSite, bad: list[OpResult]) -> Origins:
+    def _origins(self, call: OpCall, site: OpSite, results: list[OpTensor]) -> Origins:
         """The origins of an op's results that are not finite: its inputs' or the op itself."""
         origins: set[Origin] = set()
         was_nan = False
@@ -297,20 +273,26 @@ class NonfiniteWatcher(OpWatcher):
                 was_nan |= given.has_nan
         constants = all(origin.exception.kind == "constant" for origin in origins)
         # A softmax of a row that is masked whole: its NaN is no consequence that the program meant
-        makes_nan = not was_nan and any(result.range.has_nan for result in bad if result.range)
+        makes_nan = not was_nan and any(result.range.has_nan for result in results if result.range)
         if origins and not (constants and makes_nan):
             return frozenset(origins)
         # An infinity among the arguments: what the program wrote needs no float64
         written = not origins and not all(map(isfinite, call.numbers()))
-        exact = None if written else recomputed(call)
-        first = None if exact is None else exact[bad[0].position]
-        kind = "constant" if written else None
-        return frozenset({self.add(self._described(call, site, bad, kind, first))})
+        return frozenset({self._new_origin(call, site, results, written)})
+
+    def _new_origin(
+        self, call: OpCall, site: OpSite, results: list[OpTensor], written: bool
+    ) -> Origin:
+        bad = [n for n, result in enumerate(results) if not is_finite(result.range)]
+        every = None if written else recomputed(call)
+        exact = None if every is None else stats(results[bad[0]].name, every[bad[0]])
+        kind = "constant" if written else kind_of(results[bad[0]].range, exact)
+        made = (stats(results[n].name, results[n].tensor) for n in bad)
+        return self.add(kind, call.name, site, _read_by(call), made, exact)
 
     def _from_outside(self, call: OpCall, site: OpSite, name: str, x: Tensor) -> Origin:
         label = self._name(x) or f"a tensor ({name} of {call.name})"
-        read = [OpResult(label, x, value_range(x))]
-        origin = self.add(self._described(call, site, read, "outside", None))
+        origin = self.add("outside", call.name, site, _read_by(call), [stats(label, x)])
         self.spoil(x, frozenset({origin}))
         return origin
 
@@ -324,37 +306,9 @@ class NonfiniteWatcher(OpWatcher):
                 if origin.exception.kind == "overflow" and origin.divided_by is None:
                     origin.divided_by = f"{call.name}{inside}, {site.phase}"
 
-    def _described(
-        self,
-        call: OpCall,
-        site: OpSite,
-        bad: Sequence[OpResult],
-        kind: str | None,
-        exact: Tensor | None,
-    ) -> FpException:
-        """The exception that an op raised.
 
-        Args:
-            call, site: the op, and where it ran.
-            bad: its results that are not finite, or the input that is not; the first one decides.
-            kind: what happened, or None to decide here.
-            exact: the first of `bad` in float64; None if that is not known.
-        """
-        known = None if exact is None else stats(bad[0].name, exact)
-        return FpException(
-            verdict="absorbed",  # until its consequences are known
-            kind=kind or kind_of(bad[0].range, known),
-            step=self._step,
-            last_step=self._step,
-            op=call.name,
-            phase=site.phase,
-            module=site.module,
-            module_kind=site.module_kind,
-            location=site.line and str(site.line),
-            inputs=tuple(stats(*x) for x in call.inputs()[:DESCRIBED]),
-            outputs=tuple(stats(result.name, result.tensor) for result in bad),
-            in_float64=known,
-        )
+def _read_by(call: OpCall) -> Iterator[TensorStats]:
+    return (stats(*x) for x in call.inputs()[:DESCRIBED])
 
 
 def kind_of(measured: ValueRange | None, exact: TensorStats | None = None) -> str:
@@ -369,3 +323,165 @@ def _divides(call: OpCall) -> bool:
     name = call.name.strip("_")
     negative = any(isinstance(x, int | float) and x < 0 for x in call.args)
     return name in DIVISIONS or (name == "pow" and negative)
+
+
+# ---- what outlasts a step ------------------------------------------------------------------------
+
+
+class StateTensor(NamedTuple):
+    """A tensor that outlasts a step."""
+
+    label: str  # Its name in reports: `parameter fc1.weight`, `exp_avg of fc1.weight`
+    owner: str  # The name of its parameter, or its own
+    tensor: Tensor
+
+
+class StateCheck:
+    """Checks the tensors of a model and its optimizers that outlast a step.
+
+    Args:
+        model, optimizers: the model, and its optimizers if it is trained.
+        watcher: knows the origins, and receives new ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        watcher: NonfiniteWatcher,
+    ) -> None:
+        self._model, self._optimizers, self._watcher = model, optimizers, watcher
+        self._inputs: list[weakref.ref[Tensor]] = []  # weak: batches are the loop's
+        self._labels: list[tuple[Tensor, str]] = []
+        self._of_gradients: dict[str, Origins] = {}
+        """Parameter to the origins of its gradient, if that is not finite in this step."""
+        self._bad = {x.label for x in self._items() if not is_finite(value_range(x.tensor))}
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        for of_step in (self._of_gradients, self._inputs, self._labels):
+            of_step.clear()
+
+    def label(self, x: Tensor, name: str) -> None:
+        """Call a tensor `name` in this step's reports; it stays in memory until the next step."""
+        self._labels.append((x, name))
+
+    def inputs(self, tensors: Iterable[Tensor]) -> None:
+        """The model is called with these."""
+        self._inputs += map(weakref.ref, tensors)
+
+    def name_of(self, x: Tensor) -> str | None:
+        """The name of a tensor: parameter, buffer, gradient, the model's input."""
+        key = memory_key(x)
+        named = [(item.tensor, item.label) for item in (*self._items(), *self._gradients())]
+        named += [(given, "the model's input") for given in self._live_inputs()]
+        return next((name for x, name in (*self._labels, *named) if memory_key(x) == key), None)
+
+    def check_gradients(self) -> None:
+        """Check the gradients before they are unscaled, clipped or used."""
+        for item in self._gradients():
+            if is_finite(measured := value_range(item.tensor)):
+                continue
+            origins = self._watcher.origins_of(item.tensor)
+            origins = origins or self._unseen(item, "backward", kind_of(measured), UNSEEN)
+            mark_reached(origins, item.label)
+            self._of_gradients[item.owner] = origins
+
+    def check_after_step(self) -> None:
+        """Check the tensors that the step wrote; those that were bad before are not reported."""
+        bad = set()
+        by_optimizer: dict[str, Origins] = {}
+        for item in self._items():
+            if is_finite(measured := value_range(item.tensor)):
+                continue
+            bad.add(item.label)
+            if item.label not in self._bad:  # else reported by an earlier step, or a mask
+                # what spoiled a parameter spoils its state
+                origins = self._origins_of(item) or by_optimizer.get(item.owner)
+                origins = origins or self._by_optimizer(item, kind_of(measured))
+                by_optimizer[item.owner] = origins
+                self._watcher.spoil(item.tensor, origins)
+                mark_reached(origins, item.label)
+                for origin in origins:
+                    origin.lasts = True
+        self._bad = bad
+
+    def _origins_of(self, item: StateTensor) -> Origins:
+        """Of a tensor that the step spoiled: its own, its gradient's, or those of any gradient.
+
+        Clipping divides by the norm of all gradients, and so spoils each of them.
+        """
+        own = self._watcher.origins_of(item.tensor) or self._of_gradients.get(item.owner)
+        return own or frozenset[Origin]().union(*self._of_gradients.values())
+
+    def _by_optimizer(self, item: StateTensor, kind: str) -> Origins:
+        """The origin of numbers that an optimizer wrote, although the gradients are finite."""
+        owner = dict(self._parameters()).get(item.owner)
+        held = [
+            (optimizer, owner, group)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if owner is not None and any(p is owner for p in group["params"])
+        ]
+        optimizer = held[0][0] if held else next(iter(self._optimizers), None)
+        reason = next((text for row in held if (text := _eps_reason(*row))), None)
+        if reason is not None and kind == "overflow":
+            kind = "infinite"  # a division by 0, in any precision
+        return self._unseen(item, "optimizer", kind, f"{type(optimizer).__name__}.step", reason)
+
+    def _unseen(
+        self, item: StateTensor, phase: str, kind: str, op: str, reason: str | None = None
+    ) -> Origins:
+        """The origin of numbers that no op of PyTorch wrote where it was watched."""
+        of_owner = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
+        gradients = [g for g in self._gradients() if g.owner == item.owner and phase != "backward"]
+        read = (stats(x.label, x.tensor) for x in gradients)
+        made = (stats(x.label, x.tensor) for x in (item, *of_owner))
+        site = OpSite(phase, item.owner.rpartition(".")[0], in_model=True)
+        return frozenset({self._watcher.add(kind, op, site, read, made, reason=reason)})
+
+    def _gradients(self) -> Iterator[StateTensor]:
+        for name, p in self._parameters():
+            if p.grad is not None:
+                yield StateTensor(f"gradient of {name}", name, p.grad)
+        for x in self._live_inputs():
+            if x.is_leaf and x.grad is not None:
+                yield StateTensor("gradient of the model's input", "", x.grad)
+
+    def _live_inputs(self) -> Iterator[Tensor]:
+        """The model's inputs in this step that are still alive."""
+        yield from (x for ref in self._inputs if (x := ref()) is not None)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model, and those that only the optimizers have."""
+        named: dict[str, Any] = dict(self._model.named_parameters())
+        yield from named.items()
+        known = {id(p) for p in named.values()}
+        for g, group in enumerate(g for x in self._optimizers for g in x.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    yield f"parameter {i} of group {g}", p
+
+    def _items(self) -> Iterator[StateTensor]:
+        for name, p in self._parameters():
+            yield StateTensor(f"parameter {name}", name, p)
+            for optimizer in self._optimizers:
+                for key, value in optimizer.state.get(p, {}).items():
+                    if isinstance(value, Tensor):
+                        yield StateTensor(f"{key} of {name}", name, value)
+        for name, buffer in self._model.named_buffers():
+            yield StateTensor(f"buffer {name}", name, buffer)
+
+
+def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str | None:
+    """Why an optimizer divided by 0: a moment is 0, and its `eps` is 0 in the parameter's dtype."""
+    eps = group.get("eps")
+    if not isinstance(eps, float) or not eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
+        return None
+    # A quotient by sqrt(moment) + eps, of which both are 0
+    bad = ~torch.isfinite(p.detach())
+    state = optimizer.state.get(p, {}).values()
+    moments = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
+    if not any(bool((bad & (x == 0)).any()) for x in moments):
+        return None
+    return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"

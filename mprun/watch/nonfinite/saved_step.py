@@ -1,35 +1,29 @@
 """A training step that can be run again: remembered while it runs, and saved as a file.
 
 A step with a NaN is only known when its backward pass is over. By then its random numbers are
-drawn, its running statistics have moved and its batch is about to be freed. So every step is
-remembered until it ends (`StepCapture`), as references where that is enough:
+drawn, its running statistics have moved and its batch is about to be freed. So `StepCapture`
+remembers every step until it ends:
 
     inputs          references to the arguments of each call of the model
     random states   before each call
     buffers         copies from before the first call
     gradients       references to those that backward passes bring to the model's outputs
 
-Nothing of this changes a result: no random number is drawn, no op enters the autograd graph, and
-no hook returns a value. `benchmarks.observe` measures what it costs a step, which is a fraction of
-a millisecond. Memory holds the inputs and the gradients of the outputs until the step ends.
-
-The file is of `torch.save` and loads with `weights_only=True`: tensors and plain values. Lists,
-tuples and dictionaries stay nested as they are; other containers become plain ones (`PlainCopy`).
+Nothing of this changes a result. `benchmarks.observe` measures its cost, a fraction of a
+millisecond a step. The file holds tensors and plain values (`torch.save`, `weights_only=True`).
 """
 
 from __future__ import annotations
 
 import io
 import platform
-import random
 import re
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +81,7 @@ class SavedCall:
     kwargs: dict[str, Any]
     needs_grad: list[bool]
     """Whether each tensor in `args` and `kwargs`, in their order, required a gradient."""
-    random: dict[str, Any]  # The random states before it; see `RandomSnapshot`
+    random: dict[str, Any]  # The random states before it, by `random_snapshot`
     autocast: list[AutocastState]
     output_grads: list[list[Tensor]]
     """Per tensor in the output that needs a gradient: those that backward passes brought it."""
@@ -165,59 +159,51 @@ def _faults(saved: SavedStep) -> Iterator[str]:
 
 
 class PlainCopy:
-    """Makes tensors and plain values of anything; collects what changed.
+    """Makes tensors and plain values of anything.
 
-    A named tuple becomes a tuple, a dataclass or another mapping (Transformers' `ModelOutput`) a
-    dictionary, a NumPy array a tensor. A mapping with the single key `UNSAVED` and the name of the
-    type takes the place of whatever else a model is called with.
+    A named tuple becomes a tuple, a dataclass or another mapping a dictionary, a NumPy array a
+    tensor. In place of anything else stands a mapping of `UNSAVED` to the name of its type.
 
     Attributes:
         needs_grad: whether each saved tensor required a gradient.
-        changed: the types that became others, each once.
         unsaved: the types that cannot be saved, each once.
     """
 
     def __init__(self) -> None:
         self.needs_grad: list[bool] = []
-        self.changed: dict[str, str] = {}
         self.unsaved: dict[str, None] = {}
 
     def of(self, value: Any) -> Any:
         """`value` as tensors and plain values."""
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            if not is_ordinary(value):
+                return self._left_out(value)
+            self.needs_grad.append(value.requires_grad)
+            return bare(value)
         if isinstance(value, PLAIN):
             return _exact(value)
         if isinstance(value, torch.Size):
             return value
         if isinstance(value, list | tuple):
             items = [self.of(x) for x in value]
-            kind = list if isinstance(value, list) else tuple
-            return self._instead(value, kind(items), kind)
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, Mapping):
-            return self._instead(value, {_exact(k): self.of(v) for k, v in value.items()}, dict)
+            return {_exact(k): self.of(v) for k, v in value.items()}
         if is_dataclass(value) and not isinstance(value, type):
-            row = {f.name: self.of(getattr(value, f.name, None)) for f in fields(value)}
-            return self._instead(value, row, dict)
+            return {f.name: self.of(getattr(value, f.name, None)) for f in fields(value)}
         # By name: NumPy is not imported for it. The kinds are bool, integers, floats and complex
         if type(value).__module__ == "numpy" and value.dtype.kind in "biufc":
-            return self._instead(value, torch.as_tensor(value).clone(), Tensor)
+            return torch.as_tensor(value).clone()
         return self._left_out(value)
-
-    def _tensor(self, x: Tensor) -> Any:
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_meta:
-            return self._left_out(x)
-        self.needs_grad.append(x.requires_grad)
-        return bare(x)
-
-    def _instead(self, value: Any, made: Any, kind: type) -> Any:
-        if type(value) is not kind:
-            self.changed[type(value).__name__] = kind.__name__
-        return made
 
     def _left_out(self, value: Any) -> dict[str, str]:
         self.unsaved[type(value).__name__] = None
         return {UNSAVED: type(value).__name__}
+
+
+def is_ordinary(x: Tensor) -> bool:
+    """Whether all its numbers are in its own memory: no subclass, sparse or meta tensor."""
+    return type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta
 
 
 def bare(x: Tensor) -> Tensor:
@@ -249,56 +235,21 @@ def _exact(value: Any) -> Any:
 # ---- random states -------------------------------------------------------------------------------
 
 
-class RandomSnapshot(NamedTuple):
-    """The states of all generators that a model may draw from, at one moment.
-
-    To take them draws no number. It costs about 50 us, most of it for Python and NumPy, whose
-    states are 2.5 kB each.
-    """
-
-    cpu: Tensor  # uint8, as of `torch.get_rng_state`
-    devices: dict[str, Tensor]  # An accelerator (`cuda:0`) to its state
-    python: tuple[Any, ...]
-    numpy: Any  # None where NumPy's was not in use
-
-    def as_plain(self) -> dict[str, Any]:
-        """As tensors, lists and numbers."""
-        version, words, gauss = self.python
-        numpy = None
-        if self.numpy is not None:
-            kind, state = self.numpy["bit_generator"], self.numpy["state"]
-            cached = int(self.numpy["has_gauss"]), float(self.numpy["gauss"])
-            numpy = [str(kind), state["key"].tolist(), int(state["pos"]), *cached]
-        python = [version, list(words), gauss]
-        return {"cpu": self.cpu, "devices": self.devices, "python": python, "numpy": numpy}
-
-
-def random_snapshot(of: Iterable[torch.device]) -> RandomSnapshot:
-    """The states now; of accelerators those of `of`."""
-    numpy = sys.modules.get("numpy.random")  # a model cannot have drawn from what is not imported
-    return RandomSnapshot(
-        torch.get_rng_state(),
-        devices.random_states(of),
-        random.getstate(),
-        None if numpy is None else numpy.get_state(legacy=False),  # in half the time of a tuple
-    )
+def random_snapshot(of: Iterable[torch.device]) -> dict[str, Any]:
+    """The states of all generators that a model may draw from, those of accelerators of `of`."""
+    host = devices.host_random_states()
+    return {"cpu": torch.get_rng_state(), "devices": devices.random_states(of), **host}
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Set the generators to states that `as_plain` gave; an accelerator's where there is one.
+    """Set the generators to states of `random_snapshot`; an accelerator's where there is one.
 
     Raises:
         Exception: of any kind, where the states are none.
     """
     torch.set_rng_state(saved["cpu"])
     devices.restore_random_states(saved["devices"])
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    if saved["numpy"] is not None:
-        import numpy as np
-
-        kind, keys, position, has_gauss, cached = saved["numpy"]
-        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    devices.restore_host_random_states(saved)
 
 
 # ---- a step while it runs ------------------------------------------------------------------------
@@ -315,8 +266,8 @@ class ObservedCall:
 
     An input that is changed in place later is noted in the file, not copied at every step.
     """
-    random: RandomSnapshot
-    autocast: list[tuple[str, bool, torch.dtype]]
+    random: dict[str, Any]
+    autocast: list[AutocastState]
     has_nan: list[Tensor | bool] = field(default_factory=list)
     """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
     gradients: list[list[Tensor]] = field(default_factory=list)
@@ -375,10 +326,8 @@ class StepCapture(StepListener):
 
         Args:
             path: the file; it is replaced as a whole.
-            step: its number.
-            reason: why it is saved, in a few words.
-            autocast: the dtype of autocast inside of the model, if it is known: a framework may
-                enter autocast there, and not around it.
+            step, reason: its number, and why it is saved.
+            autocast: the dtype of autocast inside of the model, if it is known.
 
         Raises:
             ValueError: the model was not called in this step, and the loop gave no batch.
@@ -459,8 +408,6 @@ class StepCapture(StepListener):
                         f"tensor {j} of the model's inputs in call {i} was changed in place after "
                         "the call: the changed values are saved"
                     )
-        changed = {old: new for copy in copies for old, new in copy.changed.items()}
-        notes += [f"{old} was saved as {new}" for old, new in changed.items()]
         unsaved = dict.fromkeys(kind for copy in copies for kind in copy.unsaved)
         return notes + [f"{kind} cannot be saved" for kind in unsaved]
 
@@ -506,9 +453,12 @@ class BufferCopies:
         return {name: copy for name, (_, copy, _) in self._copies.items()}
 
 
-def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
-    """For each kind of device whether autocast is on, and its dtype."""
-    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+def autocast_of(kinds: Sequence[str]) -> list[AutocastState]:
+    """The state of autocast now, for each kind of device."""
+    return [
+        AutocastState(k, torch.is_autocast_enabled(k), dtype_name(torch.get_autocast_dtype(k)))
+        for k in kinds
+    ]
 
 
 def _has_nan(x: Tensor) -> Tensor | bool:
@@ -525,13 +475,11 @@ def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
     copy = PlainCopy()
     args, kwargs = [copy.of(x) for x in call.args], {k: copy.of(v) for k, v in call.kwargs.items()}
     gradients = [[bare(g) for g in arrived] for arrived in call.gradients]
-    autocast = [AutocastState(kind, on, dtype_name(dtype)) for kind, on, dtype in call.autocast]
-    random = call.random.as_plain()
-    return SavedCall(args, kwargs, copy.needs_grad, random, autocast, gradients), copy
+    return SavedCall(args, kwargs, copy.needs_grad, call.random, call.autocast, gradients), copy
 
 
 def _checked(name: str, x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+    if not is_ordinary(x):
         raise TypeError(
             f"{name} is a {type(x).__name__}, which cannot be saved: legal are ordinary tensors"
         )

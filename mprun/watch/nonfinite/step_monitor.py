@@ -1,230 +1,59 @@
-"""The inspection of a step, its verdict, and the response to it: log, halt, or skip.
+"""The inspection of steps, their verdict, and the response to it: log, halt, or skip.
 
-Ops are inspected as they run (`NonfiniteWatcher`), those of the optimizer excepted: optimizers with
-kernels of their own write to parameters unseen. So what outlasts a step (gradients, parameters,
-buffers, optimizer state) is checked after it: a parameter that was finite before, with finite
-gradients, names the optimizer. What is not finite from the start (a mask in a buffer) is not
-reported.
+In any loop:
+
+    with fp_exceptions(model, optimizer, action="halt") as report:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_function(model(x), y).backward()
+            optimizer.step()
+
+A step ends when all optimizers have stepped; where a `torch.amp.GradScaler` skips that, with the
+next forward pass. Of optimizers that take turns, each turn is a step.
+
+In mprun's loop, `Precision` is where steps begin, go forward and backward, and update. With
+`debug.fp_exceptions`, a `WatchedPrecision` takes its place.
 """
 
 from __future__ import annotations
 
-import weakref
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import isclose
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import in_backward
-from mprun.precision.policy import dtype_name
-from mprun.watch.nonfinite.fp_exception import UNSEEN, FpException, NonfiniteReport
+from mprun.errors import RunFailedError
+from mprun.precision import Precision, WrappedArithmetic
+from mprun.precision._torch import in_backward, is_compiled
+from mprun.watch.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
 from mprun.watch.nonfinite.nonfinite_watcher import (
+    COMPILED,
     NonfiniteWatcher,
     Origin,
     Origins,
-    kind_of,
+    StateCheck,
     mark_reached,
-    memory_key,
 )
-from mprun.watch.nonfinite.op_call import is_finite, stats, value_range
-from mprun.watch.op_watcher import tensors_of
-from mprun.watch.step_events import StepListener
+from mprun.watch.op_watcher import is_finite, tensors_of, value_range
+from mprun.watch.step_events import StepListener, plain_optimizers
 
+logger = logging.getLogger("mprun")
 
-class StateTensor(NamedTuple):
-    """A tensor that outlasts a step."""
-
-    label: str  # Its name in reports: `parameter fc1.weight`, `exp_avg of fc1.weight`
-    owner: str  # The name of its parameter, or its own
-    tensor: Tensor
-
-
-class StateCheck:
-    """Checks the tensors of a model and its optimizers that outlast a step.
-
-    Args:
-        model, optimizers: the model, and its optimizers if it is trained.
-        watcher: knows the origins, and receives new ones.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        watcher: NonfiniteWatcher,
-    ) -> None:
-        self._model, self._optimizers, self._watcher = model, optimizers, watcher
-        self._inputs: list[weakref.ref[Tensor]] = []  # weak: batches are the loop's
-        self._labels: list[tuple[Tensor, str]] = []
-        self._of_gradients: dict[str, Origins] = {}
-        """Parameter to the origins of its gradient, if that is not finite in this step."""
-        self._bad = {x.label for x in self._items() if not is_finite(value_range(x.tensor))}
-
-    def begin_step(self) -> None:
-        """A step begins."""
-        for of_step in (self._of_gradients, self._inputs, self._labels):
-            of_step.clear()
-
-    def label(self, x: Tensor, name: str) -> None:
-        """Call a tensor `name` in this step's reports; it stays in memory until the next step."""
-        self._labels.append((x, name))
-
-    def inputs(self, tensors: Iterable[Tensor]) -> None:
-        """The model is called with these."""
-        self._inputs += map(weakref.ref, tensors)
-
-    def name_of(self, x: Tensor) -> str | None:
-        """The name of a tensor: parameter, buffer, gradient, the model's input."""
-        key = memory_key(x)
-        named = [(item.tensor, item.label) for item in (*self._items(), *self._gradients())]
-        named += [(given, "the model's input") for given in self._live_inputs()]
-        return next((name for x, name in (*self._labels, *named) if memory_key(x) == key), None)
-
-    def check_gradients(self, step: int) -> None:
-        """Check the gradients before they are unscaled, clipped or used."""
-        for item in self._gradients():
-            if is_finite(measured := value_range(item.tensor)):
-                continue
-            origins = self._watcher.origins_of(item.tensor)
-            origins = origins or self._unseen(step, item, "backward", kind_of(measured))
-            mark_reached(origins, item.label)
-            self._of_gradients[item.owner] = origins
-
-    def check_after_step(self, step: int) -> None:
-        """Check the tensors that the step wrote; those that were bad before are not reported."""
-        bad = set()
-        by_optimizer: dict[str, Origins] = {}
-        for item in self._items():
-            if is_finite(measured := value_range(item.tensor)):
-                continue
-            bad.add(item.label)
-            if item.label not in self._bad:  # else reported by an earlier step, or a mask
-                # what spoiled a parameter spoils its state
-                origins = self._origins_of(item) or by_optimizer.get(item.owner)
-                origins = origins or self._by_optimizer(step, item, kind_of(measured))
-                by_optimizer[item.owner] = origins
-                self._add_bad(item, origins)
-        self._bad = bad
-
-    def _origins_of(self, item: StateTensor) -> Origins:
-        """Of a tensor that the step spoiled: its own, its gradient's, or those of any gradient.
-
-        Clipping divides by the norm of all gradients, and so spoils each of them.
-        """
-        own = self._watcher.origins_of(item.tensor) or self._of_gradients.get(item.owner)
-        return own or frozenset[Origin]().union(*self._of_gradients.values())
-
-    def _add_bad(self, item: StateTensor, origins: Origins) -> None:
-        self._watcher.spoil(item.tensor, origins)
-        mark_reached(origins, item.label)
-        for origin in origins:
-            origin.lasts = True
-
-    def _by_optimizer(self, step: int, item: StateTensor, kind: str) -> Origins:
-        """The origin of numbers that an optimizer wrote, although the gradients are finite."""
-        owner = dict(self._parameters()).get(item.owner)
-        held = [row for row in self._groups() if row[1] is owner]
-        optimizer = held[0][0] if held else next(iter(self._optimizers), None)
-        reason = next((text for row in held if (text := _eps_reason(*row))), None)
-        if reason is not None and kind == "overflow":
-            kind = "infinite"  # a division by 0, in any precision
-        return self._unseen(step, item, "optimizer", kind, optimizer, reason)
-
-    def _unseen(
-        self,
-        step: int,
-        item: StateTensor,
-        phase: str,
-        kind: str,
-        optimizer: Optimizer | None = None,
-        reason: str | None = None,
-    ) -> Origins:
-        """The origin of numbers that no op of PyTorch wrote where it was watched."""
-        of_owner = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
-        gradients = [g for g in self._gradients() if g.owner == item.owner and phase != "backward"]
-        module = item.owner.rpartition(".")[0]
-        exception = FpException(
-            verdict="absorbed",
-            kind=kind,
-            step=step,
-            last_step=step,
-            op=UNSEEN if phase == "backward" else f"{type(optimizer).__name__}.step",
-            phase=phase,
-            module=module,
-            module_kind=self._watcher.kinds.get(module, ""),
-            location=None,
-            inputs=tuple(stats(x.label, x.tensor) for x in gradients),
-            outputs=tuple(stats(x.label, x.tensor) for x in (item, *of_owner)),
-            reason=reason,
-        )
-        return frozenset({self._watcher.add(exception)})
-
-    def _groups(self) -> Iterator[tuple[Optimizer, Tensor, dict[str, Any]]]:
-        """Each parameter that is trained, with its optimizer and group."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from ((optimizer, p, group) for p in group["params"])
-
-    def _gradients(self) -> Iterator[StateTensor]:
-        for name, p in self._parameters():
-            if p.grad is not None:
-                yield StateTensor(f"gradient of {name}", name, p.grad)
-        for x in self._live_inputs():
-            if x.is_leaf and x.grad is not None:
-                yield StateTensor("gradient of the model's input", "", x.grad)
-
-    def _live_inputs(self) -> Iterator[Tensor]:
-        """The model's inputs in this step that are still alive."""
-        yield from (x for ref in self._inputs if (x := ref()) is not None)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the model, and those that only the optimizers have."""
-        named: dict[str, Any] = dict(self._model.named_parameters())
-        yield from named.items()
-        known = {id(p) for p in named.values()}
-        for g, group in enumerate(g for x in self._optimizers for g in x.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in known:
-                    yield f"parameter {i} of group {g}", p
-
-    def _items(self) -> Iterator[StateTensor]:
-        for name, p in self._parameters():
-            yield StateTensor(f"parameter {name}", name, p)
-            for optimizer in self._optimizers:
-                for key, value in optimizer.state.get(p, {}).items():
-                    if isinstance(value, Tensor):
-                        yield StateTensor(f"{key} of {name}", name, value)
-        for name, buffer in self._model.named_buffers():
-            yield StateTensor(f"buffer {name}", name, buffer)
-
-
-def _eps_reason(optimizer: Optimizer, p: Tensor, group: dict[str, Any]) -> str | None:
-    """Why an optimizer divided by 0: a moment is 0, and its `eps` is 0 in the parameter's dtype."""
-    eps = group.get("eps")
-    if not isinstance(eps, float) or not eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
-        return None
-    # A quotient by sqrt(moment) + eps, of which both are 0
-    bad = ~torch.isfinite(p.detach())
-    state = optimizer.state.get(p, {}).values()
-    moments = [x for x in state if isinstance(x, Tensor) and x.shape == p.shape]
-    if not any(bool((bad & (x == 0)).any()) for x in moments):
-        return None
-    return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
-
-
+SLOW = "debug.fp_exceptions inspects every op of a training step: steps are not timed"
 OUTPUT = "the model's output"
 REACHED = 50  # How many of the tensors that an exception spoiled are named
 ACTIONS = ("log", "halt", "skip")
 # Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
 # by then, and no gradient needs one below 1
 HALT_AFTER = 20
-
-
 # Exceptions of this process to those of all
 Share = Callable[[Iterable[FpException]], tuple[FpException, ...]]
 
@@ -290,8 +119,7 @@ class StepMonitor(StepListener):
     Args:
         model, optimizers: the model, and its optimizers if it is trained.
         response: decides; None to log.
-        report: the exceptions are added to it.
-        share: gives the exceptions of all processes, from those of this one.
+        report: the exceptions of all processes are added to it, as `share` gives them.
     """
 
     def __init__(
@@ -302,8 +130,7 @@ class StepMonitor(StepListener):
         report: NonfiniteReport | None = None,
         share: Share = tuple,
     ) -> None:
-        self.report = report or NonfiniteReport()
-        self._share = share
+        self.report, self._share = report or NonfiniteReport(), share
         self._model, self._optimizers = model, optimizers
         self._response = response or Response("log")
         self.watcher = NonfiniteWatcher(
@@ -311,9 +138,8 @@ class StepMonitor(StepListener):
         )
         """The mode to enter."""
         self._state = StateCheck(model, optimizers, self.watcher)
-        self._step = 0
+        self._step, self._checked_gradients = 0, False
         self._snapshot: Snapshot | None = None
-        self._checked_gradients = False
         self._of_outputs: Origins = frozenset()
         """The origins of this step's outputs of the model that are not finite."""
 
@@ -346,11 +172,7 @@ class StepMonitor(StepListener):
     def gradient_of_output(self, g: Tensor, name: str) -> None:
         """A gradient that a loss, which was not inspected, computed from the model's outputs.
 
-        If it is not finite, it is because of the outputs, else because of the loss.
-
-        Args:
-            g: the gradient.
-            name: what reports call it if the loss is to blame.
+        If it is not finite, the outputs are to blame, else the loss: then it is called `name`.
         """
         if is_finite(value_range(g)):
             return
@@ -360,23 +182,14 @@ class StepMonitor(StepListener):
             self._state.label(g, name)
 
     def check_gradients(self) -> None:
-        """The gradients exist; the first call counts, before they are unscaled.
-
-        With several optimizers each may have a backward pass of its own before it: each call
-        counts.
-        """
+        """The gradients exist; of one optimizer the first call counts, before they are unscaled."""
         if not self._checked_gradients or len(self._optimizers) > 1:
             self._checked_gradients = True
-            self._state.check_gradients(self._step)
+            self._state.check_gradients()
 
     def end_step(self, skipped: bool, loss_scale: float | None) -> StepOutcome:
-        """The step ended: judge it, and restore what `skip` drops.
-
-        Args:
-            skipped: whether dynamic loss scaling skipped it.
-            loss_scale: the factor of its loss; None without one, or if a scaler has it.
-        """
-        self._state.check_after_step(self._step)
+        """The step ended, maybe skipped by a dynamic loss scale: judge it, undo what is dropped."""
+        self._state.check_after_step()
         scale = loss_scale or self.watcher.loss_scale
         judged = [_judged(origin, skipped, scale) for origin in self.watcher.origins]
         exceptions = self._share(e for e in judged if e is not None)
@@ -449,3 +262,228 @@ class Snapshot:
         for state, entries_of in self._states:
             state.clear()
             state.update({p: dict(entries) for p, entries in entries_of.items()})
+
+
+# ---- any loop ------------------------------------------------------------------------------------
+
+
+class FpExceptionError(FloatingPointError):
+    """A floating-point exception ended the loop; `exception` is the worst, `report` has all."""
+
+    def __init__(self, text: str, exception: FpException | None, report: NonfiniteReport) -> None:
+        super().__init__(text)
+        self.exception = exception
+        self.report = report
+
+
+@contextmanager
+def fp_exceptions(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    action: str = "log",
+    halt_after: int = HALT_AFTER,
+    first_step: int = 1,
+) -> Iterator[NonfiniteReport]:
+    """Inspect every op inside for NaN and infinities that are made of finite numbers.
+
+    Args:
+        model: the model, on its device and in its dtype.
+        optimizer: its optimizer, or several; None where nothing is trained.
+        action: log, report each distinct finding once (`logging`, "mprun"); halt, raise at the end
+            of the first step with one; skip, restore model and optimizer to the state before it.
+        halt_after: steps lost in a row, skipped by a loss scaler or dropped, that end halt and
+            skip.
+        first_step: the number of the first step inside, for the reports.
+
+    Yields:
+        The exceptions so far, to be read inside or afterwards.
+
+    Raises:
+        FpExceptionError: `action` says so.
+        TypeError: `optimizer` is something else.
+        ValueError: another action.
+    """
+    optimizers = plain_optimizers(optimizer)
+    monitor = StepMonitor(model, optimizers, Response(action, halt_after))
+    loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
+    if any(map(is_compiled, model.modules())):
+        logger.warning(COMPILED)
+    # the loop first: it ends the last step before the monitor sees the inputs of the next one
+    with watcher.following(model, *optimizers, listeners=[loop, monitor]), watcher:
+        try:
+            yield monitor.report
+        except BaseException:
+            loop.end_step(raises=False)  # the loop's own error is the one to show
+            raise
+        loop.end_step()
+
+
+class _Loop(StepListener):
+    """Knows where the steps of an inspected loop begin and end.
+
+    `StepHooks` ends a step when each optimizer has stepped. Here optimizers may take turns.
+    """
+
+    def __init__(
+        self, monitor: StepMonitor, optimizers: Sequence[Optimizer], first_step: int
+    ) -> None:
+        self.monitor = monitor
+        self._optimizers = optimizers
+        self._stepped: set[int] = set()
+        """The optimizers that stepped in this step, by `id`."""
+        self._skips = False
+        self._loss_scale: float | None = None
+        self._step = first_step
+        monitor.begin_step(self._step)
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        if in_backward():  # a recomputation
+            return
+        if self._stepped or self.monitor.watcher.scaler_overflowed:
+            self.end_step()
+        self.monitor.save()
+
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._stepped:  # its next turn
+            self.end_step()
+        self.monitor.save()
+        self.monitor.check_gradients()
+        # A scaler hands these to optimizers that unscale by themselves.
+        scale, flag = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self._loss_scale = None if scale is None else float(scale)
+        self._skips |= flag is not None and bool(flag)  # nonzero: the optimizer will not step
+
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self.end_step()
+
+    def end_step(self, raises: bool = True) -> None:
+        """The step is over, and the next one begins."""
+        self.monitor.check_gradients()
+        skipped = self._skips or self.monitor.watcher.scaler_overflowed
+        outcome = self.monitor.end_step(skipped, self._loss_scale)
+        self._skips, self._loss_scale = False, None
+        self._stepped.clear()
+        self._step += 1
+        self.monitor.begin_step(self._step)
+        if outcome.stop_reason is not None and raises:
+            text = f"step {outcome.step}: {outcome.stop_reason}"
+            worst = (*outcome.of("finding"), *outcome.of("expected"), None)[0]
+            raise FpExceptionError(text, worst, self.monitor.report)
+        for line in finding_lines(outcome.new_findings):
+            logger.warning(line)
+
+
+# ---- mprun's loop --------------------------------------------------------------------------------
+
+
+class RunExceptions:
+    """What a run does about floating-point exceptions: here nothing."""
+
+    def __init__(self) -> None:
+        self.report = NonfiniteReport()
+
+    def precision(self, *args: Any, **kwargs: Any) -> Precision:
+        """A `Precision`, from its arguments."""
+        return Precision(*args, **kwargs)
+
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, on_step_end: Callable[[StepOutcome], None]
+    ) -> Sequence[str]:
+        """Inspect this training from now on, telling each step's outcome; returns notices."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for `load_state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+
+
+class WatchedRunExceptions(RunExceptions):
+    """Inspects every op of every training step.
+
+    Args:
+        action, halt_after: as in `fp_exceptions`.
+        share: gives the exceptions of all processes, which respond alike.
+    """
+
+    def __init__(self, action: str, halt_after: int, share: Share = tuple) -> None:
+        super().__init__()
+        self.response, self._share = Response(action, halt_after), share
+
+    def precision(self, *args: Any, **kwargs: Any) -> Precision:
+        return WatchedPrecision(self, *args, **kwargs)
+
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, on_step_end: Callable[[StepOutcome], None]
+    ) -> Sequence[str]:
+        self.on_step_end = on_step_end
+        self.monitor = StepMonitor(model, [optimizer], self.response, self.report, self._share)
+        follow = self.monitor.watcher.following
+        self.following = partial(follow, model, optimizer, listeners=[self.monitor])
+        compiled = any(map(is_compiled, model.modules()))
+        return (SLOW, COMPILED) if compiled else (SLOW,)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.report.state_dict(), "in_a_row": self.response.lost_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # else the run was not inspected before
+            self.report.load_state_dict(state["found"])
+            self.response.lost_in_a_row = state["in_a_row"]
+
+
+class WatchedPrecision(Precision):
+    """A `Precision` whose steps `exceptions` inspects, from the arguments of `Precision`."""
+
+    def __init__(self, exceptions: WatchedRunExceptions, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.arithmetic = WrappedArithmetic(self.arithmetic, self._watched)
+        self._exceptions = exceptions
+        self._following = ExitStack()
+        self._in_step = False
+
+    def _watched(self) -> AbstractContextManager[object]:
+        """Ops inside are inspected, if they belong to a training step."""
+        return self._exceptions.monitor.watcher if self._in_step else nullcontext()
+
+    def begin_step(self, step: int | None = None) -> None:
+        step = self.steps + 1 if step is None else step
+        self._scale_before = self.loss_scale.state_dict()
+        self._following.enter_context(self._exceptions.following())
+        self._exceptions.monitor.begin_step(step)
+        self._exceptions.monitor.save()
+        self._in_step = True
+        super().begin_step(step)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        with self._watched():  # a scale can be too large for the loss itself
+            return super()._scaled(loss)
+
+    def step(self, optimizer: Optimizer) -> Tensor | None:
+        """Take the step, judge it, and respond.
+
+        Raises:
+            RunFailedError: the response is to end the run.
+        """
+        scale = self.loss_scale.tensor
+        factor = None if scale is None else float(scale)
+        monitor, response = self._exceptions.monitor, self._exceptions.response
+        monitor.check_gradients()
+        skipped = super().step(optimizer)  # not watched: what it wrote is checked afterwards
+        by_scale = skipped is not None and bool(skipped) and self.loss_scale.kind == "dynamic"
+        outcome = monitor.end_step(by_scale, factor)
+        self._following.close()
+        self._in_step = False
+        if outcome.dropped:  # a step that was undone counts for no growth of the scale
+            self.loss_scale.load_state_dict(self._scale_before)
+        self._exceptions.on_step_end(outcome)
+        if outcome.stop_reason is not None:
+            raise RunFailedError(
+                f"debug.fp_exceptions={response.action}: at step {outcome.step}: "
+                f"{outcome.stop_reason}; fp_exceptions.json in the run's folder has the details"
+            )
+        return torch.ones(()) if outcome.dropped else skipped

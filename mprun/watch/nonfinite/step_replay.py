@@ -4,14 +4,12 @@ Weights, buffers and modes are loaded into the model. Each call is repeated with
 random states and autocast. Two ways lead backward:
 
     from the outputs   the gradients that the loss sent into the model were saved: they start the
-                       backward pass. The loss itself is not run. If it made the NaN, its gradient
-                       is not finite, and the report names the output that it arrived at.
-    with `step`        a function that calls the model and computes the loss, as the loop did: then
-                       the ops of the loss are inspected as well.
+                       backward pass. If the loss made the NaN, its gradient is not finite, and the
+                       report names the output that it arrived at.
+    with `step`        a function that calls the model and computes the loss, as the loop did
 
-An output may be computed from another one, as a loss from logits, both returned by the model. Only
-the last outputs start the backward pass; the gradient of an earlier one is put in its place when it
-is reached.
+An output may be computed from another one, as a loss from logits. Only the last outputs start the
+backward pass; the gradient of an earlier one is put in its place when it is reached.
 """
 
 from __future__ import annotations
@@ -80,13 +78,10 @@ class ReplayedStep:
         if not saved.batches and not any(any(c.output_grads) for c in saved.calls):
             yield "no gradient reached the model's outputs; give a script with step(model, batch)"
         yield (
-            "a part of the step is not in the replay: a loss that reads the weights, a gradient "
-            "hook, clipping; a script with step(model, batch) can run it"
+            "a part of the step is not in the replay (a loss that reads the weights, a gradient "
+            "hook, clipping): a script with step(model, batch) can run it"
         )
-        yield (
-            "the model has a state outside of its parameters and buffers, such as a counter, or "
-            "draws from a random generator of its own"
-        )
+        yield "the model has a state outside of its parameters and buffers, such as a counter"
         yield f"the step ran on {saved.device} with torch {saved.versions.get('torch')}"
 
 
@@ -104,12 +99,9 @@ def replay(
     Args:
         saved: the step.
         model: the model that it is from, with any weights.
-        step: runs the model and computes the loss, from a batch that the loop gave; without one,
-            the batch is what the model was called with. None: the calls are repeated as they were.
+        step: runs the model and the loss, from a batch that the loop gave, or else from what the
+            model was called with. None: the calls are repeated as they were.
         device: where to run; None: where the step ran, or the CPU if there is no such device.
-
-    Returns:
-        The exceptions, and the one that is the cause.
 
     Raises:
         StepMisfitError: the weights do not fit the model, or an input could not be saved.
@@ -137,13 +129,7 @@ def replay(
 
 
 class RepeatedCalls(StepListener):
-    """The calls of a saved step, one after the other.
-
-    Args:
-        saved: the step.
-        model: with its weights.
-        device: the model's.
-    """
+    """The calls of a saved step, one after the other, on a model with its weights."""
 
     def __init__(self, saved: SavedStep, model: nn.Module, device: torch.device) -> None:
         self.monitor = StepMonitor(model, [])
@@ -227,11 +213,7 @@ def _as_batch(args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def go_backward(arrived: dict[Tensor, Tensor]) -> None:
-    """Go backward so that each output gets the gradient that arrived there in the step.
-
-    Args:
-        arrived: outputs to their whole gradients, with the parts that come from other outputs.
-    """
+    """Go backward so that each output gets the whole gradient that arrived there in the step."""
     # The gradient saved for logits has the part of the loss that was computed from them: if both
     # started the backward pass, it would count twice
     below = _nodes_below([x.grad_fn for x in arrived if x.grad_fn is not None])

@@ -23,10 +23,11 @@ from torch.utils.data import (
 )
 
 from mprun.errors import RunFailedError, UsageError
+from mprun.precision.devices import host_random_states, restore_host_random_states
 from mprun.train.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
 from mprun.train.data.loader_batches import EpochSeed
 from mprun.train.data.loader_sets import Reading, batch_size
-from mprun.train.data.random_numbers import restore_states, saved_states, seeded
+from mprun.train.data.random_numbers import seeded
 from mprun.train.user_code import described
 
 CPU = torch.device("cpu")
@@ -185,11 +186,11 @@ def test_reading_leaves_random_numbers_as_they_were() -> None:
 def test_saved_random_states_continue() -> None:
     np.random.seed(3), random.seed(3)
     np.random.normal(), random.gauss(0, 1)  # each keeps the second of a pair
-    state = saved_states()
+    state = host_random_states()
     expected = (np.random.normal(), random.gauss(0, 1), np.random.rand(), random.random())
     with seeded(9):
         np.random.rand()
-    restore_states(state)
+    restore_host_random_states(state)
     found = (np.random.normal(), random.gauss(0, 1), np.random.rand(), random.random())
     assert found == expected
 

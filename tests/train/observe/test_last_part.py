@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,8 +243,9 @@ def test_the_model_is_pickled_and_copied_without_hooks(
             optimizer.step()
             torch.save(model, tmp_path / "model.pt")
             loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-            pickled = pickle.loads(pickle.dumps(model))
-            for other in (loaded, pickled, copy.deepcopy(model)):
+            content = pickle.dumps(model)
+            assert b"mprun" not in content  # it loads where mprun is not installed
+            for other in (loaded, pickle.loads(content), copy.deepcopy(model)):
                 for module in other.modules():
                     assert len(module._forward_pre_hooks) == 0
                     assert not module._forward_pre_hooks_with_kwargs
@@ -254,23 +253,6 @@ def test_the_model_is_pickled_and_copied_without_hooks(
                     assert "__reduce_ex__" not in vars(module)
                 assert all(map(torch.equal, other.parameters(), model.parameters()))
     assert read_summary(tmp_path / "run").steps == 6
-
-
-def test_a_pickled_model_loads_without_mprun(tmp_path: Path) -> None:
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with mprun.observe(model, optimizer, tmp_path / "run"):
-        model(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-        torch.save(model, tmp_path / "model.pt")
-    code = (
-        "import sys; sys.modules['mprun'] = None\n"
-        "import torch; model = torch.load('model.pt', weights_only=False)\n"
-        "print(model(torch.ones(1, 8)).item())"
-    )
-    command = [sys.executable, "-c", code]
-    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert float(loaded.stdout) == model(torch.ones(1, 8)).item()
 
 
 def test_a_data_set_in_memory_is_no_activation(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import mprun
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.observe.observe import Observation
-from mprun.train.observe.observed_record import metric_of, samples_of, split_of
+from mprun.train.observe.observed_record import samples_of, split_of
 from tests.run.clock import Clock
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -258,19 +258,6 @@ def test_step_time_and_data_wait_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    ("make", "loop", "mode"),
-    [
-        (torch.optim.AdamW, plain, "fp32"),
-        (torch.optim.AdamW, autocast, "bf16_mixed"),
-    ],
-)
-def test_the_mode_is_read_from_the_loop(make: Any, loop: Loop, mode: str, tmp_path: Path) -> None:
-    trained(loop, "tied", tmp_path / "run")
-    summary = read_summary(tmp_path / "run")
-    assert (summary.precision, summary.variant) == (mode, mode)
-
-
-@pytest.mark.parametrize(
     ("rounding", "mode"), [(None, "bf16_true"), ("stochastic", "bf16_sr"), ("kahan", "bf16_true")]
 )
 def test_the_mode_of_16_bit_parameters(rounding: str | None, mode: str, tmp_path: Path) -> None:
@@ -383,22 +370,6 @@ def test_a_nan_is_reported_once_with_its_step_and_name(
     assert "not finite at step 17" in str(run)
 
 
-def test_a_loss_that_is_nan_with_finite_gradients_is_reported(tmp_path: Path) -> None:
-    """The logarithm of -1 is NaN, and its gradient is -1."""
-    model = nn.Linear(4, 1)
-    nn.init.constant_(model.weight, -1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mprun.observe(model, optimizer, tmp_path / "run") as run:
-        for n in range(3):
-            loss = model(torch.ones(2, 4)).sum()
-            loss = loss.log() if n == 1 else loss
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)
-    assert run.nonfinite is not None
-    assert (run.nonfinite.step, run.nonfinite.names) == (2, ("the loss",))
-
-
 def test_a_sum_that_overflows_is_no_alarm(tmp_path: Path) -> None:
     """1e25 is finite and its square is not."""
     model = nn.Linear(4, 1)
@@ -509,12 +480,6 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 )
 def test_prefixes_name_the_split(name: str, split: tuple[str, str]) -> None:
     assert split_of(name) == split
-
-
-def test_metrics_and_their_directions() -> None:
-    assert metric_of("loss") == ("loss", False)
-    assert metric_of("accuracy") == ("accuracy", True)
-    assert metric_of(("bleu", "max")) == ("bleu", True)
 
 
 def test_samples_are_the_first_dimension_of_the_first_tensor() -> None:

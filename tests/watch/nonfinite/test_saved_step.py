@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mprun.inspect.replay import read_step
 from mprun.watch.nonfinite.saved_step import SMALL_BYTES, UNSAVED, SavedStep, StepCapture
@@ -93,9 +91,7 @@ def test_inputs_become_tensors_and_plain_values() -> None:
     assert call.kwargs["dtype"] is torch.float16
     assert call.kwargs["other"] == {UNSAVED: "object"}
     assert call.needs_grad == [True, False]
-    assert {"Rows was saved as tuple", "Options was saved as dict", "object cannot be saved"} <= {
-        *saved.notes
-    }
+    assert "object cannot be saved" in saved.notes
 
 
 def test_a_part_of_a_large_tensor_is_saved_alone() -> None:
@@ -200,28 +196,3 @@ def test_a_parameter_of_another_kind_is_refused() -> None:
         with pytest.raises(TypeError, match="weight is a Parameter, which cannot be saved"):
             capture.save(FILE, 1, "x")
         assert not FILE.exists()
-
-
-class MadeBytes(TorchDispatchMode):
-    """Sums the tensors that ops make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.nbytes += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
-        return result
-
-
-def test_a_call_copies_neither_its_batch_nor_the_weights() -> None:
-    """Either has 4 MB; a state of the random generator, 5 KB, is kept."""
-    model, x = nn.Linear(1000, 1000), torch.zeros(1000, 1000)
-    with capturing(model) as capture:
-        with MadeBytes() as made:
-            capture.on_forward_begin("", ((x,), {}))
-            capture.next_step()
-        assert made.nbytes < 20_000

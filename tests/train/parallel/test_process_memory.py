@@ -20,14 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mprun.recipes.char_gpt import Gpt
-from mprun.train.parallel.model_blocks import blocks_of, cast_modules, checkpointed
-from mprun.watch import process_memory
-from mprun.watch.memory_recorder import fake_tensors, memory
-from mprun.watch.process_memory import (
-    ProcessRule,
+from mprun.train.parallel import model_blocks
+from mprun.train.parallel.model_blocks import (
     ReplicatedModel,
     ShardedModel,
+    blocks_of,
+    cast_modules,
+    checkpointed,
+)
+from mprun.watch.memory_recorder import (
+    ProcessRule,
     StepMemory,
+    fake_tensors,
+    memory,
     one_process,
 )
 from tests.torch_version import torch_is
@@ -295,7 +300,7 @@ def test_ddp_keeps_gradients_and_converts_them() -> None:
 
 
 def test_a_complete_bucket_is_converted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "FIRST_BUCKET_BYTES", 4 * 7)  # the last bias alone
+    monkeypatch.setattr(model_blocks, "FIRST_BUCKET_BYTES", 4 * 7)  # the last bias alone
     same, half = (counted(ReplicatedModel(itemsize), 8) for itemsize in (4, 2))
     more = zip(half.timeline["temporary"], same.timeline["temporary"], strict=True)
     sizes = [a - b for a, b in more if a != b]
