@@ -48,13 +48,7 @@ class StudyResult:
 
 
 class StudyLoop:
-    """Carries out the open trials of a study, one after the other, beside other processes.
-
-    Arguments as `Study.run`.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
+    """Carries out the open trials of a study, beside other processes; as `Study.run`."""
 
     def __init__(
         self, study: Study, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None
@@ -71,11 +65,6 @@ class StudyLoop:
         self._dropped: set[str] = set()
 
     def run(self) -> StudyResult:
-        """Carry out all trials that the budget admits, except further seeds of dropped variants.
-
-        Raises:
-            StoppedError: a signal ended a trial.
-        """
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
         while True:
             # Whole seeds first: the runs of a seed are compared as pairs, and have one machine then
@@ -133,12 +122,7 @@ class StudyLoop:
             self._progress.drop(self._dropped)
 
     def _take(self, trial: Trial, partner: str | None) -> None:
-        """Carry out a trial, unless it is over, another process runs it, or the budget ends.
-
-        Args:
-            trial: the trial.
-            partner: the variant it is paired with, if its trial of this seed is still to come.
-        """
+        """Carry out a trial, unless it is over, another process runs it, or the budget ends."""
         if self._trials.has_ended(trial):
             self._run_in_budget(trial)
             return
@@ -251,11 +235,7 @@ class Study:
 
 
 def _check_recipe_file(study: Study, config: Config) -> None:
-    """Refuse to continue a study with another file of its recipe than that of its first runs.
-
-    Raises:
-        UsageError: the file was changed, or cannot be read.
-    """
+    """Refuse to continue with another file of the recipe than that of the first runs."""
     source = source_of(config)
     if source is None:
         return
@@ -418,14 +398,7 @@ def load_samples(
     load: DataCache,
     untrusted: Path | None = None,
 ) -> None:
-    """Load the samples before the first run, because an error in them would end every run.
-
-    Args:
-        overrides: of a run.
-        config_dir: a further folder of configs, or None.
-        load: loads them.
-        untrusted: a folder whose code is not run, or None.
-    """
+    """Load the samples before the first run, because an error in them would end every run."""
     config = compose(overrides, config_dir).config
     recipe = recipe_of(config, untrusted)
     load(recipe, data_request(config))

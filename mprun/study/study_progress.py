@@ -120,13 +120,7 @@ class StudyProgress(ProgressDisplay):
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
 
     def notices(self, mode: str, warnings: Iterable[str], speed: str) -> None:
-        """What is to be known of the run that begins: its warnings, and how its speed was chosen.
-
-        Args:
-            mode: the run's precision mode.
-            warnings: sentences.
-            speed: a sentence; empty if nothing was chosen.
-        """
+        """What is to be known of the run that begins: its warnings, how its speed was chosen."""
         texts = [f"warning: {text}" for text in warnings]
         if not self._verbose:
             for text in texts:

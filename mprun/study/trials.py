@@ -99,16 +99,7 @@ def file_names(variants: Iterable[str]) -> dict[str, str]:
 
 
 class Trials:
-    """Carries out trials; samples are loaded once.
-
-    Args:
-        folder: the study's folder, for the runs' folders.
-        config_dir: a further folder of configs, or None.
-        stop: the signals, entered.
-        view: shows the progress of each trial.
-        load: loads the samples once.
-        untrusted: a folder whose code is not run, or None.
-    """
+    """Carries out trials in a study's folder; samples are loaded once."""
 
     def __init__(
         self,

@@ -237,13 +237,7 @@ def _name(run: Run, several_recipes: bool) -> str:
 def distinguish(
     names: Sequence[str], executions: Sequence[str], folders: Sequence[Path]
 ) -> list[str]:
-    """A label for each variant, no two alike.
-
-    Args:
-        names: what the variants' runs are called.
-        executions: native or emulated, for each.
-        folders: a run's folder for each; its config.yaml is read if names are equal.
-    """
+    """A label for each variant, no two alike; config.yaml is read where names are equal."""
     labels = list(names)
     # Of two learning rates, `bf16_mixed` becomes `bf16_mixed (train.lr=0.001)`, and so on
     for name in {x for x in names if names.count(x) > 1}:

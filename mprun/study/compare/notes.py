@@ -39,15 +39,7 @@ ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
 
 
 def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
-    """Notes on permitted differences.
-
-    Args:
-        runs: every run that counts.
-        mix: names of `ASPECTS` in which they may differ.
-
-    Raises:
-        UsageError: they differ in something else.
-    """
+    """Notes on the permitted differences; a UsageError where runs differ in anything else."""
     _check_metric(runs)
     differing = {
         name: text for name, aspect in ASPECTS.items() if (text := _difference(runs, aspect))
@@ -137,14 +129,7 @@ def is_in_table(note: str) -> bool:
 def comparison_notes(
     groups: Sequence[RunGroup], split: str, by_default: bool, tested: int
 ) -> Iterator[str]:
-    """Sentences on the runs, the most important first.
-
-    Args:
-        groups: the variants, the baseline first.
-        split: whose samples the metric is of.
-        by_default: whether the user named no baseline.
-        tested: how many variants were tested; their tests are adjusted together.
-    """
+    """Sentences on the runs, the most important first; `tested` variants are adjusted together."""
     base, *others = groups
     summaries = [summary for group in groups for summary in group.by_seed.values()]
     if any(summary.data.source == "generated" for summary in summaries):

@@ -62,16 +62,7 @@ class TimedPairs(NamedTuple):
 
 
 def timed_pairs(group: RunGroup, baseline: RunGroup, shared: set[int]) -> TimedPairs:
-    """The pairs of a variant and the baseline that had one machine for themselves.
-
-    If fewer than two did, all native pairs on equal hardware are taken, with the reason why they
-    allow no conclusion.
-
-    Args:
-        group: the variant's runs.
-        baseline: the baseline's; a group has no pairs with itself.
-        shared: `overlapping` of all runs.
-    """
+    """The pairs that had one machine for themselves; if fewer than two did, all, and why not."""
     if group is baseline or not (group.is_native and baseline.is_native):
         return TimedPairs((), "", "")
     ours, theirs = group.by_seed, baseline.by_seed
@@ -256,13 +247,7 @@ class Cause:
 
 
 def artefacts(label: str, base_label: str, pairs: Sequence[Pair]) -> tuple[Artefact, ...]:
-    """What leaves a variant without a verdict on its times; empty if nothing does.
-
-    Args:
-        label: the variant's.
-        base_label: the baseline's.
-        pairs: the summaries whose times are compared.
-    """
+    """What leaves a variant without a verdict on its times; empty if nothing does."""
     timed = [pair for pair in pairs if all((s.step_time_ms.median or 0.0) > 0 for s in pair)]
     if not timed:
         return ()

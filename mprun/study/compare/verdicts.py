@@ -221,14 +221,7 @@ def _criterion(
 
 
 def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
-    """Whether a metric's differences are points: an accuracy, or one from 0 to 1, more is better.
-
-    Those of any other metric are shares of the baseline's mean, like those of a loss.
-
-    Args:
-        metric: its name and direction.
-        values: of all runs; those that are not finite do not count.
-    """
+    """Whether differences are points: an accuracy, or one from 0 to 1, more is better."""
     if metric.name == "accuracy":
         return True
     finite = [value for value in values if math.isfinite(value)]
@@ -278,14 +271,7 @@ def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Eviden
 def paired_evidence(
     ours: Mapping[int, float], theirs: Mapping[int, float], criterion: Criterion, failure: str = ""
 ) -> Evidence:
-    """The differences of the pairs in which both metrics are finite.
-
-    Args:
-        ours: seed to the variant's metric.
-        theirs: seed to the baseline's.
-        criterion: how the variant is judged.
-        failure: why the variant is worse whatever the differences; empty if it is not.
-    """
+    """The differences of the pairs in which both metrics are finite, by seed."""
     margin = criterion.margin
     seeds = [s for s in sorted(ours.keys() & theirs.keys()) if math.isfinite(ours[s] + theirs[s])]
     if not seeds:
@@ -526,13 +512,7 @@ def _samples_per_second(group: RunGroup) -> float | None:
 def _ratio(
     pairs: Sequence[Pair], figure: Callable[[Summary], float | None], no_interval: bool
 ) -> Estimate | None:
-    """A figure over the baseline's; None if no pair has it.
-
-    Args:
-        pairs: the summaries of both runs, by seed.
-        figure: of a run.
-        no_interval: whether the pairs' spread is no measure of the ratio's error.
-    """
+    """A figure over the baseline's; None if no pair has it."""
     quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
     ratios = [x for x in quotients if x is not None]
     if not ratios:
