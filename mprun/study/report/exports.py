@@ -29,16 +29,22 @@ from mprun.records.run_config import UnreadableConfigError, config_fields, read_
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
-from mprun.study.report.canvas import Plot
-from mprun.study.report.cells import plain
-from mprun.study.report.comparison_report import comparison_table, footer
+from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
+from mprun.study.report.cells import TONES, plain
+from mprun.study.report.comparison_report import (
+    NOT_JUDGED,
+    PUBLISHED_HEADINGS,
+    comparison_table,
+    footer,
+    published_rows,
+)
 from mprun.study.report.plots import NAMES, draw
-from mprun.study.report.published_rows import NOT_JUDGED, PUBLISHED_HEADINGS, published_rows
-from mprun.study.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 
 SCHEMA_VERSION = 1  # Of comparison.json
 PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
+# The sign before a verdict, for readers who do not see its colour
+SIGNS = {"better": "+", "equivalent": "=", "worse": "\u2212", "inconclusive": "?"}
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")  # Columns of comparison.csv
 
 
