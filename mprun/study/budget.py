@@ -26,13 +26,7 @@ class EndedEarlyError(MprunError):
 
 
 class Budget:
-    """The time of a study; it begins now.
-
-    Args:
-        setting: the setting's name.
-        minutes: its value; None for no limit.
-        clock: seconds.
-    """
+    """The time of a study, in minutes; None for no limit. It begins now."""
 
     def __init__(
         self,

@@ -23,9 +23,8 @@ from mprun.records.files import dated_folder, refuse_links, remove_leftovers
 from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
 from mprun.records.run_record import read_summary
 from mprun.study.budget import BudgetSignals, TrialBudget
-from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import FOLDER as CLAIMS
-from mprun.study.trials import Outcome, Trial, TrialClaims, Trials, interleaved
+from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trials, interleaved
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.train.assemble.plan import data_request
 from mprun.train.assemble.recipe_loading import lies_in
@@ -264,12 +263,7 @@ def new_study(
 ) -> Study:
     """A study in a new folder, its plan written; or the same study that another process has begun.
 
-    Args:
-        request: the arguments.
-        overrides: of each variant, by name; the first is the baseline.
-        of_trials: see `StudyPlan`.
-        not_tried: see `StudyPlan`.
-        load: loads the samples once.
+    The first variant of `overrides` is the baseline; for `of_trials`, `not_tried` see `StudyPlan`.
 
     Raises:
         UsageError: the folder has something else in it, or cannot be written.
@@ -313,11 +307,7 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _join(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
-    """The study in a folder, if it is the one that was asked for: this process helps with it.
-
-    Raises:
-        UsageError: it is another study.
-    """
+    """The study in a folder, if it is the one that was asked for: this process helps with it."""
     study = resumed_study(request.command, folder, request.trust)
     # Why a mode is not tried is a sentence with facts of the machine: it may differ elsewhere
     if replace(study.plan, not_tried=plan.not_tried) != plan:
@@ -341,16 +331,11 @@ def new_sweep(request: StudyRequest) -> Study:
 
 
 def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
-    """The study of this command in `folder`.
-
-    Args:
-        command: its name.
-        folder: the study's.
-        trust: whether code that lies in the folder may run, and its overrides be interpolated.
+    """The study of this command in `folder`; `trust`: whether code that lies in it may run.
 
     Raises:
-        UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
-            it asks for more than a study that is not trusted may.
+        UsageError: there is none that this version can read, it is another command's, or it asks
+            for more than a study that is not trusted may.
     """
     # A link in a folder of someone else would make mprun write, or lock, files outside of it
     refuse_links(folder, [FILE, CLAIMS, LOGS])
@@ -405,11 +390,7 @@ def load_samples(
 
 
 def held_out(composed: Composed, load: DataCache) -> list[str]:
-    """Overrides for a study that selects something: with validation data, without a test.
-
-    Raises:
-        UsageError: the run cannot be planned.
-    """
+    """Overrides for a study that selects something: with validation data, without a test."""
     planned = make_plan(composed.config, composed.given, load=load)
     # A test set on which a mode was selected is no test set any more
     overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
@@ -423,11 +404,6 @@ def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None])
     """Add a run `comparison of FOLDER` with these files beside the runs of the study's trials.
 
     Nothing happens with a logger that keeps no files. A study that is resumed replaces the files.
-
-    Args:
-        study: whose trials have a logger.
-        files: of the report.
-        tell: shows notes and warnings.
     """
     trial = study.trials[0]
     config = compose(trial.overrides, study.config_dir).config

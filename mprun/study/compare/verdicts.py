@@ -46,11 +46,8 @@ from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score
 from mprun.study.compare.notes import (
     artefact_warnings,
     check_mixing,
-    code_text,
+    common_texts,
     comparison_notes,
-    data_text,
-    hardware_text,
-    recipe_text,
     variant_notes,
 )
 from mprun.study.compare.statistics import (
@@ -118,8 +115,9 @@ def compare(
     for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
         rows.append(_variant(group, base, criterion, timing, verdict, own))
     tested = sum(e.is_tested for e in evidence)
+    texts = common_texts(compared)
     return Comparison(
-        recipe=recipe_text(compared),
+        recipe=texts["recipe"],
         metric=criterion.metric,
         split=used_split,
         higher_is_better=criterion.higher_is_better,
@@ -128,9 +126,9 @@ def compare(
         baseline=base.label,
         variants=tuple(rows),
         skipped=left_out,
-        data=data_text(compared),
-        hardware=hardware_text(compared),
-        code=code_text(compared),
+        data=texts["data"],
+        hardware=texts["hardware"],
+        code=texts["code"],
         warnings=tuple(artefact_warnings(rows)),
         notes=(
             *mixed,
@@ -369,7 +367,7 @@ def _judge(
     # Two one-sided tests at a level are one interval at twice that level: 90 % for 5 %
     inside, off = 1 - 2 * equal.level, 1 - apart.level
     adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
-    margin = amount(e.margin, e.unit)
+    margin = f"{_number(e.margin, e.unit):.6g} {e.unit}".rstrip()
     if equal.rejects:  # first: a difference that is real but inside the margin does not matter
         decisive, shown = _interval(e, inside)
         text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
@@ -397,24 +395,16 @@ def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
     shown, limit = [_number(x, e.unit) for x in ends], _number(e.margin, e.unit)
     form = distinct_form(shown, (-limit, 0.0, limit), FORMS)
     low, high = map(form.format, shown)
-    return ends, f"the {level_text(level)} interval, {low} to {high}{_suffix(e.unit)},"
+    unit = f" {e.unit}" if e.unit else ""
+    return ends, f"the {level_text(level)} interval, {low} to {high}{unit},"
 
 
 # Formats of an end of an interval, from 3 digits to 17, which tell all float64 apart
 FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
 
 
-def amount(value: float, unit: str) -> str:
-    """A margin as text: `0.5 points`, `2 %`."""
-    return f"{_number(value, unit):.6g}{_suffix(unit)}"
-
-
 def _number(value: float, unit: str) -> float:
     return value * 100 if unit else value  # points and % are hundredths; plain differences are not
-
-
-def _suffix(unit: str) -> str:
-    return f" {unit}" if unit else ""
 
 
 def _p(value: float) -> str:
@@ -451,6 +441,7 @@ def _variant(
     reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
     timed = timed._replace(no_verdict=reason)
     ours, theirs = _memory(group), _memory(base)
+    rates = [x for s in group.by_seed.values() if (x := s.samples_per_second) is not None]
     # An emulation computes in float32 and rounds: its memory is not that of the mode
     has_ratio = group is not base and group.is_native and base.is_native
     return Variant(
@@ -462,7 +453,7 @@ def _variant(
         failed=group.failed,
         step_time_ms=_step_percentiles(group),
         step_time_ratio=_ratio(timed.pairs, lambda s: s.step_time_ms.median, bool(reason)),
-        samples_per_second=_samples_per_second(group),
+        samples_per_second=median(rates) if rates else None,
         throughput_ratio=_ratio(timed.pairs, lambda s: s.samples_per_second, bool(reason)),
         no_time_verdict=reason,
         memory_bytes=ours,
@@ -500,13 +491,6 @@ def _step_percentiles(group: RunGroup) -> StepPercentiles | None:
     if not timed:
         return None
     return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
-
-
-def _samples_per_second(group: RunGroup) -> float | None:
-    """The median over runs."""
-    rates = (s.samples_per_second for s in group.by_seed.values())
-    known = [rate for rate in rates if rate is not None]
-    return median(known) if known else None
 
 
 def _ratio(

@@ -245,10 +245,7 @@ def _number(value: Any) -> float:
 
 
 def band(curves: Sequence[Curve], points: int = MAX_POINTS) -> Band | None:
-    """Median, lowest and highest over curves, in at most `points` bins.
-
-    Values that are not finite are left out. The result is None if nothing is left.
-    """
+    """Median, lowest and highest over curves, of finite values, in at most `points` bins."""
     clean = [(x[ok], y[ok]) for x, y in curves if (ok := _usable(x, y)).any()]
     if not clean:
         return None
