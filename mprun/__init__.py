@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
-    from mprun.study.plan_answer import load
+    from mprun.study.planned_run import load
     from mprun.train.observe.observe import observe
     from mprun.watch.audit import audit
 
@@ -72,7 +72,7 @@ _SOURCES = {
     "check": "mprun.cli.functions",
     "compare": "mprun.cli.functions",
     "diff": "mprun.inspect.divergence",
-    "load": "mprun.study.plan_answer",
+    "load": "mprun.study.planned_run",
     "observe": "mprun.train.observe.observe",
     "policy": "mprun.precision.policy",
     "run": "mprun.cli.functions",

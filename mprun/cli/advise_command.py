@@ -54,13 +54,7 @@ def advise_command(args: Sequence[str]) -> int:
     # It begins now: importing torch below is a part of it
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import compared
-    from mprun.study.advise import (
-        advise,
-        alarms_by_variant,
-        new_advise_study,
-        without_run,
-        without_trial,
-    )
+    from mprun.study.advise import advise, alarms_by_variant, new_advise_study, without_result
     from mprun.study.hydra_launch import Screening
     from mprun.study.report.answer import advice_lines
 
@@ -79,8 +73,7 @@ def advise_command(args: Sequence[str]) -> int:
     alarms = alarms_by_variant(comparison)
     not_tried = {
         **study.plan.not_tried,
-        **without_run(outcomes),
-        **without_trial(study, ran, dropped, budget.text),
+        **without_result(study, ran, dropped, budget.text),
     }
     advice = advise(comparison, alarms, objective, dropped, not_tried)
     advice = replace(advice, notes=(*budget_note(study, ran, budget), *advice.notes))
@@ -118,7 +111,7 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose:
 def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> None:
     """Write the advised mode as code for other training loops."""
     from mprun.records.files import write_files
-    from mprun.study.plan_answer import advised_answer
+    from mprun.study.advise import advised_answer
     from mprun.study.report.snippets import snippets
 
     answer = advised_answer(study, overrides, notes)

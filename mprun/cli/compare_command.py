@@ -121,12 +121,11 @@ def report(
     """
     from mprun.study.report import comparison_report as shown
     from mprun.study.report.answer import headline
-    from mprun.study.report.published_rows import published_lines
 
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = (
-        [*shown.footer(comparison), *published_lines(comparison)]
+        [*shown.footer(comparison), *shown.published_lines(comparison)]
         if verbose
         else shown.short_notes(comparison)
     )

@@ -39,7 +39,7 @@ def export_command(args: Sequence[str]) -> int:
         raise UsageError(f"{run} is not a run's folder; {USAGE}")
 
     from mprun.records.run_record import read_summary
-    from mprun.study.plan_answer import write_folder
+    from mprun.study.planned_run import write_folder
     from mprun.train.init_from import weights_of, write_file
 
     summary, state = read_summary(run), weights_of(run)

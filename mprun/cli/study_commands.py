@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from mprun.study.compare.comparison import Comparison
     from mprun.study.hydra_launch import Screening, StudyLauncher
     from mprun.study.study import Study, StudyResult
-    from mprun.study.study_progress import StudyProgress
-    from mprun.study.trials import Outcome
+    from mprun.study.trials import Outcome, StudyProgress
 
 
 STUDY = ("compare", "seeds", "first_seed")  # Sections that every study takes
@@ -97,7 +96,7 @@ def run_study(
         StoppedError: a signal ended it, or no run was completed.
     """
     from mprun.study.hydra_launch import run_launched
-    from mprun.study.study_progress import StudyProgress
+    from mprun.study.trials import StudyProgress
     from mprun.train.signals import SignalReceivedError
 
     plan = study.plan

@@ -21,8 +21,15 @@ from mprun.inspect.memory import NAMES, MemoryRecord, ModeMemory
 from mprun.inspect.numerics import NumericsResult, NumericsRow, fp16_db, number
 from mprun.records.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.study.report.canvas import PictureFrame, figure, legend_above, picture_files
-from mprun.study.report.theme import FORMATS, LIGHT, MEMORY
+from mprun.study.report.canvas import (
+    LIGHT,
+    MEMORY,
+    PictureFrame,
+    colour,
+    figure,
+    legend_above,
+    picture_files,
+)
 
 # Phases with a shaded background, to separate them from the others
 SHADED = ("forward", "optimizer")
@@ -61,7 +68,7 @@ def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figur
         axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))
         axes.set_ylim(0, highest / UNITS[unit] * HEADROOM)
     axes_of[-1].set_xlabel("op of the step")
-    made.supylabel(f"{unit} alive", fontsize=8.5, color=LIGHT.muted)
+    made.supylabel(f"{unit} alive", fontsize=8.5, color=LIGHT["muted"])
     legend_above(made, axes_of[0])
     return made
 
@@ -78,7 +85,7 @@ def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int) -> None
         lw=0,
     )
     at, peak = mode.peak_at, mode.bytes["peak"]
-    axes.plot(at.point, peak / unit, marker="v", color=LIGHT.ink, ms=6, clip_on=False)
+    axes.plot(at.point, peak / unit, marker="v", color=LIGHT["ink"], ms=6, clip_on=False)
     is_right = at.point > len(mode.timeline.op) / 2
     axes.annotate(
         f"{size_text(peak)}\n{at.op}, {at.module or '(root)'}",
@@ -95,7 +102,7 @@ def _draw_phases(axes: Axes, phases: Sequence[str], highest: float) -> None:
     longest: dict[str, tuple[int, int]] = {}
     for phase, start, stop in stretches(phases):
         if phase in SHADED:
-            axes.axvspan(start - 0.5, stop - 0.5, color=LIGHT.wash, lw=0, zorder=0)
+            axes.axvspan(start - 0.5, stop - 0.5, color=LIGHT["wash"], lw=0, zorder=0)
         before = longest.get(phase, (0, 0))
         longest[phase] = max(before, (start, stop), key=lambda s: s[1] - s[0])
     for phase, (start, stop) in longest.items():
@@ -105,7 +112,7 @@ def _draw_phases(axes: Axes, phases: Sequence[str], highest: float) -> None:
                 (start + stop - 1) / 2,
                 highest * (HEADROOM - 0.03),
                 phase,
-                color=LIGHT.muted,
+                color=LIGHT["muted"],
                 ha="center",
                 va="top",
                 rotation=0 if is_wide else 90,
@@ -231,8 +238,8 @@ def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> None:
         text = f"{NAMES_OF_FORMATS[name]}'s limits{', loss scaled' if style == '--' else ''}"
         for place in LIMITS[name]:
             if low <= place - shift <= high + 1:
-                colour = LIGHT.series[FORMATS[name]]
-                panel.axvline(place - shift, color=colour, lw=1, ls=style, label=text)
+                own = colour(1 + [*LIMITS].index(name))
+                panel.axvline(place - shift, color=own, lw=1, ls=style, label=text)
 
 
 def _caption(result: NumericsResult) -> str:

@@ -16,8 +16,10 @@ The advice is left as a preset: a YAML file with the overrides' values; `preset=
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +29,33 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS
+from mprun.config.schema import OptimizerConfig
 from mprun.config.study_request import BASELINE, StudyRequest, variants
+from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
+from mprun.precision import OpLists
+from mprun.precision.policy import policy
 from mprun.records.console.formatting import by_reason, counted
 from mprun.records.files import write_atomic
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import Summary, number, placed_lines
 from mprun.study.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.study.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.study.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
+from mprun.study.report.snippets import ListsAnswer, Snippet
 from mprun.study.study import Study, StudyResult, held_out, new_study
 from mprun.study.trials import Outcome
-from mprun.train.assemble import DataCache, make_plan
+from mprun.train.assemble import DataCache, Plan, make_plan
+from mprun.train.assemble.optimizer import class_of, import_path, options_of
 
 SAME_MEMORY = 1.01  # Peaks within this factor are the same: 1 % is no reason to choose a mode
 # A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
 # stable by then, and skips one step in 2000 when it tries a larger scale
 SKIPPED_SHARE = 0.05
 REFUSED = "cannot run here: "  # Before the error of a mode that makes no plan
+# What the best of equal peaks has ahead of the others
+TIE_BY_TIME = "is faster with the same memory"
+TIE = "needs as much, and their times have no verdict"
 NEEDS = {"time": "step time", "memory": "peak memory"}  # What an objective minimizes
 
 
@@ -95,15 +107,7 @@ def advise(
     screened_out: Mapping[str, str] | None = None,
     not_tried: Mapping[str, str] | None = None,
 ) -> Advice:
-    """The decision.
-
-    Args:
-        comparison: the trials', on validation data.
-        alarms_of: a variant's label to the alarms of its runs, see `alarms`.
-        objective: what is minimized.
-        screened_out: modes whose trials ended early and are not in the comparison: the reasons.
-        not_tried: modes that had no trial: the reasons.
-    """
+    """The decision; `screened_out` are modes whose trials ended early, to the reason."""
     baseline, *others = comparison.variants
     refused = {v.label: _refusal(v, alarms_of.get(v.label, ()), objective) for v in others}
     candidates = [v for v in others if refused[v.label] is None]
@@ -113,7 +117,8 @@ def advise(
     for v in candidates:
         if v is not best:
             tie = _is_tie(v, best, objective)
-            gain = _tie_breaker(best) if tie else "needs less"
+            faster = math.isfinite(_counted_time(best))
+            gain = (TIE_BY_TIME if faster else TIE) if tie else "needs less"
             rejected[v.label] = f"{best.label} {gain}: {_ratio_text(v, objective)}"
     if best is baseline:
         reason = f"no other mode was shown to need less {NEEDS[objective]} at an equal metric"
@@ -137,13 +142,6 @@ def _counted_time(variant: Variant) -> float:
     """Its ratio of step times; infinite where that has no verdict."""
     ratio = variant.step_time_ratio
     return math.inf if ratio is None or variant.no_time_verdict else ratio.value
-
-
-def _tie_breaker(best: Variant) -> str:
-    """What the best of equal peaks has ahead of the others."""
-    if math.isfinite(_counted_time(best)):
-        return "is faster with the same memory"
-    return "needs as much, and their times have no verdict"
 
 
 def _is_tie(variant: Variant, best: Variant, objective: str) -> bool:
@@ -175,8 +173,6 @@ def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: str) -> st
 
 
 def _to_equal_quality(variant: Variant) -> str:
-    """`1.20 [1.18, 1.22] of its samples and 1.00 [0.98, 1.02] of its time to equal validation
-    loss`."""
     quality = variant.equal_quality
     assert quality is not None
     missed = f" (never reached in {counted(quality.missed, 'pair')})"
@@ -252,7 +248,12 @@ def _notes(
         high = best.step_time_ratio.interval.high
         for v in candidates:
             if v is not best and _value(v, objective) < high:
-                yield f"{v.label} is as fast as {best.label} within the noise{_memory(v)}"
+                memory = (
+                    ""
+                    if v.memory_ratio is None
+                    else f", with {v.memory_ratio:.2f} of the baseline's peak memory"
+                )
+                yield f"{v.label} is as fast as {best.label} within the noise{memory}"
     if objective == "time" and judge_equal_quality(best) == "open":
         yield (
             f"{best.label} was not shown to reach the baseline's validation loss sooner: "
@@ -271,12 +272,6 @@ def _notes(
             )
 
 
-def _memory(variant: Variant) -> str:
-    if variant.memory_ratio is None:
-        return ""
-    return f", with {variant.memory_ratio:.2f} of the baseline's peak memory"
-
-
 def screened(
     outcomes: Sequence[Outcome],
     baseline: str,
@@ -284,39 +279,27 @@ def screened(
     pairs: int,
     beside: Sequence[Run] = (),
 ) -> dict[str, str]:
-    """Variants that cannot win, to the reason: they failed, or needed more in every pair.
-
-    Args:
-        outcomes: of the trials so far.
-        baseline: the variant that the others are compared with.
-        objective: what is minimized.
-        pairs: the least number of pairs for this.
-        beside: further runs, which may have shared the machine with trials.
-    """
+    """Variants that cannot win, to the reason: they failed, or needed more in every pair."""
     dropped = {
         o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
         for o in outcomes
         if o.error is not None and not o.by_machine and o.trial.variant != baseline
     }
-    needs: dict[str, dict[int, float]] = {}
-    summaries: dict[str, dict[int, Summary]] = {}
+    measured: dict[str, dict[int, tuple[Summary, float]]] = {}
     for o in outcomes:
         need = _need(o.summary, objective)
         if o.error is None and o.summary is not None and need is not None:
-            needs.setdefault(o.trial.variant, {})[o.trial.seed] = need
-            summaries.setdefault(o.trial.variant, {})[o.trial.seed] = o.summary
-    base = needs.pop(baseline, {})  # what is left in `needs` are the others
+            measured.setdefault(o.trial.variant, {})[o.trial.seed] = o.summary, need
+    base = measured.pop(baseline, {})  # what is left are the others
     known = (o.summary for o in outcomes if o.summary is not None)
     shared = overlapping([*(Run(Path(), summary) for summary in known), *beside])
-    for variant, by_seed in needs.items():
-        common = [seed for seed in by_seed if seed in base]
+    for variant, by_seed in measured.items():
+        common = [(by_seed[seed], base[seed]) for seed in by_seed if seed in base]
         if objective == "time":
-            own, other = summaries[variant], summaries.get(baseline, {})
-            common = [s for s in common if is_timed_pair(own[s], other[s], shared)]
-        ratios = [by_seed[seed] / base[seed] for seed in common]
-        both = [(summaries[variant][seed], summaries[baseline][seed]) for seed in common]
-        if objective == "time" and artefacts(variant, baseline, both):
-            continue  # its times are not those of its arithmetic
+            common = [x for x in common if is_timed_pair(x[0][0], x[1][0], shared)]
+            if artefacts(variant, baseline, [(own[0], other[0]) for own, other in common]):
+                continue  # its times are not those of its arithmetic
+        ratios = [own[1] / other[1] for own, other in common]
         # Needing more in every pair is no test; it only saves trials of a mode that cannot win
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -328,45 +311,27 @@ def screened(
     return dropped
 
 
-def without_run(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Variants of which the machine let no run end, to the reason."""
-    with_result = {o.trial.variant for o in outcomes if not o.by_machine}
-    return {
-        o.trial.variant: f"none of its runs ended: {o.error}"
-        for o in outcomes
-        if o.trial.variant not in with_result
-    }
-
-
-def without_trial(
-    study: Study, ran: StudyResult, dropped: Mapping[str, str], budget: str
-) -> dict[str, str]:
-    """Modes of which the budget left no completed trial, to the reason."""
-    tried = {o.trial.variant for o in ran.outcomes if o.summary is not None and o.error is None}
-    names = (name for name in study.plan.variants if name in ran.not_run)
-    reason = f"{budget} ended before its first trial was complete"
-    return {name: reason for name in names if name not in tried and name not in dropped}
-
-
 def _need(summary: Summary | None, objective: str) -> float | None:
     if summary is None:
         return None
-    if objective == "memory":
-        return summary.memory_bytes.peak
-    return summary.step_time_ms.median
+    return summary.memory_bytes.peak if objective == "memory" else summary.step_time_ms.median
 
 
-def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Signs of a numerical problem in a run's record, a sentence each.
-
-    A short trial may end with a good metric although steps are skipped again and again, or the loss
-    scale keeps falling.
-
-    Args:
-        summary: the run's summary.
-        lines: of its metrics.jsonl.
-    """
-    return [*_skipped(summary, lines), *_scale(summary), *_losses(summary)]
+def without_result(
+    study: Study, ran: StudyResult, dropped: Mapping[str, str], budget: str
+) -> dict[str, str]:
+    """Modes of which the machine let no run end, or the budget no trial, to the reason."""
+    with_result = {o.trial.variant for o in ran.outcomes if not o.by_machine}
+    reasons = {
+        o.trial.variant: f"none of its runs ended: {o.error}"
+        for o in ran.outcomes
+        if o.trial.variant not in with_result
+    }
+    tried = {o.trial.variant for o in ran.outcomes if o.summary is not None and o.error is None}
+    for name in study.plan.variants:
+        if name in ran.not_run and name not in tried and name not in dropped:
+            reasons[name] = f"{budget} ended before its first trial was complete"
+    return reasons
 
 
 def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
@@ -381,23 +346,23 @@ def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
     }
 
 
-def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Signs of a numerical problem in a run's record and metrics.jsonl, a sentence each.
+
+    A short trial may end with a good metric although steps are skipped again and again, or the loss
+    scale keeps falling.
+    """
+    texts = []
     # Each skipped step has a line; train.log_every may leave out others.
     half = summary.steps // 2  # a dynamic scale starts high, and skips the first steps on purpose
     late = summary.steps - half
     is_step = (line for line in lines if line.get("kind") == "step" and line["step"] > half)
     skipped = sum(bool(line.get("skipped")) for line in is_step)
     if skipped > SKIPPED_SHARE * late:
-        yield f"{skipped} of the last {late} steps were skipped: gradients overflow"
-
-
-def _scale(summary: Summary) -> Iterator[str]:
-    row = summary.loss_scale
-    if row.kind == "dynamic" and row.final < 1:
-        yield f"the loss scale fell to {row.final:g}: gradients overflow even unscaled"
-
-
-def _losses(summary: Summary) -> Iterator[str]:
+        texts.append(f"{skipped} of the last {late} steps were skipped: gradients overflow")
+    scale = summary.loss_scale
+    if scale.kind == "dynamic" and scale.final < 1:
+        texts.append(f"the loss scale fell to {scale.final:g}: gradients overflow even unscaled")
     losses_of = {
         "training": [summary.train.loss, *(e.train.loss for e in summary.history)],
         "validation": [e.validation.loss for e in summary.history],
@@ -405,21 +370,15 @@ def _losses(summary: Summary) -> Iterator[str]:
     }
     for name, losses in losses_of.items():
         if any(x is not None and not math.isfinite(number(x)) for x in losses):
-            yield f"a {name} loss was not finite"
+            texts.append(f"a {name} loss was not finite")
+    return texts
 
 
 # ---- the preset that an advice leaves ------------------------------------------------------------
 
 
 def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) -> str:
-    """The file's text.
-
-    Args:
-        name: the preset's.
-        overrides: with one value each; another preset among them, and a recipe's file, are left
-            out.
-        comments: lines about its origin; the first is shown as the option's help.
-    """
+    """The file's text: the overrides, and comments, of which the first is the option's help."""
     groups: list[dict[str, str]] = []
     fields: dict[str, Any] = {"preset": {"name": name}}
     for text in overrides:
@@ -429,8 +388,12 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
             continue  # this file replaces a preset, and is no place for the path of a recipe
         if key in GROUPS:
             groups.append({f"override /{key}": str(value)})
-        else:
-            _put(fields, key.split("."), value)
+            continue
+        *path, last = key.split(".")
+        place = fields
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
     # Text of records may have line breaks, behind which it would be YAML
     comment = "".join(f"# {' '.join(line.split())}\n" for line in comments)
     # Hydra reads the list of defaults first, so it stands first: keys are not sorted
@@ -464,7 +427,73 @@ def copy_options(overrides: Sequence[str], config_dir: Path | None, folder: Path
             write_atomic(folder / group / source.name, source.read_bytes())
 
 
-def _put(fields: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        fields = fields.setdefault(key, {})
-    fields[keys[-1]] = value
+# ---- the answer for other training loops ---------------------------------------------------------
+
+# The scale where the configuration names no value; 65536 is GradScaler's own initial scale
+INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
+
+
+def advised_answer(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> Snippet:
+    """What the trials of a study's variant, given by its overrides, trained in."""
+    config = compose([*overrides, *study.plan.of_trials], study.config_dir).config
+    return plan_answer(make_plan(config, (), load=study.load, untrusted=study.untrusted), notes)
+
+
+def plan_answer(plan: Plan, notes: tuple[str, ...]) -> Snippet:
+    """What a plan trains in; `notes` say where the answer comes from, a line each."""
+    config, row = plan.config, plan.policy
+    # A mode of the user's own has no name that another program could look up: all columns are given
+    shipped = policy(row.name).columns() if row.name in SHIPPED_MODES else None
+    changes = {k: v for k, v in row.columns().items() if shipped and v != shipped[k]}
+    if plan.op_lists is not None:
+        changes.pop("casting", None)  # the lists say it
+    kind = loss_scale_kind(config, plan.layers.values())
+    value = 1.0 if kind == "none" else config.loss_scale.value or INITIAL[kind]
+    own = plan.recipe.makes_optimizer
+    return Snippet(
+        title=f"{row.name} for recipe {config.recipe.name}",
+        notes=notes,
+        device=plan.device.type,
+        execution=plan.execution,
+        mode=row.name,
+        columns=row.columns(),
+        is_shipped=shipped is not None,
+        changes=changes,
+        lists=None if plan.op_lists is None else _lists(plan.op_lists),
+        layers=dict(plan.layers),
+        scale=replace(config.loss_scale, name=kind, value=value),
+        optimizer=None if own else import_path(config.train.optimizer),
+        optimizer_args={} if own else _options(config.train.optimizer),
+        lr=plan.lr,
+        clip_norm=config.train.clip_norm,
+        left_out=tuple(_left_out(plan)),
+        compile=plan.speed.compile,
+    )
+
+
+def _lists(lists: OpLists) -> ListsAnswer:
+    def named(kind: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name, rule in lists.rules.items() if rule == kind))
+
+    return ListsAnswer(named("lower"), named("fp32"), named("promote"), lists.first_input)
+
+
+def _options(config: OptimizerConfig) -> dict[str, Any]:
+    """The arguments without lr; of a named class without those that are 0 by its own default."""
+    kind = class_of(config)
+    options, default = options_of(config, kind), inspect.signature(kind).parameters
+    if config.target is not None:
+        return options
+    # Short code; but AdamW's own default of weight_decay is 0.01, so a 0 there must be written
+    return {k: v for k, v in options.items() if v or default[k].default}
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    train = plan.config.train
+    if plan.batch.accumulate > 1:
+        yield f"train.accumulate={plan.batch.accumulate}"
+    if train.scheduler != "none" or plan.recipe.makes_schedule:
+        name = "the recipe's own" if plan.recipe.makes_schedule else train.scheduler
+        yield f"train.scheduler={name}"
+    if train.warmup_steps:
+        yield f"train.warmup_steps={train.warmup_steps}"

@@ -26,13 +26,7 @@ class EndedEarlyError(MprunError):
 
 
 class Budget:
-    """The time of a study; it begins now.
-
-    Args:
-        setting: the setting's name.
-        minutes: its value; None for no limit.
-        clock: seconds.
-    """
+    """The time of a study, in minutes; None for no limit. It begins now."""
 
     def __init__(
         self,
@@ -69,11 +63,7 @@ class Budget:
 
 
 class BudgetSignals(StopSignals):
-    """Signals, and the end of a budget: both end a run between two steps.
-
-    Args:
-        budget: the study's.
-    """
+    """Signals, and the end of a budget: both end a run between two steps."""
 
     def __init__(self, budget: Budget) -> None:
         super().__init__()
@@ -89,12 +79,7 @@ class BudgetSignals(StopSignals):
 
 
 class LimitedParts:
-    """A `ReportPart` that ends a job at a signal, or before a part that exceeds the budget.
-
-    Args:
-        stop: the signals and the budget, entered.
-        report: shows the parts.
-    """
+    """A `ReportPart` that ends a job at a signal, or before a part that exceeds the budget."""
 
     def __init__(self, stop: BudgetSignals, report: ReportPart) -> None:
         self.stop = stop
@@ -120,25 +105,14 @@ class LimitedParts:
 
 
 class TrialBudget:
-    """Decides which trials of a study begin.
-
-    A trial is expected to take as long as the longest of its variant so far.
-
-    Args:
-        budget: the study's.
-    """
+    """Decides which trials begin: one is expected to take the longest of its variant so far."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._longest_s: dict[str, float] = {}
 
     def admits(self, variant: str, partner: str | None = None) -> bool:
-        """Whether a trial may begin.
-
-        Args:
-            variant: the trial's.
-            partner: the variant it is paired with, if its trial of this seed is still to come.
-        """
+        """Whether a trial may begin, and that of `partner` in the same seed after it."""
         partner_s = 0.0 if partner is None else self._expected_s(partner)
         return self._budget.has_room(self._expected_s(variant) + partner_s)
 

@@ -13,11 +13,12 @@ its search doubles and halves.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from mprun.precision import devices
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
 from mprun.study.advise import ratio_figure
-from mprun.study.compare.comparison import Comparison, Variant
+from mprun.study.compare.comparison import KEEPS, Comparison, Variant
 from mprun.study.study import Study, held_out, new_study
 from mprun.study.trials import run_steps
 from mprun.train.assemble import DataCache, Plan, make_plan
@@ -93,11 +94,10 @@ class Doubling:
 
 def double(comparison: Comparison) -> Doubling:
     """The decision between the base batch (the baseline) and the doubled ones."""
-    doubled = comparison.variants[1:]
-    good = [v for v in doubled if v.verdict.word in ("equivalent", "better")]
-    faster = [v for v in good if _throughput(v, "low") > 1]
+    doubled, sign = comparison.variants[1:], 1 if comparison.higher_is_better else -1
+    faster = [v for v in doubled if v.verdict.word in KEEPS and _throughput(v, "low") > 1]
     if faster:
-        best = _best(faster, comparison.higher_is_better)
+        best = max(faster, key=lambda v: sign * v.metric.value if v.metric else -math.inf)
         return Doubling(
             "double it",
             f"{best.label}: {ratio_figure(best.throughput_ratio)} of the base batch's samples per "
@@ -132,16 +132,8 @@ def _throughput(variant: Variant, end: Literal["low", "high"]) -> float:
     """An end of the throughput ratio's interval; without one, 1 for low, infinity for high."""
     ratio = variant.throughput_ratio
     if ratio is None or ratio.interval is None:
-        return 1.0 if end == "low" else float("inf")
+        return 1.0 if end == "low" else math.inf
     return ratio.interval.low if end == "low" else ratio.interval.high
-
-
-def _best(variants: Sequence[Variant], higher_is_better: bool) -> Variant:
-    def score(variant: Variant) -> float:
-        assert variant.metric is not None
-        return variant.metric.value if higher_is_better else -variant.metric.value
-
-    return max(variants, key=score)
 
 
 TRY_STEPS = 3  # Optimizer state exists from the second step on: two steps with all of it
@@ -223,8 +215,7 @@ def _on_line(tried: Mapping[int, int | None], limit: int, low: int, high: int) -
     return a + (limit - peaks[a]) * (b - a) // rise if rise > 0 else None
 
 
-@dataclass(frozen=True)
-class TrainableBatch:
+class TrainableBatch(NamedTuple):
     """The result of a search with real steps."""
 
     size: int  # The largest batch that trained for `TRY_STEPS` steps
@@ -233,13 +224,7 @@ class TrainableBatch:
 
 
 def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> TrainableBatch:
-    """The largest batch that trains.
-
-    Args:
-        fits: runs steps.
-        start: the first batch to try.
-        most: the size of the training set.
-        margin: share taken off the largest batch, 0 to 1.
+    """The largest batch up to `most` that trains, less a margin (a share, 0 to 1).
 
     Raises:
         UsageError: not even `start` fits, or it fails in `PROOF_STEPS` steps.
@@ -271,12 +256,6 @@ def largest_batch(
 ) -> Result:
     """The largest batch of a configuration on CUDA, with a line for each batch tried.
 
-    Args:
-        overrides: of the configuration.
-        config_dir: a further folder of configs, or None.
-        margin: share taken off the largest batch, 0 to 1.
-        report: is called before each batch that is tried.
-
     Raises:
         UsageError: the device is no CUDA device, or nothing fits.
     """
@@ -290,7 +269,11 @@ def largest_batch(
         report(f"batch {batch}, the {len(lines) + 1}. that is tried")
         candidate = planned(f"train.batch_size={batch}")
         devices.reset_peak(candidate.device)
-        trains = _trains(candidate, steps)
+        try:
+            run_steps(candidate, steps)
+            trains = True
+        except torch.OutOfMemoryError:
+            trains = False
         peak = (devices.peak_bytes(candidate.device) or 0) / 2**20  # in MiB
         # Models are in cycles of references, and the allocator keeps their blocks: the next batch
         # would run out of memory too early
@@ -315,11 +298,3 @@ def largest_batch(
         f"checked by {PROOF_STEPS} steps"
     )
     return Result(batch, [*lines, answer])
-
-
-def _trains(candidate: Plan, steps: int) -> bool:
-    try:
-        run_steps(candidate, steps)
-    except torch.OutOfMemoryError:
-        return False
-    return True

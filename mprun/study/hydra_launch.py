@@ -37,8 +37,7 @@ from mprun.study.budget import Budget, BudgetSignals
 from mprun.study.compare.comparison import Run
 from mprun.study.compare.load import others_in
 from mprun.study.study import LOGS, Drop, Study, StudyResult
-from mprun.study.study_progress import StudyProgress
-from mprun.study.trials import Outcome, Trial, settled_summary
+from mprun.study.trials import Outcome, StudyProgress, settled_summary
 from mprun.train.assemble import DataCache
 from mprun.train.machine.machine import usable_cores
 from mprun.train.signals import SignalReceivedError
@@ -319,7 +318,12 @@ def _following(study: Study, progress: StudyProgress) -> Iterator[None]:
     def follow() -> None:
         waiting = study.trials
         while not is_over.wait(FOLLOW_S):
-            waiting = [trial for trial in waiting if not _show_if_ended(study, trial, progress)]
+            for trial in list(waiting):
+                summary = settled_summary(study.folder / trial.name)
+                if summary is not None:  # in whichever process
+                    waiting.remove(trial)
+                    progress.begin(trial.variant, trial.seed)
+                    progress.end(trial.variant, summary, summary.error)
 
     thread = threading.Thread(target=follow, daemon=True)  # `launch` blocks until the jobs end
     thread.start()
@@ -328,12 +332,3 @@ def _following(study: Study, progress: StudyProgress) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-
-
-def _show_if_ended(study: Study, trial: Trial, progress: StudyProgress) -> bool:
-    """Show a trial if it has ended, in whichever process; whether it has."""
-    summary = settled_summary(study.folder / trial.name)
-    if summary is not None:
-        progress.begin(trial.variant, trial.seed)
-        progress.end(trial.variant, summary, summary.error)
-    return summary is not None

@@ -1,4 +1,4 @@
-"""A run that is planned but not trained: the commands that inspect a step use it.
+"""A run without its training: its plan, for the commands that inspect a step, and its model.
 
 A `PolicyProbe` takes the run's forward and backward pass in another precision, with a model of its
 own: the run's weights and running statistics stay as they are.
@@ -6,7 +6,7 @@ own: the run's weights and running statistics stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mprun.config import Composed
+from mprun.config import Composed, Config, compose
+from mprun.config.quoting import as_text, quoted
 from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
 from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
@@ -23,14 +24,18 @@ from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.nested import to_dtype
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
 from mprun.records.layer_values import in_rounding, without_formats
-from mprun.records.run_record import Summary
+from mprun.records.listing import RUNS, resolved_last
+from mprun.records.result import Result
+from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
-from mprun.train.assemble import Plan, make_plan
+from mprun.train.assemble import Plan, make_plan, recipe_of
 from mprun.train.assemble.parts import build_arithmetic, build_caster, initial_summary
-from mprun.train.assemble.recipe_loading import forget_changed
+from mprun.train.assemble.recipe_loading import forget_changed, record_of, source_of
 from mprun.train.assemble.speed_trial import with_fastest
 from mprun.train.data import Batch
+from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
 from mprun.train.loop import StopRequestedError
 from mprun.train.loss_terms import LossTerms
 from mprun.train.signals import SignalReceivedError
@@ -128,12 +133,7 @@ FLOAT32_MODE = "fp32"  # The policy of the passes that others are compared with
 
 
 def policy_in(plan: Plan, short: str) -> Policy:
-    """The plan's policy with another 16-bit dtype.
-
-    Args:
-        plan: the plan; for a float32 mode it is the mixed mode.
-        short: fp16 or bf16.
-    """
+    """The plan's policy with another 16-bit dtype, fp16 or bf16; mixed for a float32 mode."""
     old = plan.policy
     stored_low = old.casting == "none" and old.is_low  # else ops are cast, as in the mixed modes
     policy = policy_of(f"{short}_{'true' if stored_low else 'mixed'}")
@@ -229,3 +229,57 @@ class PolicyProbe:
                 before_backward,
             )
             self.loss += loss.item()
+
+
+# ---- the model of a run that ended ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a run's last checkpoint, with what made it."""
+
+    model: nn.Module
+    """On the CPU, in evaluation mode, with the weights in the dtypes that the run stored."""
+    config: Config  # Of the run: `config.train.lr`
+    weights: dict[str, Tensor]  # By the names of `model.state_dict()`
+    recipe: Recipe
+    """Gives data, loss and metrics; `recipe.forward(model, inputs)` is the run's forward pass."""
+
+
+def load(run: str | Path | Result, *, trust: bool = False) -> SavedModel:
+    """The model, configuration and weights of a run.
+
+    Args:
+        run: its folder, what `mprun.run` returned, or "last" for the newest run below outputs/.
+        trust: whether code that lies in the run's folder, or in its study's, may run.
+
+    Raises:
+        UsageError: there is no run or no checkpoint, or the recipe cannot be loaded: its file was
+            changed since, or is not to be trusted.
+    """
+    folder = run.folder if isinstance(run, Result) else run
+    if not isinstance(folder, str | Path):
+        raise UsageError(f"{type(run).__name__} names no run; legal: a folder, a Result, 'last'")
+    path = Path(resolved_last(str(folder), *RUNS))
+    if not path.is_dir():
+        raise UsageError(f"there is no run {path}")
+    if read_summary(path).observed:
+        raise UsageError(f"{path} was observed: it has no recipe and no checkpoint to load")
+    recipe, config = _recipe_of(path, trust)
+    model, weights = model_to_fill(recipe), weights_of(path)
+    fill(model, weights)
+    return SavedModel(model.eval(), config, weights, recipe)
+
+
+def write_folder(run: Path, weights: Mapping[str, Tensor], target: Path, trust: bool) -> None:
+    """Let the model of a run write its weights into a new or empty folder."""
+    recipe, _ = _recipe_of(run, trust)
+    write_pretrained(model_to_fill(recipe), weights, target)
+
+
+def _recipe_of(run: Path, trust: bool) -> tuple[Recipe, Config]:
+    """The recipe of a run and its configuration, by the rules of `run.resume`."""
+    given = [f"run.resume={quoted(as_text(str(run)))}", f"run.trust={str(trust).lower()}"]
+    config = compose(given).config
+    source_of(config)  # raises if the file was changed
+    return recipe_of(config, None if trust else record_of(run)), config

@@ -23,9 +23,8 @@ from mprun.records.files import dated_folder, refuse_links, remove_leftovers
 from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
 from mprun.records.run_record import read_summary
 from mprun.study.budget import BudgetSignals, TrialBudget
-from mprun.study.study_progress import StudyProgress
 from mprun.study.trials import FOLDER as CLAIMS
-from mprun.study.trials import Outcome, Trial, TrialClaims, Trials, interleaved
+from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trials, interleaved
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.train.assemble.plan import data_request
 from mprun.train.assemble.recipe_loading import lies_in
@@ -48,13 +47,7 @@ class StudyResult:
 
 
 class StudyLoop:
-    """Carries out the open trials of a study, one after the other, beside other processes.
-
-    Arguments as `Study.run`.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
+    """Carries out the open trials of a study, beside other processes; as `Study.run`."""
 
     def __init__(
         self, study: Study, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None
@@ -71,11 +64,6 @@ class StudyLoop:
         self._dropped: set[str] = set()
 
     def run(self) -> StudyResult:
-        """Carry out all trials that the budget admits, except further seeds of dropped variants.
-
-        Raises:
-            StoppedError: a signal ended a trial.
-        """
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
         while True:
             # Whole seeds first: the runs of a seed are compared as pairs, and have one machine then
@@ -133,12 +121,7 @@ class StudyLoop:
             self._progress.drop(self._dropped)
 
     def _take(self, trial: Trial, partner: str | None) -> None:
-        """Carry out a trial, unless it is over, another process runs it, or the budget ends.
-
-        Args:
-            trial: the trial.
-            partner: the variant it is paired with, if its trial of this seed is still to come.
-        """
+        """Carry out a trial, unless it is over, another process runs it, or the budget ends."""
         if self._trials.has_ended(trial):
             self._run_in_budget(trial)
             return
@@ -251,11 +234,7 @@ class Study:
 
 
 def _check_recipe_file(study: Study, config: Config) -> None:
-    """Refuse to continue a study with another file of its recipe than that of its first runs.
-
-    Raises:
-        UsageError: the file was changed, or cannot be read.
-    """
+    """Refuse to continue with another file of the recipe than that of the first runs."""
     source = source_of(config)
     if source is None:
         return
@@ -284,12 +263,7 @@ def new_study(
 ) -> Study:
     """A study in a new folder, its plan written; or the same study that another process has begun.
 
-    Args:
-        request: the arguments.
-        overrides: of each variant, by name; the first is the baseline.
-        of_trials: see `StudyPlan`.
-        not_tried: see `StudyPlan`.
-        load: loads the samples once.
+    The first variant of `overrides` is the baseline; for `of_trials`, `not_tried` see `StudyPlan`.
 
     Raises:
         UsageError: the folder has something else in it, or cannot be written.
@@ -333,11 +307,7 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _join(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
-    """The study in a folder, if it is the one that was asked for: this process helps with it.
-
-    Raises:
-        UsageError: it is another study.
-    """
+    """The study in a folder, if it is the one that was asked for: this process helps with it."""
     study = resumed_study(request.command, folder, request.trust)
     # Why a mode is not tried is a sentence with facts of the machine: it may differ elsewhere
     if replace(study.plan, not_tried=plan.not_tried) != plan:
@@ -361,16 +331,11 @@ def new_sweep(request: StudyRequest) -> Study:
 
 
 def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
-    """The study of this command in `folder`.
-
-    Args:
-        command: its name.
-        folder: the study's.
-        trust: whether code that lies in the folder may run, and its overrides be interpolated.
+    """The study of this command in `folder`; `trust`: whether code that lies in it may run.
 
     Raises:
-        UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
-            it asks for more than a study that is not trusted may.
+        UsageError: there is none that this version can read, it is another command's, or it asks
+            for more than a study that is not trusted may.
     """
     # A link in a folder of someone else would make mprun write, or lock, files outside of it
     refuse_links(folder, [FILE, CLAIMS, LOGS])
@@ -418,25 +383,14 @@ def load_samples(
     load: DataCache,
     untrusted: Path | None = None,
 ) -> None:
-    """Load the samples before the first run, because an error in them would end every run.
-
-    Args:
-        overrides: of a run.
-        config_dir: a further folder of configs, or None.
-        load: loads them.
-        untrusted: a folder whose code is not run, or None.
-    """
+    """Load the samples before the first run, because an error in them would end every run."""
     config = compose(overrides, config_dir).config
     recipe = recipe_of(config, untrusted)
     load(recipe, data_request(config))
 
 
 def held_out(composed: Composed, load: DataCache) -> list[str]:
-    """Overrides for a study that selects something: with validation data, without a test.
-
-    Raises:
-        UsageError: the run cannot be planned.
-    """
+    """Overrides for a study that selects something: with validation data, without a test."""
     planned = make_plan(composed.config, composed.given, load=load)
     # A test set on which a mode was selected is no test set any more
     overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
@@ -450,11 +404,6 @@ def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None])
     """Add a run `comparison of FOLDER` with these files beside the runs of the study's trials.
 
     Nothing happens with a logger that keeps no files. A study that is resumed replaces the files.
-
-    Args:
-        study: whose trials have a logger.
-        files: of the report.
-        tell: shows notes and warnings.
     """
     trial = study.trials[0]
     config = compose(trial.overrides, study.config_dir).config

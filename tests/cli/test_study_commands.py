@@ -163,7 +163,7 @@ def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]
 def test_a_stopped_sweep_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mprun.study.study_progress import StudyProgress
+    from mprun.study.trials import StudyProgress
 
     shown = StudyProgress.end
 

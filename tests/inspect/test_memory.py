@@ -25,7 +25,7 @@ from mprun.inspect.memory import (
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.study.report.theme import MEMORY
+from mprun.study.report.canvas import MEMORY
 from mprun.watch.step_events import PHASES
 
 MIB = 2**20

@@ -22,7 +22,7 @@ from mprun.records.console.fitted_table import FittedTable
 from mprun.records.run_record import Summary
 from mprun.study.report import tables
 from mprun.study.report.comparison_report import comparison_table, short_table
-from mprun.study.study_progress import StudyProgress
+from mprun.study.trials import StudyProgress
 from mprun.train.machine import doctor_result
 from tests.inspect import test_doctor_result as doctor
 from tests.inspect import test_memory as memory

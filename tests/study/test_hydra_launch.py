@@ -23,7 +23,7 @@ from mprun.records.run_record import Summary, read_summary
 from mprun.study import hydra_launch
 from mprun.study.hydra_launch import StudyJob, StudyLauncher
 from mprun.study.study import new_study
-from mprun.study.study_progress import StudyProgress
+from mprun.study.trials import StudyProgress
 from tests.study.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
 from tests.waiting import wait_for
 

@@ -20,8 +20,7 @@ from mprun.study.compare.times import OVERLAPPED
 from mprun.study.compare.verdicts import compare
 from mprun.study.hydra_launch import Screening
 from mprun.study.study import Study, new_study, resumed_study
-from mprun.study.study_progress import StudyProgress
-from mprun.study.trials import Outcome, Trial, TrialClaims, Trials
+from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trials
 from mprun.train.machine import machine
 from tests.study.crowd import Crowd, a_crowd, starts, write_recipe
 

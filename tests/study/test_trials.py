@@ -13,8 +13,7 @@ from rich.console import Console
 
 from mprun.errors import StoppedError
 from mprun.records.run_record import Scores, Summary, read_lines, read_summary
-from mprun.study.study_progress import StudyProgress, score_of
-from mprun.study.trials import Trial, Trials
+from mprun.study.trials import StudyProgress, Trial, Trials, score_of
 from mprun.train import data
 from mprun.train.assemble import DataCache, load_recipe
 from mprun.train.data import DataRequest

@@ -1,28 +1,17 @@
 """Time and samples to equal quality: what two variants need to reach one validation loss.
 
-Time per step is half of an answer. A mode that is 1.2 times as fast per step and needs 1.2 times
-the steps buys nothing. So each pair of runs with equal seed gets a validation loss that both
-reached, and both runs are asked how many samples they needed:
+A mode that is 1.2 times as fast per step and needs 1.2 times the steps buys nothing. So each pair
+of runs with equal seed gets a validation loss that both reached:
 
     best(r)    the lowest validation loss of run r
     target     max(best(variant), best(baseline)) + tolerance |best(baseline)|
     steps(r)   where "the lowest loss so far" first falls to the target, linear between validations
-    samples    steps x samples per step (skipped steps count: they take time and data)
-    time       samples / samples per second, so evaluation is not part of it
+    samples    steps x samples per step (skipped steps count); time: samples / samples per second
 
-Without a true difference both ratios are then equally likely above and below 1, so the t interval
-of their logarithms has its level.
-
-Noise of a validation as large as the tolerance still pulls ratios towards 1, because the lowest
-loss so far is a lucky one: by 2 % for a true ratio of 1.2 and 2 % noise, by under 1 % for 1 % noise
-(simulated, 10 and 30 validations).
-
-A variant whose best loss lies beyond the tolerance above the baseline's best never reached the
-baseline's quality: the pair is `missed`. Its ratio, at the level that the variant did reach, is
-shown with that remark.
-
-A pair has no ratio if a run has fewer than `MIN_VALIDATIONS`, or if it was at the target by its
-first validation. mprun validates after each epoch.
+Without a true difference both ratios are equally likely above and below 1, so the t interval of
+their logarithms has its level. Noise as large as the tolerance pulls ratios towards 1 (by 2 % for a
+true ratio of 1.2 and 2 % noise; simulated), as the lowest loss so far is a lucky one. A variant
+whose best loss lies beyond the tolerance `missed`: its ratio is of the level that it did reach.
 """
 
 from __future__ import annotations
@@ -113,7 +102,7 @@ def equal_quality(
         base: the baseline's.
         tolerance: differences within this share of the baseline's best loss do not matter.
         timed: the pairs whose times are compared, and why these allow no conclusion.
-        curve_of: `read_curve`, or one that caches the baseline's for the next variant.
+        curve_of: `read_curve`, or one that caches.
 
     Returns:
         None without a pair of runs that were both validated.
@@ -124,7 +113,12 @@ def equal_quality(
     # From the summaries, to name the remedy without reading every log
     fewest = min(_validations(run.summary) for pair in pairs for run in pair)
     if fewest < MIN_VALIDATIONS:
-        return _nothing(tolerance, _too_few(fewest))
+        reason = (
+            f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed; a run "
+            f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
+            "train.max_steps"
+        )
+        return _nothing(tolerance, reason)
     reached = [
         (own.summary, other.summary, steps)
         for own, other in pairs
@@ -135,7 +129,11 @@ def equal_quality(
     reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
     if not reached:
         return _nothing(tolerance, reason)
-    samples = [_samples(*item) for item in reached]
+    samples = [
+        # Skipped steps count: they take time and data. A damaged record may have a batch of 0.
+        (steps.ours * max(1, own.batch_size), steps.theirs * max(1, other.batch_size))
+        for own, other, steps in reached
+    ]
     with_times = {id(own) for own, _ in timed.pairs}
     seconds = [
         # Training alone: the rate leaves out evaluation, which differs with settings, not modes
@@ -178,11 +176,6 @@ def read_curve(run: Path) -> Curve:
         return ()
 
 
-def _samples(own: Summary, other: Summary, steps: StepsToTarget) -> tuple[float, float]:
-    # Skipped steps count: they take time and data. A damaged record may have a batch of 0.
-    return steps.ours * max(1, own.batch_size), steps.theirs * max(1, other.batch_size)
-
-
 def _medians(rows: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
     if not rows:
         return None, None
@@ -195,14 +188,6 @@ def _ratio(rows: Sequence[tuple[float, float]]) -> Estimate | None:
 
 def _nothing(tolerance: float, reason: str) -> EqualQuality:
     return EqualQuality(None, None, None, None, None, None, 0, tolerance, reason)
-
-
-def _too_few(fewest: int) -> str:
-    return (
-        f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed; a run "
-        f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
-        "train.max_steps"
-    )
 
 
 def _no_crossing(lost: int, pairs: int, tolerance: float) -> str:

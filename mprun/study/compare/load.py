@@ -140,7 +140,8 @@ class _FolderSearch:
         except UsageError as error:
             self.skip(folder, str(error).replace(f"{folder / SUMMARY}", SUMMARY, 1))
             return
-        if summary.status == "completed" and not _is_recorded(summary):
+        scored = summary.metric.name in ("loss", "accuracy", *summary.metrics)
+        if summary.status == "completed" and not (scored or summary.observed):
             name = readable(summary.metric.name, 40)
             self.skip(folder, f"{SUMMARY} is damaged: metric.name is {name!r}")
         elif summary.status == "running":
@@ -158,11 +159,6 @@ def _why_ended(folder: Path, summary: Summary) -> str:
     if summary.observed:
         return f"{reason} in a loop that mprun observed"
     return f"{reason}; mprun run.resume={folder} resumes it"
-
-
-def _is_recorded(summary: Summary) -> bool:
-    """Whether the record knows the metric that it is judged by."""
-    return summary.observed or summary.metric.name in ("loss", "accuracy", *summary.metrics)
 
 
 def _is_folder(path: str | Path) -> bool:
@@ -213,9 +209,12 @@ def by_variant(runs: Sequence[Run]) -> list[RunGroup]:
         # The hash is of the configuration, where `execution` may be "auto": machines choose
         groups.setdefault((run.summary.variant_hash, run.summary.execution), []).append(run)
     members = [sorted(group, key=lambda run: run.summary.seed) for group in groups.values()]
-    several = len({run.summary.recipe for run in runs}) > 1
+    names = [readable(group[0].summary.variant, 60) for group in members]
+    if len({run.summary.recipe for run in runs}) > 1:
+        recipes = (readable(group[0].summary.recipe, 60) for group in members)
+        names = [f"{recipe} {name}" for recipe, name in zip(recipes, names, strict=True)]
     labels = distinguish(
-        [_name(group[0], several) for group in members],
+        names,
         [group[0].summary.execution for group in members],
         [group[0].path for group in members],
     )
@@ -229,21 +228,10 @@ def by_variant(runs: Sequence[Run]) -> list[RunGroup]:
     ]
 
 
-def _name(run: Run, several_recipes: bool) -> str:
-    label = readable(run.summary.variant, 60)
-    return f"{readable(run.summary.recipe, 60)} {label}" if several_recipes else label
-
-
 def distinguish(
     names: Sequence[str], executions: Sequence[str], folders: Sequence[Path]
 ) -> list[str]:
-    """A label for each variant, no two alike.
-
-    Args:
-        names: what the variants' runs are called.
-        executions: native or emulated, for each.
-        folders: a run's folder for each; its config.yaml is read if names are equal.
-    """
+    """A label for each variant, no two alike; config.yaml is read where names are equal."""
     labels = list(names)
     # Of two learning rates, `bf16_mixed` becomes `bf16_mixed (train.lr=0.001)`, and so on
     for name in {x for x in names if names.count(x) > 1}:

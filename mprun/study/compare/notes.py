@@ -25,30 +25,25 @@ from mprun.study.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TW
 MAX_KINDS = 4  # How many kinds of one thing a message lists
 
 
-def _code(summary: Summary) -> dict[str, Any]:
-    own = {"mprun": summary.mprun_version, "commit": summary.git_commit}
-    return {**own, **summary.versions}
-
-
 ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
     "recipes": lambda summary: {"recipe": summary.recipe},
     "data": lambda summary: asdict(summary.data),
     "hardware": hardware,
-    "code": _code,
+    "code": lambda summary: {
+        "mprun": summary.mprun_version,
+        "commit": summary.git_commit,
+        **summary.versions,
+    },
 }
 
 
 def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
-    """Notes on permitted differences.
-
-    Args:
-        runs: every run that counts.
-        mix: names of `ASPECTS` in which they may differ.
-
-    Raises:
-        UsageError: they differ in something else.
-    """
-    _check_metric(runs)
+    """Notes on the permitted differences; a UsageError where runs differ in anything else."""
+    # Whatever `mix` allows: different metrics have no difference
+    kinds = Counter(readable(run.summary.metric.name, 40) for run in runs)
+    if len({run.summary.metric.higher_is_better for run in runs}) > 1 or len(kinds) > 1:
+        text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())
+        raise UsageError(f"the runs are judged by different metrics ({text}): name fewer folders")
     differing = {
         name: text for name, aspect in ASPECTS.items() if (text := _difference(runs, aspect))
     }
@@ -63,15 +58,6 @@ def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
     return [f"mixed {name}: {text}" for name, text in differing.items()]
 
 
-def _check_metric(runs: Sequence[Run]) -> None:
-    """Refuse runs with different metrics, whatever `mix` allows: they have no difference."""
-    kinds = Counter(readable(run.summary.metric.name, 40) for run in runs)
-    directions = {run.summary.metric.higher_is_better for run in runs}
-    if len(kinds) > 1 or len(directions) > 1:
-        text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())
-        raise UsageError(f"the runs are judged by different metrics ({text}): name fewer folders")
-
-
 def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]) -> str:
     """`threads=1 in 3 runs; threads=2 in 2 runs`; empty if all are of one kind."""
     rows = [aspect(run.summary) for run in runs]
@@ -84,30 +70,21 @@ def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]
     return "; ".join(listed) + (f"; and {more} more kinds" if more else "")
 
 
-def recipe_text(runs: Sequence[Run]) -> str:
-    """The recipe's name."""
-    return _each(runs, lambda s: s.recipe)
-
-
-def data_text(runs: Sequence[Run]) -> str:
-    """Name and source: `mnist (local)`."""
-    return _each(runs, lambda s: f"{s.data.name} ({s.data.source})")
-
-
-def hardware_text(runs: Sequence[Run]) -> str:
-    """Device, name, cores and threads."""
-
-    def text(summary: Summary) -> str:
-        row, threads = summary.hardware, summary.backend.threads
-        counts = f"{counted(row.cores, 'core')}, {counted(threads, 'thread')}"
-        return f"{row.device}, {row.name}, {counts}"
-
-    return _each(runs, text)
-
-
-def code_text(runs: Sequence[Run]) -> str:
-    """Versions and commit."""
-    return _each(runs, _versions)
+def common_texts(runs: Sequence[Run]) -> dict[str, str]:
+    """Recipe, data, hardware and code of runs: `mnist (local)`; several are joined."""
+    texts: dict[str, Callable[[Summary], str]] = {
+        "recipe": lambda s: s.recipe,
+        "data": lambda s: f"{s.data.name} ({s.data.source})",
+        "hardware": lambda s: (
+            f"{s.hardware.device}, {s.hardware.name}, {counted(s.hardware.cores, 'core')}, "
+            f"{counted(s.backend.threads, 'thread')}"
+        ),
+        "code": _versions,
+    }
+    return {
+        name: " / ".join(dict.fromkeys(readable(text(run.summary)) for run in runs))
+        for name, text in texts.items()
+    }
 
 
 def _versions(summary: Summary) -> str:
@@ -116,10 +93,6 @@ def _versions(summary: Summary) -> str:
     own = f"mprun {summary.mprun_version}" + (f" ({commit[:12]}{dirty})" if commit else "")
     versions = summary.versions
     return ", ".join([own, *(f"{k} {versions[k]}" for k in ("torch", "python") if k in versions)])
-
-
-def _each(runs: Sequence[Run], text: Callable[[Summary], str]) -> str:
-    return " / ".join(dict.fromkeys(readable(text(run.summary)) for run in runs))
 
 
 # ---- caveats ------------------------------------------------------------------------------------
@@ -137,14 +110,7 @@ def is_in_table(note: str) -> bool:
 def comparison_notes(
     groups: Sequence[RunGroup], split: str, by_default: bool, tested: int
 ) -> Iterator[str]:
-    """Sentences on the runs, the most important first.
-
-    Args:
-        groups: the variants, the baseline first.
-        split: whose samples the metric is of.
-        by_default: whether the user named no baseline.
-        tested: how many variants were tested; their tests are adjusted together.
-    """
+    """Sentences on the runs, the most important first; `tested` variants are adjusted together."""
     base, *others = groups
     summaries = [summary for group in groups for summary in group.by_seed.values()]
     if any(summary.data.source == "generated" for summary in summaries):
@@ -244,12 +210,12 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
 
 def _unknown_quality(variants: Sequence[Variant]) -> Iterator[str]:
     """A sentence for each reason why the time to equal quality of faster variants is not known."""
-    reasons: dict[str, list[str]] = {}
-    for v in variants:
-        quality = v.equal_quality
-        if quality is not None and quality.no_figure and is_faster_per_sample(v):
-            reasons.setdefault(quality.no_figure, []).append(v.label)
-    for reason, labels in reasons.items():
+    reasons = {
+        v.label: v.equal_quality.no_figure
+        for v in variants
+        if v.equal_quality and v.equal_quality.no_figure and is_faster_per_sample(v)
+    }
+    for reason, labels in by_reason(reasons).items():
         yield f"time to equal validation loss of {', '.join(labels)}: {reason}"
 
 

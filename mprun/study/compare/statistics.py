@@ -1,25 +1,17 @@
 """The statistics of a comparison: paired differences, intervals, tests, several variants at once.
 
-Seeds change an accuracy far more than a precision does, and two runs of one seed begin with the
-same weights and see the same batches in the same order. So a mode is compared with the baseline
-seed by seed. The differences d_1 .. d_n of the pairs are treated as independent draws from one
-normal distribution; their mean m and standard deviation s then follow Student's t with n - 1
-degrees of freedom:
+Seeds change an accuracy more than a precision does, and two runs of one seed share weights and
+batches, so a mode is compared with the baseline seed by seed. The differences d_1 .. d_n are
+treated as independent draws from one normal distribution; with mean m and standard deviation s:
 
-    interval       m +- t s / sqrt(n), t the quantile of the level
+    interval       m +- t s / sqrt(n), t Student's quantile with n - 1 degrees of freedom
     difference     is the mean 0? two-sided p = 2 P(T < -|m| / (s / sqrt(n)))
-    equivalence    is the mean inside +- margin? Two one-sided tests (TOST; Schuirmann 1987): the
-                   larger p of the two is P(T < (|m| - margin) / (s / sqrt(n))), and it is at most
-                   5 % exactly where the 90 % interval lies inside the margin
+    equivalence    is the mean inside +- margin? The larger p of two one-sided tests (TOST;
+                   Schuirmann 1987): P(T < (|m| - margin) / (s / sqrt(n)))
 
-"No significant difference" is no evidence of equality, so there are two tests. Several variants
-against one baseline are several chances to be wrong. Holm's adjustment (1979) keeps the chance of
-any false claim in a family of tests at 5 %, whatever their dependence, and has more power than
-Bonferroni's. An interval at the level of Holm's step (`holm_levels`) shows the same decision.
-
-Times are compared as ratios, which are skewed: their logarithms are averaged.
-
-`scipy.special` instead of `scipy.stats`: the same functions, and half a second less to import.
+"No significant difference" is no evidence of equality, so there are two tests. Holm's adjustment
+(1979) keeps the chance of any false claim in a family of tests at 5 %. Ratios of times are averaged
+as logarithms. `scipy.special` takes half a second less to import than `scipy.stats`.
 """
 
 from __future__ import annotations
@@ -150,17 +142,9 @@ def seeds_to_settle(
 ) -> int | None:
     """How many further numbers would settle a verdict if mean and spread did not change.
 
-    A verdict is settled if the mean is shown to lie inside the margin or to differ from 0. The
-    number is approximate: the spread of a few numbers is only known to a factor of about two.
-
-    Args:
-        sample: the numbers so far; None is returned for fewer than two.
-        margin: differences inside plus and minus this do not matter.
-        equivalence: the level of the test of equivalence.
-        difference: the level of the two-sided test of a difference.
-
-    Returns:
-        The number, or None if more than `MAX_SEEDS` are needed.
+    A verdict is settled if the mean is shown to lie inside the margin, or to differ from 0, by
+    tests at the levels `equivalence` and `difference`. The number is approximate: the spread of a
+    few numbers is only known to a factor of about two. None: more than `MAX_SEEDS` are needed.
     """
     mean = abs(sample.mean)
 
@@ -173,15 +157,7 @@ def seeds_to_settle(
 
 
 def fewest_further(sample: Sample, settles: Callable[[Sample], bool]) -> int | None:
-    """How many further numbers of the same mean and spread make a sample that settles a question.
-
-    Args:
-        sample: the numbers so far; None is returned for fewer than two.
-        settles: whether a sample settles it; if one does, all larger ones do.
-
-    Returns:
-        The number, or None if more than `MAX_SEEDS` are needed.
-    """
+    """How many further numbers of the same mean and spread settle a question; None: too many."""
     if sample.n < 2:
         return None
     counts = range(1, MAX_SEEDS + 1)

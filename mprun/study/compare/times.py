@@ -1,26 +1,17 @@
 """Times of runs in pairs of equal seed: which may be compared, and what a ratio of them shows.
 
-Order and sharing. A machine drifts: it warms up, its clocks change, other processes use it. Pairs
-share the drift if each is complete before the next one begins (`mprun sweep`, or `mprun -m` with
-the seed listed first). If one variant ran with all seeds before the other began, the drift is part
-of every pair's ratio and does not spread the ratios, so an interval does not contain it. Runs that
-shared the machine slowed each other. Two machines of one kind differ by some percent. So a pair
-counts if both runs had one machine, and had it for themselves; these checks report only what is
-certain.
+Order and sharing. A machine drifts. Pairs share the drift if each is complete before the next one
+begins; if one variant ran with all seeds before the other, the drift is part of every pair's ratio
+and does not spread the ratios, so an interval does not contain it. So a pair counts if both runs
+had one machine, and had it for themselves; these checks report only what is certain.
 
-Artefacts. A variant that took half the time of another may owe it to its precision, or to the
-machine: the other's allocator returned memory and got it back (page faults), another process took
-the CPU, the clock was slower, the runs drifted. Records hold each of these, so its share of a step
-can be worked out, and with it the ratio without the artefact:
+Artefacts. Page faults, other processes, a slow clock or drift may take a share of a step. Records
+hold each of these, so the ratio without it is known:
 
     ratio = variant / base * (1 - variant's share) / (1 - base's share)
 
 If that ratio gives another verdict on speed, or if the artefact explains a large part of the
-difference, there is no verdict: the measured ratio stays, without an interval. What takes an equal
-share of both cancels. Causes are looked at one by one; two small ones do not add up.
-
-Ratios. A ratio is a geometric mean over pairs with a 95 % interval. The interval excludes 1, or it
-lies within a factor of `SAME` of 1, or the question is open.
+difference, there is no verdict. What takes an equal share of both cancels.
 """
 
 from __future__ import annotations
@@ -62,16 +53,7 @@ class TimedPairs(NamedTuple):
 
 
 def timed_pairs(group: RunGroup, baseline: RunGroup, shared: set[int]) -> TimedPairs:
-    """The pairs of a variant and the baseline that had one machine for themselves.
-
-    If fewer than two did, all native pairs on equal hardware are taken, with the reason why they
-    allow no conclusion.
-
-    Args:
-        group: the variant's runs.
-        baseline: the baseline's; a group has no pairs with itself.
-        shared: `overlapping` of all runs.
-    """
+    """The pairs that had one machine for themselves; if fewer than two did, all, and why not."""
     if group is baseline or not (group.is_native and baseline.is_native):
         return TimedPairs((), "", "")
     ours, theirs = group.by_seed, baseline.by_seed
@@ -256,13 +238,7 @@ class Cause:
 
 
 def artefacts(label: str, base_label: str, pairs: Sequence[Pair]) -> tuple[Artefact, ...]:
-    """What leaves a variant without a verdict on its times; empty if nothing does.
-
-    Args:
-        label: the variant's.
-        base_label: the baseline's.
-        pairs: the summaries whose times are compared.
-    """
+    """What leaves a variant without a verdict on its times; empty if nothing does."""
     timed = [pair for pair in pairs if all((s.step_time_ms.median or 0.0) > 0 for s in pair)]
     if not timed:
         return ()

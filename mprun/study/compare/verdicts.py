@@ -46,11 +46,8 @@ from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score
 from mprun.study.compare.notes import (
     artefact_warnings,
     check_mixing,
-    code_text,
+    common_texts,
     comparison_notes,
-    data_text,
-    hardware_text,
-    recipe_text,
     variant_notes,
 )
 from mprun.study.compare.statistics import (
@@ -118,8 +115,9 @@ def compare(
     for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
         rows.append(_variant(group, base, criterion, timing, verdict, own))
     tested = sum(e.is_tested for e in evidence)
+    texts = common_texts(compared)
     return Comparison(
-        recipe=recipe_text(compared),
+        recipe=texts["recipe"],
         metric=criterion.metric,
         split=used_split,
         higher_is_better=criterion.higher_is_better,
@@ -128,9 +126,9 @@ def compare(
         baseline=base.label,
         variants=tuple(rows),
         skipped=left_out,
-        data=data_text(compared),
-        hardware=hardware_text(compared),
-        code=code_text(compared),
+        data=texts["data"],
+        hardware=texts["hardware"],
+        code=texts["code"],
         warnings=tuple(artefact_warnings(rows)),
         notes=(
             *mixed,
@@ -221,14 +219,7 @@ def _criterion(
 
 
 def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
-    """Whether a metric's differences are points: an accuracy, or one from 0 to 1, more is better.
-
-    Those of any other metric are shares of the baseline's mean, like those of a loss.
-
-    Args:
-        metric: its name and direction.
-        values: of all runs; those that are not finite do not count.
-    """
+    """Whether differences are points: an accuracy, or one from 0 to 1, more is better."""
     if metric.name == "accuracy":
         return True
     finite = [value for value in values if math.isfinite(value)]
@@ -278,14 +269,7 @@ def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Eviden
 def paired_evidence(
     ours: Mapping[int, float], theirs: Mapping[int, float], criterion: Criterion, failure: str = ""
 ) -> Evidence:
-    """The differences of the pairs in which both metrics are finite.
-
-    Args:
-        ours: seed to the variant's metric.
-        theirs: seed to the baseline's.
-        criterion: how the variant is judged.
-        failure: why the variant is worse whatever the differences; empty if it is not.
-    """
+    """The differences of the pairs in which both metrics are finite, by seed."""
     margin = criterion.margin
     seeds = [s for s in sorted(ours.keys() & theirs.keys()) if math.isfinite(ours[s] + theirs[s])]
     if not seeds:
@@ -383,7 +367,7 @@ def _judge(
     # Two one-sided tests at a level are one interval at twice that level: 90 % for 5 %
     inside, off = 1 - 2 * equal.level, 1 - apart.level
     adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
-    margin = amount(e.margin, e.unit)
+    margin = f"{_number(e.margin, e.unit):.6g} {e.unit}".rstrip()
     if equal.rejects:  # first: a difference that is real but inside the margin does not matter
         decisive, shown = _interval(e, inside)
         text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
@@ -411,24 +395,16 @@ def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
     shown, limit = [_number(x, e.unit) for x in ends], _number(e.margin, e.unit)
     form = distinct_form(shown, (-limit, 0.0, limit), FORMS)
     low, high = map(form.format, shown)
-    return ends, f"the {level_text(level)} interval, {low} to {high}{_suffix(e.unit)},"
+    unit = f" {e.unit}" if e.unit else ""
+    return ends, f"the {level_text(level)} interval, {low} to {high}{unit},"
 
 
 # Formats of an end of an interval, from 3 digits to 17, which tell all float64 apart
 FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
 
 
-def amount(value: float, unit: str) -> str:
-    """A margin as text: `0.5 points`, `2 %`."""
-    return f"{_number(value, unit):.6g}{_suffix(unit)}"
-
-
 def _number(value: float, unit: str) -> float:
     return value * 100 if unit else value  # points and % are hundredths; plain differences are not
-
-
-def _suffix(unit: str) -> str:
-    return f" {unit}" if unit else ""
 
 
 def _p(value: float) -> str:
@@ -465,6 +441,7 @@ def _variant(
     reason = timed.no_verdict or (disturbed[0].text if disturbed else "")
     timed = timed._replace(no_verdict=reason)
     ours, theirs = _memory(group), _memory(base)
+    rates = [x for s in group.by_seed.values() if (x := s.samples_per_second) is not None]
     # An emulation computes in float32 and rounds: its memory is not that of the mode
     has_ratio = group is not base and group.is_native and base.is_native
     return Variant(
@@ -476,7 +453,7 @@ def _variant(
         failed=group.failed,
         step_time_ms=_step_percentiles(group),
         step_time_ratio=_ratio(timed.pairs, lambda s: s.step_time_ms.median, bool(reason)),
-        samples_per_second=_samples_per_second(group),
+        samples_per_second=median(rates) if rates else None,
         throughput_ratio=_ratio(timed.pairs, lambda s: s.samples_per_second, bool(reason)),
         no_time_verdict=reason,
         memory_bytes=ours,
@@ -516,23 +493,10 @@ def _step_percentiles(group: RunGroup) -> StepPercentiles | None:
     return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
 
 
-def _samples_per_second(group: RunGroup) -> float | None:
-    """The median over runs."""
-    rates = (s.samples_per_second for s in group.by_seed.values())
-    known = [rate for rate in rates if rate is not None]
-    return median(known) if known else None
-
-
 def _ratio(
     pairs: Sequence[Pair], figure: Callable[[Summary], float | None], no_interval: bool
 ) -> Estimate | None:
-    """A figure over the baseline's; None if no pair has it.
-
-    Args:
-        pairs: the summaries of both runs, by seed.
-        figure: of a run.
-        no_interval: whether the pairs' spread is no measure of the ratio's error.
-    """
+    """A figure over the baseline's; None if no pair has it."""
     quotients = (_quotient(figure(own), figure(other)) for own, other in pairs)
     ratios = [x for x in quotients if x is not None]
     if not ratios:

@@ -280,11 +280,12 @@ def warnings(comparison: Comparison) -> list[str]:
 def _ratios(quality: EqualQuality, name: str) -> str:
     """`1.20x (95 % interval 1.18 to 1.22, n=5) the samples and 1.00x (...) the time of fp32`."""
     figures = ((quality.samples_ratio, "samples"), (quality.time_ratio, "time"))
-    texts = [f"{_figure(ratio)} the {of}" for ratio, of in figures if ratio is not None]
+    texts = [f"{ratio_figure(ratio)} the {of}" for ratio, of in figures if ratio is not None]
     return f"{' and '.join(texts)} of {name}"
 
 
-def _figure(ratio: Estimate) -> str:
+def ratio_figure(ratio: Estimate) -> str:
+    """`1.20x (95 % interval 1.18 to 1.22, n=5)`."""
     span = ratio_span(ratio.interval)
     around = f"95 % interval {span}, n={ratio.n}" if span else f"n={ratio.n}, without an interval"
     return f"{times(ratio.value)} ({around})"

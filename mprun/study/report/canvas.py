@@ -1,7 +1,8 @@
-"""The style of all plots, and their conversion to SVG and PNG.
+"""The colours and the style of all plots, and their conversion to SVG and PNG.
 
 A figure is drawn once, as wide as a phone's page, in the light scheme; a wide page and a file show
-the same one larger. On a page it follows the page's scheme.
+the same one larger. On a page it follows the page's scheme. Ten colours are too many to identify by
+colour alone, so each variant also has its own marker, and its name is beside it.
 
 matplotlib is used through its objects, without pyplot and without a window.
 """
@@ -12,7 +13,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
 from typing import Any, Literal, NamedTuple
@@ -24,14 +25,8 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
-
-from mprun.records.console.formatting import counted
-from mprun.study.compare.comparison import Comparison, Variant
-from mprun.study.report import cells
-from mprun.study.report.theme import LIGHT, VARIABLES, colour, marker
 
 # On a phone, 390 pixels wide, 8.5 points of a figure of this width read as 10 pixels
 WIDTH_IN = 4.2
@@ -47,10 +42,6 @@ NO_METADATA: dict[str, dict[str, Any]] = {
 FRAME_POINTS, LINE_SPACING, LETTERS_PER_IN, MARGIN_IN = 8.5, 1.3, 13, 0.1
 
 SVG = "{http://www.w3.org/2000/svg}"
-XLINK = "{http://www.w3.org/1999/xlink}href"
-
-MAX_LABEL = 30
-MAX_LEGEND_LABEL = 20  # Two names stand side by side in a legend
 
 
 class Plot(NamedTuple):
@@ -74,15 +65,58 @@ class Plot(NamedTuple):
             return self._replace(svg=svg, png=_framed(made, frame, ["png"])["png"])
 
 
-def seeds(comparison: Comparison) -> str:
-    """`n = 3 seeds`: the runs of the variants."""
-    return counts([len(v.runs) for v in comparison.variants], "seed")
+# ---- colours -------------------------------------------------------------------------------------
+
+# The colours of the series come from a search. Their contrast with the page is at least 3:1 (WCAG
+# 2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large
+# as ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al.
+# 2009).
+# A role to its colour in the light and in the dark scheme.
+COLOURS = {
+    "paper": ("#ffffff", "#15171a"),
+    "ink": ("#1b1d21", "#e8e8e4"),
+    "muted": ("#5d636d", "#a0a5ae"),
+    "line": ("#d5d8dd", "#383c43"),
+    "wash": ("#eef0f3", "#20242a"),  # Areas behind figures: the margin, a hovered row
+    "good": ("#1c6b43", "#7cc79d"),  # Text of verdicts: equivalent or better
+    "bad": ("#a3262b", "#f0908f"),  # worse
+    "open": ("#7a5600", "#dfb75c"),  # inconclusive
+    "series-1": ("#224fad", "#5884c1"),  # Variants but the baseline, or formats
+    "series-2": ("#8e4306", "#eb8f13"),
+    "series-3": ("#0aa48a", "#3acba2"),
+    "series-4": ("#60225c", "#d89fff"),
+    "series-5": ("#b48b09", "#7f7712"),
+    "series-6": ("#707a33", "#a8ad6a"),
+    "series-7": ("#8f7df5", "#7457c2"),
+    "series-8": ("#760906", "#bc7e60"),
+    "series-9": ("#e16c71", "#c5507a"),
+}
+LIGHT, DARK = ({role: pair[place] for role, pair in COLOURS.items()} for place in (0, 1))
+# The CSS variable of each colour that figures are drawn in; all of them differ
+VARIABLES = {colour: f"var(--{role})" for role, colour in LIGHT.items()}
+
+MEMORY = ("#1f3f66", "#456f9f", "#7ba0c6", "#b3cbe2", "#9a5b1d", "#dfae6e")
+"""The categories of memory. Two ramps: blue for tensors that live as long as the model (parameters,
+buffers, gradients, optimizer state), brown for those that a step makes and frees (activations,
+temporary)."""
+
+# Filled shapes only: a hollow marker means an emulated variant
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
 
 
-def counts(numbers: Sequence[int], thing: str) -> str:
-    """`n = 3 seeds`, or `n = 2 to 5 seeds` if they differ."""
-    low, high = min(numbers, default=0), max(numbers, default=0)
-    return f"n = {f'{low} to ' if low < high else ''}{counted(high, thing)}"
+def declarations(theme: Mapping[str, str]) -> str:
+    """CSS variables with a scheme's colours: `--ink: #1b1d21; ...`."""
+    return " ".join(f"--{role}: {colour};" for role, colour in theme.items())
+
+
+def colour(index: int, theme: Mapping[str, str] = LIGHT) -> str:
+    """The colour of the variant in row `index`: ink for the baseline, else of the series."""
+    return theme["ink" if index == 0 else f"series-{1 + (index - 1) % 9}"]
+
+
+def marker(index: int) -> str:
+    """matplotlib's name of its marker. Ten markers and nine colours make 90 pairs."""
+    return MARKERS[index % len(MARKERS)]
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -134,7 +168,7 @@ def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
     above_in, below_in = ((len(x) * line_in + 2 * MARGIN_IN) if x else 0 for x in (title, caption))
     top, bottom = 1 + MARGIN_IN / height_in, -MARGIN_IN / height_in
     drawn.text(0, top, "\n".join(title), va="bottom", weight="bold", **style)
-    drawn.text(0, bottom, "\n".join(caption), va="top", color=LIGHT.muted, **style)
+    drawn.text(0, bottom, "\n".join(caption), va="top", color=LIGHT["muted"], **style)
     return Bbox.from_extents(-MARGIN_IN, -below_in, width_in + MARGIN_IN, height_in + above_in)
 
 
@@ -145,23 +179,23 @@ RULES: dict[str, Any] = {
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "text.parse_math": False,  # a label with dollar signs is a label
-    "text.color": LIGHT.ink,
-    "axes.titlecolor": LIGHT.ink,
-    "axes.labelcolor": LIGHT.muted,
-    "axes.edgecolor": LIGHT.line,
+    "text.color": LIGHT["ink"],
+    "axes.titlecolor": LIGHT["ink"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.edgecolor": LIGHT["line"],
     "axes.facecolor": "none",
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": LIGHT.line,
-    "ytick.color": LIGHT.line,
-    "xtick.labelcolor": LIGHT.muted,
-    "ytick.labelcolor": LIGHT.muted,
+    "xtick.color": LIGHT["line"],
+    "ytick.color": LIGHT["line"],
+    "xtick.labelcolor": LIGHT["muted"],
+    "ytick.labelcolor": LIGHT["muted"],
     "xtick.major.size": 3,
     "ytick.major.size": 0,
-    "grid.color": LIGHT.line,
+    "grid.color": LIGHT["line"],
     "grid.linewidth": 0.5,
-    "figure.facecolor": LIGHT.paper,
+    "figure.facecolor": LIGHT["paper"],
     "figure.dpi": 72,  # a point is a pixel of the SVG
     "legend.frameon": False,
     "legend.handlelength": 0.9,
@@ -193,15 +227,14 @@ def _inline(made: Figure, name: str, alt: str) -> str:
     """A figure as an SVG element of a page: ids and colours are not those of other elements."""
     file = io.StringIO()
     FigureCanvasSVG(made).print_svg(file, metadata=NO_METADATA["svg"])
-    text = file.getvalue()
-    root = ElementTree.fromstring(text)
-    used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))
+    root = ElementTree.fromstring(file.getvalue())
     for element in list(root.iter()):
         for child in list(element):
             if child.tag in (f"{SVG}metadata", f"{SVG}style"):  # a style would be the whole page's
                 element.remove(child)
         element.tag = element.tag.removeprefix(SVG)
-        _own(element, name, used)
+        given = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+        element.attrib = {key: _restyled(key, value, name) for key, value in given.items()}
     for key in ("width", "height", "version"):  # the page decides on its size
         root.attrib.pop(key, None)
     root.attrib |= {
@@ -217,19 +250,10 @@ def _inline(made: Figure, name: str, alt: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _own(element: ElementTree.Element, name: str, used: set[str]) -> None:
-    """Give an element ids unique to this drawing, and colours of the page."""
-    identifier = element.attrib.pop("id", None)
-    if identifier in used:
-        element.set("id", f"{name}-{identifier}")
-    target = element.attrib.pop(XLINK, None)
-    if target is not None:
-        element.set("href", f"#{name}-{target[1:]}")
-    for key, value in list(element.attrib.items()):
-        element.set(key, _restyled(value, name))
-
-
-def _restyled(value: str, name: str) -> str:
+def _restyled(key: str, value: str, name: str) -> str:
+    """An attribute with ids unique to the drawing `name`, and colours and fonts of the page."""
+    if key in ("id", "href"):
+        return f"#{name}-{value[1:]}" if key == "href" else f"{name}-{value}"
     value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
     # The variable of a colour's role: the page's dark scheme changes the drawing too
     value = re.sub(r"#[0-9a-f]{6}\b", lambda m: VARIABLES.get(m[0], m[0]), value)
@@ -259,39 +283,6 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
     for axes in flat[max(0, count - columns) : count]:  # no panel below: its axis is labelled
         axes.tick_params(labelbottom=True)
     return made, flat[:count]
-
-
-def label(variant: Variant) -> str:
-    """A variant's name in a drawing."""
-    shown = cells.plain(variant.label, MAX_LABEL)
-    return f"{shown} (emulated)" if cells.is_emulated(variant) else shown
-
-
-def mark(variant: Variant, index: int, size: float = 6.5) -> dict[str, Any]:
-    """matplotlib's keywords for a variant's marker without a line; hollow for an emulated one."""
-    return {
-        "linestyle": "none",
-        "marker": marker(index),
-        "markersize": size,
-        "markeredgecolor": colour(index),
-        "markerfacecolor": LIGHT.paper if cells.is_emulated(variant) else colour(index),
-        "markeredgewidth": 1.1,
-    }
-
-
-def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: Any) -> None:
-    """A legend with the marker and the name of each variant, by its row in the table."""
-    keys = [Line2D([], [], **mark(v, i, 5.0), label="name") for i, v in variants.items()]
-    legend = owner.legend(handles=keys, **where)
-    for text, variant in zip(legend.get_texts(), variants.values(), strict=True):
-        # a handle's label may not begin with "_"
-        text.set_text(cells.plain(variant.label, MAX_LEGEND_LABEL))
-
-
-def name_panel(axes: Axes, variant: Variant, index: int) -> None:
-    """A panel's heading: the variant's marker and name."""
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0.2, "borderaxespad": 0}
-    name_variants(axes, {index: variant}, **place)
 
 
 def spread_axis(

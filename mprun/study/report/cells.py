@@ -18,6 +18,8 @@ from mprun.study.compare.times import SAME
 
 NONE = "-"  # A cell without a figure
 
+# The word of a verdict to the role of its colour
+TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
 MEASURED = "as measured"  # In place of a ratio's interval
 
 # Formats of the ends of intervals, from few digits to many: the first that is on the right side of

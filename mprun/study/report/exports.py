@@ -29,16 +29,22 @@ from mprun.records.run_config import UnreadableConfigError, config_fields, read_
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
-from mprun.study.report.canvas import Plot
-from mprun.study.report.cells import plain
-from mprun.study.report.comparison_report import comparison_table, footer
+from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
+from mprun.study.report.cells import TONES, plain
+from mprun.study.report.comparison_report import (
+    NOT_JUDGED,
+    PUBLISHED_HEADINGS,
+    comparison_table,
+    footer,
+    published_rows,
+)
 from mprun.study.report.plots import NAMES, draw
-from mprun.study.report.published_rows import NOT_JUDGED, PUBLISHED_HEADINGS, published_rows
-from mprun.study.report.theme import DARK, LIGHT, SIGNS, TONES, declarations
 
 SCHEMA_VERSION = 1  # Of comparison.json
 PNG_NAME = "comparison-{}.png"
 SHOWN_MEMORY = ("peak", *MEMORY_CATEGORIES)
+# The sign before a verdict, for readers who do not see its colour
+SIGNS = {"better": "+", "equivalent": "=", "worse": "\u2212", "inconclusive": "?"}
 MEMORY = (*SHOWN_MEMORY, "data", "allocator_peak")  # Columns of comparison.csv
 
 
@@ -98,74 +104,44 @@ def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str
 def page(comparison: Comparison, plots: list[Plot]) -> str:
     """The whole page, with the plots of `draw` in their order."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
-    # No line break between a number and its unit
-    environment.filters["sentence"] = lambda text: text.replace(" %", "\u00a0%")
-    template = environment.from_string(_resource("report.html"))
-    return template.render(**_context(comparison, plots))
+    sentences = ["", *(x.sentence for x in answer.variant_sentences(comparison))]
+    parts = (comparison.variants, cells.rows(comparison), sentences, config_changes(comparison))
+    return environment.from_string(_resource("report.html")).render(
+        c=comparison,
+        variants=list(zip(*parts, strict=True)),
+        headings=cells.headings(comparison),
+        plots=plots,
+        published=published_rows(comparison),
+        published_headings=PUBLISHED_HEADINGS,
+        memory_names=SHOWN_MEMORY,
+        tones=TONES,
+        signs=SIGNS,
+        answer=answer,
+        cells=cells,
+        counted=counted,
+        details=_details,
+        # Markup is not escaped: these are texts of this package, without any of a record
+        style=Markup(_resource("report.css")),
+        light=Markup(declarations(LIGHT)),
+        dark=Markup(declarations(DARK)),
+    )
+
+
+def _shown(value: Any) -> str:
+    """What the page shows of a value: one line, without a break between a number and its `%`."""
+    if isinstance(value, Markup):
+        return value
+    return plain(str(value)).replace(" %", "\u00a0%")
 
 
 def _resource(name: str) -> str:
     return resources.files("mprun.study.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
-    return {
-        "recipe": plain(comparison.recipe),
-        "metric_name": cells.metric_name(comparison),
-        "counted": counted,
-        "nothing": cells.NONE,
-        "data": plain(comparison.data),
-        "baseline": plain(comparison.baseline),
-        "margin": cells.difference_text(comparison, comparison.margin, signed=False),
-        "is_relative": comparison.is_relative,
-        "runs": sum(len(v.runs) for v in comparison.variants),
-        "headline": answer.headline(comparison),
-        "advice": answer.advice_lines(comparison)[1:],
-        "headings": cells.headings(comparison),
-        "heading_lines": [" / ".join(filter(None, x)) for x in cells.headings(comparison)],
-        "variants": _variants(comparison),
-        "memory_unit": cells.memory_unit(comparison)[0],
-        "memory_headings": SHOWN_MEMORY,
-        "plots": plots,
-        "published": published_rows(comparison),
-        "published_headings": PUBLISHED_HEADINGS,
-        "hardware": plain(comparison.hardware),
-        "code": plain(comparison.code),
-        # The part before the colon is shown; the rest opens with a click
-        "warnings": [plain(warning).partition(": ")[::2] for warning in comparison.warnings],
-        "notes": [plain(note) for note in comparison.notes],
-        "failures": answer.failures(comparison),
-        "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
-        # Markup is not escaped: these are texts of this package, without any of a record
-        "style": Markup(_resource("report.css")),
-        "light": Markup(declarations(LIGHT)),
-        "dark": Markup(declarations(DARK)),
-    }
-
-
-def _variants(comparison: Comparison) -> list[dict[str, Any]]:
-    """The parts of each variant on the page."""
-    sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
-    rows, read = cells.rows(comparison), config_changes(comparison)
-    return [
-        {
-            "label": rows[place].label[0],
-            "word": variant.verdict.word,
-            "tone": TONES.get(variant.verdict.word, ""),
-            "sign": SIGNS.get(variant.verdict.word, ""),
-            "row": rows[place],
-            "sentence": sentences[place],
-            "reason": plain(variant.verdict.reason),
-            "details": _details(variant),
-            "memory": [
-                cells.memory(comparison, variant.memory_bytes.get(name)) for name in SHOWN_MEMORY
-            ],
-            "config": read[place],
-        }
-        for place, variant in enumerate(comparison.variants)
-    ]
 
 
 def _details(variant: Variant) -> list[tuple[str, str]]:
@@ -174,7 +150,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     summary = variant.runs[0].summary
     batch, backend = summary.batch, summary.backend
     details = [
-        ("policy", plain(tables.policy(summary.effective))),
+        ("policy", tables.policy(summary.effective)),
         ("execution", variant.execution),
         ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
         (
@@ -190,8 +166,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
         ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
         for (dtype, reason), ops in reasons.items()
     ]
-    details += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
-    return [(name, plain(text)) for name, text in details]
+    return details + [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
 
 
 NOT_COMPARED = ("seed", "run.", "logger.")  # Fields that differ between runs of one variant

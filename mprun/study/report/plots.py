@@ -7,12 +7,13 @@ each variant over the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from mprun.errors import UsageError
@@ -21,20 +22,10 @@ from mprun.records.reader import LARGEST
 from mprun.records.run_record import Summary, read_lines
 from mprun.study.compare.comparison import Comparison, Run, StepPercentiles, Variant
 from mprun.study.report import cells
-from mprun.study.report.canvas import (
-    MAX_LABEL,
-    Plot,
-    counts,
-    figure,
-    label,
-    mark,
-    name_panel,
-    name_variants,
-    panels,
-    seeds,
-    spread_axis,
-)
-from mprun.study.report.theme import LIGHT, colour, marker
+from mprun.study.report.canvas import LIGHT, Plot, colour, figure, marker, panels, spread_axis
+
+MAX_LABEL = 30
+MAX_LEGEND_LABEL = 20  # Two names stand side by side in a legend
 
 # ---- the plots behind the verdicts ---------------------------------------------------------------
 
@@ -148,7 +139,7 @@ def _draw_margin(axes: Axes, comparison: Comparison) -> None:
     size = comparison.margin * (abs(first.value) if comparison.is_relative else 1.0)
     scale = cells.metric_scale(comparison)
     low, high = (scale * (first.value + side * size) for side in (-1, 1))
-    axes.axhspan(low, high, color=LIGHT.wash, linewidth=0, zorder=0)
+    axes.axhspan(low, high, color=LIGHT["wash"], linewidth=0, zorder=0)
 
 
 def _draw_differences(comparison: Comparison) -> Figure:
@@ -157,8 +148,8 @@ def _draw_differences(comparison: Comparison) -> Figure:
     axes: Axes = made.subplots()
     scale = cells.DIFFERENCE_SCALE
     margin = comparison.margin * scale
-    axes.axvspan(-margin, margin, color=LIGHT.wash, linewidth=0, zorder=0)
-    axes.axvline(0, color=LIGHT.muted, linewidth=0.8, zorder=1)
+    axes.axvspan(-margin, margin, color=LIGHT["wash"], linewidth=0, zorder=0)
+    axes.axvline(0, color=LIGHT["muted"], linewidth=0.8, zorder=1)
     for index, variant in rows:
         difference = variant.difference
         if difference is None or not math.isfinite(difference.value):
@@ -170,22 +161,20 @@ def _draw_differences(comparison: Comparison) -> Figure:
                 ends = [end * scale for end in interval]
                 axes.plot(ends, [index, index], linewidth=width, **line)
         axes.plot([difference.value * scale], [index], **mark(variant, index), zorder=4)
-    _name_rows(axes, [f"{label(v)}: {v.verdict.word}" for _, v in rows])
+    # Each row has its name above: a phone has no room beside it
+    axes.set_yticks([])
+    for index, variant in rows:
+        emulated = " (emulated)" if cells.is_emulated(variant) else ""
+        text = f"{cells.plain(variant.label, MAX_LABEL)}{emulated}: {variant.verdict.word}"
+        axes.text(0, index - 0.2, text, transform=axes.get_yaxis_transform(), va="bottom")
+    axes.set_ylim(len(rows) + 0.6, 0.4)  # downwards, as the rows of the table
+    axes.spines["left"].set_visible(False)
     name = cells.plain(comparison.baseline, MAX_LABEL)
     axes.set_xlabel(
         f"{cells.metric_name(comparison)} minus that of {name}\n"
         f"({'%' if comparison.is_relative else 'percentage points'})"
     )
     return made
-
-
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Rows 1, 2, ... from the top, each with its name above: a phone has no room beside them."""
-    axes.set_yticks([])
-    for row, name in enumerate(names, start=1):
-        axes.text(0, row - 0.2, name, transform=axes.get_yaxis_transform(), va="bottom")
-    axes.set_ylim(len(names) + 0.6, 0.4)  # downwards, as the rows of the table
-    axes.spines["left"].set_visible(False)
 
 
 # ---- training losses ----------------------------------------------------------------------------
@@ -222,7 +211,6 @@ class Band(NamedTuple):
 class VariantLosses(NamedTuple):
     """What is drawn of a variant."""
 
-    runs: list[RunLosses]
     band: Band | None
     validation: Curve | None  # The medians over runs
     x_unit: float  # A step on the axis: 1, or its share of an epoch
@@ -257,10 +245,7 @@ def _number(value: Any) -> float:
 
 
 def band(curves: Sequence[Curve], points: int = MAX_POINTS) -> Band | None:
-    """Median, lowest and highest over curves, in at most `points` bins.
-
-    Values that are not finite are left out. The result is None if nothing is left.
-    """
+    """Median, lowest and highest over curves, of finite values, in at most `points` bins."""
     clean = [(x[ok], y[ok]) for x, y in curves if (ok := _usable(x, y)).any()]
     if not clean:
         return None
@@ -327,7 +312,7 @@ def losses(comparison: Comparison) -> Plot:
         runs, problems = read_losses(variant.runs)
         x_unit = _epoch_share(variant.runs[0].summary) if in_epochs and variant.runs else 1.0
         own = band([one.training for one in runs])
-        rows.append(VariantLosses(runs, own, _validation(runs), x_unit))
+        rows.append(VariantLosses(own, _validation(runs), x_unit))
         notes += [f"{name}, {problem}" for problem in problems]
         if broken := sum(not np.isfinite(one.training[1]).all() for one in runs):
             left_out = "logged losses that are not finite; they are left out."
@@ -367,14 +352,15 @@ def _draw(comparison: Comparison, rows: Sequence[VariantLosses], x_name: str) ->
     for index, axes in zip(others, axes_of, strict=True):
         for i in dict.fromkeys((0, index)):
             is_behind = i == 0 and len(rows) > 1
-            _draw_losses(axes, rows[i], i, LIGHT.muted if is_behind else colour(i))
-        name_panel(axes, comparison.variants[index], index)
+            _draw_losses(axes, rows[i], i, LIGHT["muted"] if is_behind else colour(i))
+        heading = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0.2}
+        name_variants(axes, {index: comparison.variants[index]}, borderaxespad=0, **heading)
         axes.grid(axis="y")
     bands = [one.band for one in rows if one.band]
     ends = [float(end) for b in bands for end in (b.low.min(), b.high.max())]
     spread_axis(axes_of[0], "y", ends, LOSSES_FACTOR)
-    made.supylabel("training loss", fontsize=8.5, color=LIGHT.muted)
-    made.supxlabel(x_name, fontsize=8.5, color=LIGHT.muted)
+    made.supylabel("training loss", fontsize=8.5, color=LIGHT["muted"])
+    made.supxlabel(x_name, fontsize=8.5, color=LIGHT["muted"])
     return made
 
 
@@ -392,23 +378,54 @@ def _draw_losses(axes: Axes, one: VariantLosses, index: int, drawn: str) -> None
             linestyle="none",
             marker=marker(index),
             markersize=3.6,
-            markerfacecolor=LIGHT.paper,
+            markerfacecolor=LIGHT["paper"],
             markeredgecolor=drawn,
             markeredgewidth=0.9,
         )
 
 
+# ---- variants in a drawing ---------------------------------------------------------------------
+
+
+def seeds(comparison: Comparison) -> str:
+    """`n = 3 seeds`: the runs of the variants."""
+    return counts([len(v.runs) for v in comparison.variants], "seed")
+
+
+def counts(numbers: Sequence[int], thing: str) -> str:
+    """`n = 3 seeds`, or `n = 2 to 5 seeds` if they differ."""
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return f"n = {f'{low} to ' if low < high else ''}{counted(high, thing)}"
+
+
+def mark(variant: Variant, index: int, size: float = 6.5) -> dict[str, Any]:
+    """matplotlib's keywords for a variant's marker without a line; hollow for an emulated one."""
+    return {
+        "linestyle": "none",
+        "marker": marker(index),
+        "markersize": size,
+        "markeredgecolor": colour(index),
+        "markerfacecolor": LIGHT["paper"] if cells.is_emulated(variant) else colour(index),
+        "markeredgewidth": 1.1,
+    }
+
+
+def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: Any) -> None:
+    """A legend with the marker and the name of each variant, by its row in the table."""
+    keys = [Line2D([], [], **mark(v, i, 5.0), label="name") for i, v in variants.items()]
+    legend = owner.legend(handles=keys, **where)
+    for text, variant in zip(legend.get_texts(), variants.values(), strict=True):
+        # a handle's label may not begin with "_"
+        text.set_text(cells.plain(variant.label, MAX_LEGEND_LABEL))
+
+
 # ---- all plots -----------------------------------------------------------------------------------
 
-_PLOTS: dict[str, Callable[[Comparison], Plot | None]] = {
-    "metric-time": against_time,
-    "difference": differences,
-    "loss": losses,
-}
-NAMES = tuple(_PLOTS)  # Every plot there may be, in the report's order
+PLOTS = {"metric-time": against_time, "difference": differences, "loss": losses}
+NAMES = tuple(PLOTS)  # Every plot there may be, in the report's order
 
 
 def draw(comparison: Comparison, names: Collection[str] = NAMES) -> list[Plot]:
     """Those plots of `names` that apply to the comparison, in the report's order."""
-    plots = (make(comparison) for name, make in _PLOTS.items() if name in names)
+    plots = (make(comparison) for name, make in PLOTS.items() if name in names)
     return [plot for plot in plots if plot is not None]

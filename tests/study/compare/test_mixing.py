@@ -8,7 +8,7 @@ import pytest
 
 from mprun.config.settings import fields
 from mprun.errors import UsageError
-from mprun.study.compare.notes import ASPECTS, check_mixing, code_text, data_text, hardware_text
+from mprun.study.compare.notes import ASPECTS, check_mixing, common_texts
 from tests.study.compare.folders import run_of
 
 OTHER: list[tuple[str, dict[str, Any], str]] = [
@@ -82,9 +82,11 @@ def test_a_user_can_allow_each_of_them() -> None:
 
 def test_words_for_what_runs_have_in_common() -> None:
     runs = [run_of(seed=i, git_commit=f"{'ab' * 20}-dirty") for i in range(3)]
-    assert data_text(runs) == "MNIST (local)"
-    assert hardware_text(runs) == "cpu, Some CPU (AVX512), 2 cores, 2 threads"
-    assert code_text(runs) == "mprun 0.1.0 (abababababab-dirty), torch 2.11.0, python 3.12.0"
-    assert (
-        data_text([*runs, run_of(data__source="generated")]) == "MNIST (local) / MNIST (generated)"
-    )
+    assert common_texts(runs) == {
+        "recipe": "mnist",
+        "data": "MNIST (local)",
+        "hardware": "cpu, Some CPU (AVX512), 2 cores, 2 threads",
+        "code": "mprun 0.1.0 (abababababab-dirty), torch 2.11.0, python 3.12.0",
+    }
+    mixed = [*runs, run_of(data__source="generated")]
+    assert common_texts(mixed)["data"] == "MNIST (local) / MNIST (generated)"

@@ -15,9 +15,9 @@ from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.study.compare.comparison import Comparison
 from mprun.study.compare.verdicts import compare
 from mprun.study.report import exports
+from mprun.study.report.comparison_report import PublishedRow, published_lines, published_rows
 from mprun.study.report.exports import page
 from mprun.study.report.plots import draw
-from mprun.study.report.published_rows import PublishedRow, published_lines, published_rows
 from tests.study.compare.folders import run_of, runs_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,7 +45,7 @@ def test_a_measured_figure_stands_beside_the_published_one() -> None:
     assert (accuracy.hardware, accuracy.source) == (UNNAMED, "Keras' mixed-precision guide")
     for text in ("more than 2 times", "up to 2 times", "60 % more", "1.5 to 5.5 times"):
         speed = row(found, "speed over fp32", text)
-        assert speed.here.startswith("bf16_mixed 2.00x [95 % interval 2.00 to 2.00, n=3]")
+        assert speed.here.startswith("bf16_mixed 2.00x (95 % interval 2.00 to 2.00, n=3)")
     assert row(found, "speed over fp32", "1.5 to").hardware == "V100"
     assert row(found, "speed over fp32", "more than").hardware == "HPU"
     assert row(found, "speed over AMP on a V100").here == "-"
@@ -71,7 +71,7 @@ def test_times_of_emulated_runs_are_not_set_beside_published_ones() -> None:
 def test_ops_in_float32_are_labelled_beside_a_published_speed() -> None:
     rows = [{"op": "aten.addmm", "dtype": "float16", "reason": "computed in float32"}]
     found = study(low="fp16_mixed", substitutions=rows)
-    assert row(found, "speed over fp32", "1.5 to").here.endswith("n=3] matmuls in fp32")
+    assert row(found, "speed over fp32", "1.5 to").here.endswith("n=3) matmuls in fp32")
     assert not any("up to" in r.published for r in published_rows(found)), "of a mode not run"
 
 

@@ -23,9 +23,8 @@ from mprun.config import compose
 from mprun.precision import op_lists
 from mprun.precision._torch import tree_leaves
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
-from mprun.records.training_answer import TrainingAnswer
-from mprun.study.plan_answer import plan_answer
-from mprun.study.report.snippets import snippets
+from mprun.study.advise import plan_answer
+from mprun.study.report.snippets import Snippet, snippets
 from mprun.train.assemble import make_plan
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true", "bf16_sr", "half_sr")
@@ -84,12 +83,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def answer_of(mode: str, *more: str) -> TrainingAnswer:
+def answer_of(mode: str, *more: str) -> Snippet:
     composed = compose([*LINEAR, f"precision={mode}", *more])
     return plan_answer(make_plan(composed.config, ()), ("Made by a test.",))
 
 
-def with_lists(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> TrainingAnswer:
+def with_lists(mode: str, layers: dict[str, str], fp32: tuple[str, ...]) -> Snippet:
     composed = compose([*LINEAR, f"precision={mode}"])
     every = ("linear", "layer_norm", "gelu", "softmax", "exp", "mul")
     lists = op_lists([name for name in every if name not in fp32], fp32)
