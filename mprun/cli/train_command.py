@@ -45,7 +45,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if known.multirun:
         return _sweep(known)
-    overrides = with_run_dir(_restarted(known.overrides), known.config_dir)
+    overrides = with_run_dir(known.overrides, known.config_dir)
     composed = compose(overrides, known.config_dir)
     if known.show_config:
         from omegaconf import OmegaConf
@@ -53,17 +53,6 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         print(OmegaConf.to_yaml(composed.resolved), end="")
         return EXIT_OK
     return _run(composed, watch)
-
-
-def _restarted(overrides: Sequence[str]) -> Sequence[str]:
-    """The overrides of the run to resume, where torchrun started the processes again."""
-    if not launch_of().restarts:
-        return overrides
-    from mprun.config.quoting import as_text, quoted
-    from mprun.train.parallel.coordinator import coordinator_here
-
-    folder = coordinator_here().earlier_folder()
-    return overrides if folder is None else [f"run.resume={quoted(as_text(str(folder)))}"]
 
 
 def _run(composed: Composed, watch: Stopwatch) -> int:

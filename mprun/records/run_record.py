@@ -519,15 +519,6 @@ class SavedJournal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedShards:
-    """Where the tensors are that the processes have cut."""
-
-    # Beside the checkpoint's file; a stranger's checkpoint must not name a path elsewhere
-    folder: Annotated[str, msgspec.Meta(pattern=r"^shards-[0-9]+$")]
-    tied: dict[str, str]  # Other names of a shard, to the name in the files
-
-
-@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """What of a checkpoint decides how the run is assembled."""
 
@@ -535,4 +526,3 @@ class SavedRun:
     choices: SavedChoices
     trainer: SavedPosition
     journal: SavedJournal
-    shards: SavedShards | None = None

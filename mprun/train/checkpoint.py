@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run between two steps, in one file; shards lie in a folder beside it.
+"""Checkpoints: the state of a run between two steps, in one file.
 
 A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
 else's file runs no code (`load_torch_file`). The fields that decide how the run is assembled are
@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import pickletools
-import re
-import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -29,17 +25,14 @@ from mprun.precision import devices
 from mprun.precision.nested import map_tensors
 from mprun.records.files import write_atomic
 from mprun.records.reader import ZIP, check_archive, converted
-from mprun.records.run_record import SavedRun, Status, Summary
+from mprun.records.run_record import SavedRun, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
 from mprun.train.data.random_numbers import seed_all
-from mprun.train.parallel.layouts import Layout, Outline
 from mprun.train.parallel.ranks import Ranks
 
 FORMAT_VERSION = 1  # Of `last.pt`; a later one is refused, earlier ones are read
 NAME = "last.pt"
-SHARDS = "shards-"  # The beginning of the name of a folder of shards; the step follows
-TENSORS = ("model", "optimizer")  # The parts of the loop's state that processes may have cut
 # The keys that a resumed run needs. `journal` is the recorder's state.
 PARTS = ("choices", "trainer", "journal")
 
@@ -134,8 +127,7 @@ def path_in(run: Path) -> Path:
 def serialized(state: dict[str, Any]) -> bytes:
     """The content of a checkpoint's file: tensors, on the CPU, and plain values."""
     buffer = io.BytesIO()
-    # on the CPU, as it may be resumed where that device is not; "meta": its values are in shards
-    on_host = map_tensors(lambda x: x if x.is_meta else x.cpu(), state)
+    on_host = map_tensors(Tensor.cpu, state)  # as it may be resumed where that device is not
     torch.save({"format_version": FORMAT_VERSION, **on_host}, buffer)
     return buffer.getvalue()
 
@@ -165,44 +157,6 @@ def load(run: Path) -> dict[str, Any] | None:
     return state
 
 
-def fetched(
-    saved: Mapping[str, Any], file: Path, layout: Layout, keys: Sequence[str] = TENSORS
-) -> dict[str, Any]:
-    """The loop's state in a checkpoint, with the shards that lie beside its file.
-
-    Args:
-        saved: the checkpoint.
-        file: where it was read.
-        layout: what this process holds of the model, and so reads.
-        keys: which parts of the state are read.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a shard is missing, or has another shape or dtype.
-    """
-    state, shards = saved["trainer"], saved.get("shards")
-    if shards is None:
-        return dict(state)
-    name = shards["folder"]
-    # the file may come from anyone: no path out of its folder
-    if not re.fullmatch(rf"{SHARDS}\d+", name) or (file.parent / name).is_symlink():
-        raise ValueError(f"{name} is not a folder of shards")
-    outline = Outline({key: state[key] for key in keys}, shards["tied"])
-    return {**state, **layout.fetch(outline, file.parent / name)}
-
-
-def weights(saved: Mapping[str, Any], file: Path) -> Any:
-    """The model's state in a checkpoint, on the CPU; None if it has none.
-
-    Raises:
-        UsageError: its shards cannot be read.
-    """
-    try:
-        return fetched(saved, file, Layout(), ["model"]).get("model")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_checkpoint(file, error) from None
-
-
 def checked(content: Any, path: Path) -> dict[str, Any]:
     """The content of the file `path` as a checkpoint that a run can be resumed from.
 
@@ -220,6 +174,12 @@ def checked(content: Any, path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} has format {version}, this mprun reads up to {FORMAT_VERSION}")
     if missing:
         raise UsageError(f"{path} is not a checkpoint of mprun (it lacks {', '.join(missing)})")
+    if "shards" in state:
+        raise UsageError(
+            f"{path}: an earlier mprun wrote this checkpoint of parallel=fsdp2 in shards, which "
+            "this one does not read; legal is a checkpoint in one file: resume or export the run "
+            "with the version that its summary.json names"
+        )
     return state
 
 
@@ -261,90 +221,20 @@ class Stateful(Protocol):
 
 
 class Checkpointer(Callback):
-    """Saves a checkpoint whenever the loop emits its state; every process has one.
-
-    What the processes have cut is written while training goes on. The file that makes it the run's
-    checkpoint is written last, by the first process.
+    """Saves a checkpoint whenever the loop emits its state.
 
     Args:
         run: the run's folder.
-        layout: what this process holds of the model.
         parts: objects that are saved beside the loop, by key.
         facts: plain values about the run, by key.
-        saved: the checkpoint that the run is resumed from, or None.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        layout: Layout,
-        parts: Mapping[str, Stateful],
-        facts: Mapping[str, Any],
-        saved: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._run, self._layout, self._parts, self._facts = run, layout, parts, facts
-        self._ended: Future[None] | None = None
-        self._kept = saved["shards"]["folder"] if saved and saved.get("shards") else None
-        self._remove_others()
+    def __init__(self, run: Path, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
+        self._run, self._parts, self._facts = run, parts, facts
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        self._finish()  # one at a time: an earlier one must not become the last after a later one
-        folder = path_in(self._run).with_name(f"{SHARDS}{state['step']}")
-        rest, written = self._layout.write_shards({key: state[key] for key in TENSORS}, folder)
-        data = None
-        if self._layout.ranks.is_first:
-            parts = {name: part.state_dict() for name, part in self._parts.items()}
-            content = {"trainer": {**state, **rest.state}, **parts, **self._facts}
-            if rest.tied is not None:
-                content["shards"] = {"folder": folder.name, "tied": rest.tied}
-            data = serialized(content)
-        self._ended = Future()
-        # the file last: it makes the shards, which are written while training goes on, valid
-        written.add_done_callback(partial(self._end, self._ended, data, folder.name))
-        if self._ended.done():  # nothing was cut: a full disk is reported at this step
-            self._finish()
-
-    def on_end(self, status: Status) -> None:
-        if status != "failed":
-            self._finish()
-            return
-        with contextlib.suppress(Exception):  # the run has failed, and says why
-            self._finish()
-
-    def _finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete.
-
-        Raises:
-            OSError: a process could not write.
-            PeerLostError: another process is gone.
-        """
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended.result()
-
-    def _end(
-        self, ended: Future[None], data: bytes | None, folder: str, written: Future[None]
-    ) -> None:
-        """All shards are written: make the checkpoint the last one, and remove the one before."""
-        try:
-            written.result()
-            if data is not None:
-                write_atomic(path_in(self._run), data)
-            self._kept = folder
-        except BaseException as error:  # passed on to the thread that waits
-            self._remove_others()
-            ended.set_exception(error)
-        else:
-            self._remove_others()
-            ended.set_result(None)
-
-    def _remove_others(self) -> None:
-        """Remove the shards of earlier checkpoints, and of one that was never complete."""
-        if not self._layout.ranks.is_first:  # the folder is shared
-            return
-        for path in path_in(self._run).parent.glob(f"{SHARDS}*"):
-            if path.name != self._kept:
-                shutil.rmtree(path, ignore_errors=True)
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        write_atomic(path_in(self._run), serialized({"trainer": state, **parts, **self._facts}))
 
 
 def run_facts(summary: Summary) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
-    weights = checkpoint.weights(saved, file) if isinstance(trainer, dict) else None
+    weights = trainer.get("model") if isinstance(trainer, dict) else None
     state = _state(weights, f"train.init_from={path}", f"; {LEGAL}")
     row = effective if isinstance(effective, dict) else {}
     trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
@@ -329,7 +329,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
             f"{run} has no checkpoint ({checkpoint.path_in(run)} is missing); a run writes one at "
             "its end, or earlier with train.checkpoint_every_steps"
         )
-    return _state(checkpoint.weights(saved, checkpoint.path_in(run)), checkpoint.path_in(run))
+    return _state(saved["trainer"].get("model"), checkpoint.path_in(run))
 
 
 def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]) -> None:

@@ -29,8 +29,6 @@ from mprun.train.checkpoint import (
     Checkpointer,
     CheckpointMisfitError,
     Stateful,
-    fetched,
-    path_in,
     restoring,
     run_facts,
 )
@@ -151,7 +149,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     plan, summary, folder, stop, messages, saved, watch = run
     coordinator, path = coordinator_here(), folder.path
     layout = coordinator.layout(plan.config.parallel.name, plan.device)
-    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted, path.resolve()))
+    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted))
     coordinator.keep_folder(path)
     parts, exceptions = _assemble(run, callbacks, layout, coordinator)
 
@@ -166,7 +164,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
         "guard": guard_log,
     }
     facts = {"choices": plan.choices, **run_facts(summary)}
-    checkpointer = Checkpointer(path, layout, states, facts, saved)
+    checkpointer = Checkpointer(path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
@@ -176,7 +174,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
     every = plan.config.train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
-    _restore(run, trainer, states, layout, coordinator)
+    _restore(run, trainer, states, coordinator)
 
     with _ending(callbacks, watch), stop.deferred(), coordinator.together():
         for callback in callbacks:
@@ -220,7 +218,6 @@ def _restore(
     run: _StartedRun,
     trainer: Trainer,
     states: dict[str, Stateful],
-    layout: Layout,
     coordinator: Coordinator,
 ) -> None:
     """Continue from the checkpoint of the run that is resumed, if any."""
@@ -228,7 +225,7 @@ def _restore(
     if saved is None:
         return
     with restoring(run.folder.path), coordinator.together():
-        trainer.load_state_dict(fetched(saved, path_in(run.folder.path), layout))
+        trainer.load_state_dict(saved["trainer"])
         for name, part in states.items():
             part.load_state_dict(saved[name])
     done = trainer.step == plan.planned_steps
@@ -267,7 +264,6 @@ class Job(NamedTuple):
     choices: dict[str, Any]  # `Plan.choices`, so that all processes make the same
     saved: dict[str, Any] | None  # The checkpoint of the run to resume
     untrusted: Path | None  # A folder whose code is not run
-    folder: Path  # The run's
 
 
 def follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
@@ -298,13 +294,12 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
         with coordinator.together():
             _raise_if_stopped(layout, stop)
         every, watch = plan.config.train.checkpoint_every_steps, Stopwatch()
-        checkpointer = Checkpointer(job.folder, layout, {}, {})
-        trainer = Trainer(parts, plan.limits, [checkpointer], stop.requested, every, watch)
+        trainer = Trainer(parts, plan.limits, (), stop.requested, every, watch)
         if job.saved is not None:
             with coordinator.together():
-                trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
+                trainer.load_state_dict(job.saved["trainer"])
                 exceptions.load_state_dict(job.saved["exceptions"])
-        with _ending([checkpointer], watch), coordinator.together():
+        with coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
             if not layout.ranks.any(False):  # the first process decides: see `_train`

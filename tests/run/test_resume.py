@@ -14,7 +14,6 @@ import torch
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
-from mprun.train.parallel.layouts import Layout
 from tests.run.conftest import AtStep
 from tests.run.processes import Forking
 from tests.schema import conforms
@@ -41,8 +40,8 @@ MODES = {
 
 def trained(run: Path) -> dict[str, Any]:
     """The trainer's part of the last checkpoint."""
-    file = run / "checkpoints" / "last.pt"
-    return checkpoint.fetched(torch.load(file, weights_only=True), file, Layout())
+    state: dict[str, Any] = torch.load(checkpoint.path_in(run), weights_only=True)["trainer"]
+    return state
 
 
 def assert_equal(a: Any, b: Any, path: str = "$") -> None:
@@ -216,6 +215,9 @@ def test_a_damaged_checkpoint_is_reported_in_one_line(
     assert "has format 2, this mprun reads up to 1" in refused(capsys)
     torch.save({"format_version": 1, "trainer": {}}, file)
     assert "lacks choices, journal" in refused(capsys)
+    sharded = {"format_version": 1, "choices": {}, "trainer": {}, "journal": {}, "shards": {}}
+    torch.save(sharded, file)
+    assert "parallel=fsdp2 in shards, which this one does not read" in refused(capsys)
     for strange in ({"format_version": "new"}, [1], torch.zeros(1)):
         torch.save(strange, file)
         assert "is not a checkpoint of mprun" in refused(capsys)

@@ -21,7 +21,7 @@ from mprun.train import loggers
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
 from mprun.train.loggers.logger import LoggedRow, run_tags
-from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
+from mprun.train.loggers.trackers import TensorBoardLogger
 from tests.train.logged import MNIST, curves_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

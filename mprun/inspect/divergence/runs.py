@@ -22,7 +22,6 @@ from mprun.precision.policy import torch_dtype
 from mprun.precision.products import LOW
 from mprun.records.reader import read_json
 from mprun.study.planned_run import plan_or_resume
-from mprun.train import checkpoint
 from mprun.train.assemble import Plan
 from mprun.train.assemble.parts import build_model, build_precision, first_samples
 from mprun.train.loss_terms import LossTerms
@@ -65,7 +64,7 @@ def load_run(path: Path) -> LoadedRun:
     model, _ = build_model(plan, precision)
     state = saved["trainer"]
     try:
-        model.load_state_dict(checkpoint.weights(saved, checkpoint.path_in(path)))
+        model.load_state_dict(state["model"])
     except (RuntimeError, KeyError, TypeError) as error:
         reason = described(error)
         raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None

@@ -3,7 +3,7 @@
 A logger writes between steps, when losses are read anyway. It never decides about a run: if it
 fails, the user gets one warning, and the run goes on without it.
 
-To add one, write a subclass of `Logger` in NAME_logger.py here, name it in `LOGGERS`, and write
+To add one, write a subclass of `Logger` in trackers.py, name it in `LOGGERS`, and write
 conf/logger/NAME.yaml.
 """
 
@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mprun.errors import UsageError, hint
-from mprun.train.loggers.logger import IGNORE, LoggedRun, Logger, Tell
-from mprun.train.loggers.mlflow_logger import MlflowLogger
-from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
-from mprun.train.loggers.trackio_logger import TrackioLogger
-from mprun.train.loggers.wandb_logger import WandbLogger
+from mprun.train.loggers.logger import LoggedRun, Logger, Tell, ignore
+from mprun.train.loggers.trackers import (
+    MlflowLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 
 __all__ = ["LOGGERS", "LoggedRun", "Logger", "build_loggers", "check_logger", "unused_fields"]
 
@@ -51,7 +53,7 @@ def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
 
 
 def build_loggers(
-    name: str, run: LoggedRun, warn: Tell = IGNORE, report: Tell = IGNORE
+    name: str, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore
 ) -> list[Logger]:
     """The callbacks for `logger.name`; nothing is written before the first step.
 

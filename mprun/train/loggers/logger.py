@@ -98,16 +98,11 @@ def _is_plain(key: object) -> bool:
 
 def run_tags(summary: Summary) -> dict[str, str]:
     """The facts that runs are searched by; their names are `OWN_TAGS`, without `status`."""
+    own = ("recipe", "precision", "variant", "variant_hash", "seed", "execution", "mprun_version")
     return {
-        "recipe": summary.recipe,
-        "precision": summary.precision,
-        "variant": summary.variant,
-        "variant_hash": summary.variant_hash,
-        "seed": str(summary.seed),
-        "execution": summary.execution,
+        **{name: str(getattr(summary, name)) for name in own},
         "device": summary.hardware.device,
         "hardware": summary.hardware.name,
-        "mprun_version": summary.mprun_version,
         "git_commit": summary.git_commit or "unknown",
     }
 
@@ -115,36 +110,20 @@ def run_tags(summary: Summary) -> dict[str, str]:
 def summary_scalars(summary: Summary) -> dict[str, float]:
     """The figures of the whole run, without those that do not apply."""
     figures = {
-        "summary/step_time_ms": summary.step_time_ms.median,
-        "summary/data_time_ms": summary.data_time_ms.median,
-        "summary/samples_per_second": summary.samples_per_second,
-        "summary/peak_memory_bytes": summary.memory_bytes.peak,
-        "summary/allocator_peak_bytes": summary.memory_bytes.allocator_peak,
-        "summary/skipped_steps": summary.skipped_steps,
-        "summary/wall_time_s": summary.wall_time_s,
+        "step_time_ms": summary.step_time_ms.median,
+        "data_time_ms": summary.data_time_ms.median,
+        "samples_per_second": summary.samples_per_second,
+        "peak_memory_bytes": summary.memory_bytes.peak,
+        "allocator_peak_bytes": summary.memory_bytes.allocator_peak,
+        "skipped_steps": summary.skipped_steps,
+        "wall_time_s": summary.wall_time_s,
     }
-    return {name: float(value) for name, value in figures.items() if value is not None}
+    return {f"summary/{name}": float(x) for name, x in figures.items() if x is not None}
 
 
-def step_scalars(line: StepLine) -> dict[str, float]:
-    """The figures of a step, by their curves."""
-    return {
-        "train/loss": line.loss,
-        **{f"train/loss.{name}": part for name, part in line.parts.items()},
-        "train/lr": line.lr,
-        "train/loss_scale": line.loss_scale,
-        "time/step_ms": line.step_time_ms,
-        "time/data_ms": line.data_time_ms,
-    }
-
-
-def score_scalars(prefix: str, scores: Scores) -> dict[str, float]:
+def _score_scalars(prefix: str, scores: Scores) -> dict[str, float]:
     """The scores that apply, by their curves: `validation/loss`, `train/epoch_accuracy`, ..."""
     return {prefix + name: number(value) for name, value in scores.named.items()}
-
-
-Tell = Callable[[str], None]
-IGNORE: Tell = lambda text: None  # noqa: E731
 
 
 @contextlib.contextmanager
@@ -180,6 +159,13 @@ class LoggedRow(NamedTuple):
     values: dict[str, float]
 
 
+Tell = Callable[[str], None]
+
+
+def ignore(text: str) -> None:
+    """Show nothing."""
+
+
 class Logger(Callback, ABC):
     """Writes a run's scalars, configuration, tags and files somewhere else.
 
@@ -201,7 +187,7 @@ class Logger(Callback, ABC):
     HAS_RUNS: ClassVar[bool] = True
     """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
 
-    def __init__(self, run: LoggedRun, warn: Tell = IGNORE, report: Tell = IGNORE) -> None:
+    def __init__(self, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore) -> None:
         self.run, self._warn, self._report = run, warn, report
         self._rows: list[LoggedRow] = []
         self._record = LoggerRecord(logger=self.NAME, id="")
@@ -249,7 +235,8 @@ class Logger(Callback, ABC):
         if self._is_open or self._failed:
             return
         self._is_open = True
-        if self._guarded(self._begin) and (text := self.address()) is not None:
+        self._guarded(self._begin)
+        if not self._failed and (text := self.address()) is not None:
             self._report(f"note: {text}")
 
     def _begin(self) -> None:
@@ -258,6 +245,10 @@ class Logger(Callback, ABC):
         if earlier is not None and earlier.id == self._record.id:
             self._record.last_steps = earlier.last_steps  # else a new run, which gets every step
         self._write_record()
+
+    def _write_record(self) -> None:
+        if self.HAS_RUNS:
+            write_logger_record(self.run.folder, self._record)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log values at a step; a curve never gets a step that it has."""
@@ -272,29 +263,26 @@ class Logger(Callback, ABC):
         """Write all scalars so far."""
         self.open()
         rows, self._rows = self._rows, []
-        if rows and self._guarded(self.write, rows):
-            self._guarded(self._write_record)
+        if rows and not self._failed:
+            self._guarded(self._write, rows)
         self._written_at = time.perf_counter()
 
-    def _write_record(self) -> None:
-        if self.HAS_RUNS:
-            write_logger_record(self.run.folder, self._record)
+    def _write(self, rows: Sequence[LoggedRow]) -> None:
+        self.write(rows)
+        self._write_record()
 
     def artifacts(self, files: Sequence[Path]) -> None:
         """Keep copies of files; call it when they are complete."""
         self.flush()
-        self._guarded(self.upload, files)
+        if not self._failed:
+            self._guarded(self.upload, files)
 
     def finish(self, status: Status) -> None:
         """End the tracker's run, if it has begun; `running` stands for a run that was stopped."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        ended: Status = "interrupted" if status == "running" else status
-        if self._failed:  # one more try, so that the tracker does not wait for ever
-            with contextlib.suppress(Exception), self._quiet():
-                self.end(ended)
-        self._guarded(self.end, ended)
+        if self._is_open:
+            self._is_open = False
+            # after a failure too: some trackers wait for their end for ever
+            self._guarded(self.end, "interrupted" if status == "running" else status)
 
     def finish_run(self, summary: Summary) -> None:
         """Log the figures and files of a record that is complete, and end the tracker's run."""
@@ -304,24 +292,19 @@ class Logger(Callback, ABC):
             self.artifacts([path for path in files if path.is_file()])
             self.finish(summary.status)
 
-    def _guarded(self, action: Callable[..., None], *args: Any) -> bool:
-        """Carry out an action silently; False, and one warning, if it or an earlier one failed."""
-        if self._failed:
-            return False
+    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
+        """Carry out an action silently; the first one that fails is one warning."""
+        folders = {k: str(self.run.tracker_folder / part) for k, part in self.FOLDERS.items()}
         try:
-            with self._quiet():
+            with quiet({**self.VARIABLES, **folders}):
                 action(*args)
         except Exception as error:
+            if not self._failed:
+                self._warn(
+                    f"logger={self.NAME} failed and is off from here on "
+                    f"({type(error).__name__}: {first_line(error)}); the run and its record go on"
+                )
             self._failed = True
-            self._warn(
-                f"logger={self.NAME} failed and is off from here on ({type(error).__name__}: "
-                f"{first_line(error)}); the run and its record go on"
-            )
-        return not self._failed
-
-    def _quiet(self) -> contextlib.AbstractContextManager[None]:
-        folders = {k: str(self.run.tracker_folder / part) for k, part in self.FOLDERS.items()}
-        return quiet({**self.VARIABLES, **folders})
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
         self.open()
@@ -329,13 +312,21 @@ class Logger(Callback, ABC):
     def on_steps(self, lines: list[StepLine]) -> None:
         for line in lines:
             if line.step % self.run.log_every == 0 or line.skipped:
-                self.scalars(step_scalars(line), line.step)
+                values = {
+                    "train/loss": line.loss,
+                    **{f"train/loss.{name}": part for name, part in line.parts.items()},
+                    "train/lr": line.lr,
+                    "train/loss_scale": line.loss_scale,
+                    "time/step_ms": line.step_time_ms,
+                    "time/data_ms": line.data_time_ms,
+                }
+                self.scalars(values, line.step)
         if time.perf_counter() - self._written_at >= self.WRITE_EVERY_S:
             self.flush()
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
-        train = score_scalars("train/epoch_", epoch.train)
-        self.scalars({**train, **score_scalars("validation/", epoch.validation)}, step)
+        train = _score_scalars("train/epoch_", epoch.train)
+        self.scalars({**train, **_score_scalars("validation/", epoch.validation)}, step)
         self.flush()
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
@@ -343,7 +334,7 @@ class Logger(Callback, ABC):
         self.flush()
 
     def on_test(self, scores: Scores, step: int) -> None:
-        self.scalars(score_scalars("test/", scores), step)
+        self.scalars(_score_scalars("test/", scores), step)
         self.flush()
 
     def on_end(self, status: Status) -> None:

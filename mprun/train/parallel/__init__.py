@@ -9,5 +9,4 @@ global batch.
     ranks        numbers and objects that the processes exchange; a no-op for one process
     layouts      what a process holds of the model: all of it, in one process or in each (ddp)
     shards       fsdp2: a part of every parameter, local tensors for the optimizer
-    shard_files  checkpoints of shards
 """

@@ -10,7 +10,7 @@ all fail at the same step and are ready for the next job. A fault of one process
 disk) leaves the others inside an exchange: their connections break, and the command ends.
 
 The processes leave notes for each other in torchrun's own store, which outlives them: why a process
-failed, and the run's folder, by which torchrun's `--max-restarts` resumes the run.
+failed, and the run's folder, from which the run can be resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -72,11 +71,7 @@ class Coordinator:
         return Layout()
 
     def keep_folder(self, folder: Path) -> None:
-        """Keep the folder of the run, for processes that torchrun starts again."""
-
-    def earlier_folder(self) -> Path | None:
-        """The folder of the run that this command began before torchrun started it again."""
-        return None
+        """Keep the folder of the run: the error of a lost process names it."""
 
     def close(self) -> None:
         """The command has ended: the other processes end."""
@@ -86,8 +81,12 @@ class GroupCoordinator(Coordinator):
     """The processes that torchrun started; all of them construct it at the same time."""
 
     def __init__(self, launch: Launch) -> None:
+        if launch.restarts:
+            raise MachineFailedError(
+                "torchrun started the processes again (--max-restarts), and mprun does not "
+                "continue the run by itself; start it with run.resume=FOLDER"
+            )
         self._rank, self._size = rank, size = launch.rank, launch.world_size
-        self._restarts = launch.restarts
         self.is_first = rank == 0
         self._number = self._jobs = 0
         self._is_busy = False
@@ -98,16 +97,12 @@ class GroupCoordinator(Coordinator):
                 # gloo too: numbers and objects are exchanged on the CPU
                 backend = f"cpu:gloo,{here.type}:{own_group}"
         store = _store(rank)
-        # what processes that are started again still read
-        self._lasting = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
-        # torchrun's store outlives the processes: those of an earlier start left addresses in it
-        own = dist.PrefixStore(f"mprun/{launch.restarts}", store)  # type: ignore[attr-defined]
-        self._notes = own
+        self._notes = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
         # PyTorch 2.14's FSDP2 calls functions that it has itself deprecated
         warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed\.")
         try:
             dist.init_process_group(
-                backend, timeout=PATIENCE, store=own, rank=rank, world_size=size
+                backend, timeout=PATIENCE, store=self._notes, rank=rank, world_size=size
             )
         except RuntimeError as error:
             raise MachineFailedError(
@@ -196,8 +191,8 @@ class GroupCoordinator(Coordinator):
         # what a process reported says more than that it is gone, and both say more than neither
         what = [*reported, *gone, f"one of the {self._size} processes ended"][0]
         self._notes.set(f"failed/{self._rank}", f"{error}")
-        if self._lasting.check(["folder"]):
-            what += f"; continue the run with run.resume={self._lasting.get('folder').decode()}"
+        if self._notes.check(["folder"]):
+            what += f"; continue the run with run.resume={self._notes.get('folder').decode()}"
         return PeerLostError(what)
 
     def _note_of(self, rank: int) -> str | None:
@@ -221,21 +216,11 @@ class GroupCoordinator(Coordinator):
         if kind == "fsdp2":
             from mprun.train.parallel.shards import ShardLayout  # imports a second of PyTorch
 
-            return ShardLayout(GroupRanks(device), device, lambda: self._file_group)
+            return ShardLayout(GroupRanks(device), device)
         return ReplicaLayout(GroupRanks(device))
 
-    @cached_property
-    def _file_group(self) -> Any:
-        """The processes again, to write checkpoints beside training; all ask for it at once."""
-        return dist.new_group(timeout=PATIENCE, backend="gloo")
-
     def keep_folder(self, folder: Path) -> None:
-        self._lasting.set("folder", str(folder.resolve()))
-
-    def earlier_folder(self) -> Path | None:
-        if not self._restarts or not self._lasting.check(["folder"]):
-            return None
-        return Path(self._lasting.get("folder").decode())
+        self._notes.set("folder", str(folder.resolve()))
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the command ends in any case; the others may be gone

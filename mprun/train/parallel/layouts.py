@@ -7,11 +7,9 @@ holds the whole model: `ReplicaLayout`. With `fsdp2` each process holds a shard:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +23,6 @@ from mprun.precision.update import ALONE, Combine
 from mprun.train.data import Batch
 from mprun.train.data.batches import NOTHING_COUNTS, Whole
 from mprun.train.parallel.ranks import Ranks
-
-
-class Outline(NamedTuple):
-    """A state without its shards."""
-
-    state: Any  # The state; a tensor without values, on the device meta, stands for each shard
-    tied: dict[str, str] | None = None
-    """Names of shards that are others under another name, to those others' names; None if the state
-    has no shards."""
-
 
 Compute = Callable[[], tuple[Tensor, Any]]  # Runs a forward pass: its loss and its output
 
@@ -74,49 +62,20 @@ class Layout:
         return batch
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
-        """The model's state; what the processes have cut is a `DTensor`, of the whole shape."""
+        """The state of the whole model; of several processes, the first one has the values."""
         return model.state_dict()
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load a model's state, with whole tensors or those of `fetch`."""
+        """Load the state of a whole model."""
         model.load_state_dict(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, cut as the model's."""
+        """The optimizer's state for the whole model, as `model_state`."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's state, with whole tensors or those of `fetch`."""
+        """Load an optimizer's state for the whole model."""
         optimizer.load_state_dict(state)
-
-    def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
-        """Begin to write what the processes have cut, each its part.
-
-        Args:
-            state: `model_state` and `optimizer_state` are in it.
-            folder: a new folder, the same one for all processes.
-
-        Returns:
-            What is left for one file, and what is done when all parts are written; its error is
-            that of any process.
-        """
-        done: Future[None] = Future()
-        done.set_result(None)
-        return Outline(state), done
-
-    def fetch(self, outline: Outline, folder: Path) -> Any:
-        """Read the shards of a state, so that it can be loaded.
-
-        Raises:
-            OSError: a file cannot be read.
-            DamagedShardsError: a shard is missing, or has another shape or dtype.
-        """
-        from mprun.train.parallel import shard_files  # imports a second of PyTorch
-
-        def whole(x: Tensor) -> Tensor:
-            return torch.empty(x.shape, dtype=x.dtype)  # on the CPU
-
-        return shard_files.read(outline.state, outline.tied or {}, folder, whole)
 
 
 class BufferMean:

@@ -15,25 +15,21 @@ element by element works, mprun's rounding ones too: they draw random bits by th
 the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
 those of all parts (`ShardCombine`).
 
-Checkpoints hold each process's parts: `shard_files.py`.
+For a checkpoint one tensor after the other is made whole, on the CPU of the first process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import empty as empty_parts
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mprun.errors import RunFailedError
@@ -42,8 +38,7 @@ from mprun.precision._torch import own_parameters, parameters_replaced
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, mark_shard
-from mprun.train.parallel import shard_files
-from mprun.train.parallel.layouts import GroupLayout, Outline
+from mprun.train.parallel.layouts import GroupLayout
 from mprun.train.parallel.model_blocks import blocks_of, cast_modules
 from mprun.train.parallel.ranks import GroupRanks, Ranks
 
@@ -90,19 +85,12 @@ class ShardLayout(GroupLayout):
     Args:
         ranks: the processes.
         device: what they compute on.
-        file_group: connects them, when all call it, to write checkpoints beside training.
     """
 
     kind = "fsdp2"
 
-    def __init__(
-        self,
-        ranks: GroupRanks,
-        device: torch.device,
-        file_group: Callable[[], ProcessGroup | None] = lambda: None,
-    ) -> None:
+    def __init__(self, ranks: GroupRanks, device: torch.device) -> None:
         super().__init__(ranks)
-        self._file_group = file_group
         self.combine = ShardCombine(ranks)
         self._group = ranks
         self._mesh = init_device_mesh(device.type, (ranks.size,))
@@ -158,7 +146,18 @@ class ShardLayout(GroupLayout):
         super().end_backward()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
-        return model.state_dict(keep_vars=True)  # a tied parameter is one object
+        whole: dict[int, Any] = {}
+        state = model.state_dict(keep_vars=True)  # a tied parameter is one object
+        for value in state.values():
+            if isinstance(value, DTensor) and id(value) not in whole:
+                whole[id(value)] = self._gathered(value)
+        return {name: whole.get(id(value), value) for name, value in state.items()}
+
+    def _gathered(self, part: DTensor) -> Tensor:
+        """The whole tensor on the CPU in the first process, nothing in the others."""
+        with self._group.communicating():
+            whole = part.detach().full_tensor()
+        return whole.cpu() if self.ranks.is_first else whole.new_empty(0)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         own = model.state_dict()
@@ -166,35 +165,18 @@ class ShardLayout(GroupLayout):
 
     def _as_own(self, value: Any, own: Any) -> Any:
         """A state's entry, cut as the model's own is."""
-        if not isinstance(own, DTensor) or isinstance(value, DTensor):
-            return value
-        return shard_files.as_part(self._cut(value, own), own)
+        return _as_part(self._cut(value, own), own) if isinstance(own, DTensor) else value
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
-        if isinstance(whole, DTensor):
-            return whole.to_local()
         first, end = self._rows(p)
         return whole[first:end]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._placed)
+        state: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._made_whole)
         return state
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
-
-    def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
-        rest, tied, shards = shard_files.without_shards(state)
-        return Outline(rest, tied), shard_files.write(shards, folder, self._file_group())
-
-    def fetch(self, outline: Outline, folder: Path) -> Any:
-        def own_part(whole: Tensor) -> DTensor:
-            cut = [Shard(0)]
-            return empty_parts(
-                whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=cut
-            )
-
-        return shard_files.read(outline.state, outline.tied or {}, folder, own_part)
 
     def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
         """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
@@ -215,7 +197,7 @@ class ShardLayout(GroupLayout):
             ]
         return converted
 
-    def _placed(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+    def _made_whole(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or not entry.dim():  # a count of steps, the same for all
             return entry
         if entry.shape != own.shape:
@@ -224,12 +206,19 @@ class ShardLayout(GroupLayout):
                 f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
                 "computes element by element, such as AdamW, or parallel=ddp"
             )
-        return shard_files.as_part(entry, whole)
+        return self._gathered(_as_part(entry, whole))
 
     def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or entry.shape != whole.shape:
             return entry
         return self._cut(entry, whole).clone()  # not a view, which keeps the whole in memory
+
+
+def _as_part(local: Tensor, whole: DTensor) -> DTensor:
+    """This process's tensor as its part of one that is cut as `whole` is."""
+    mesh, cut, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+    # shape and stride are given, because parts may differ in size, and a check would be an exchange
+    return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=stride)
 
 
 def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype]]:

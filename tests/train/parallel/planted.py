@@ -1,9 +1,7 @@
 """mprun with something planted in one of its processes, by variables of the environment.
 
-PLANTED="kill 1 5"   SIGKILL before process 1 takes step 5, in the first start alone
+PLANTED="kill 1 5"   SIGKILL before process 1 takes step 5
 PLANTED="raise 1 5"  an exception there, and NaN a loss that is NaN
-PLANTED="full 1 5"   from there on process 1 has no room to write its shards
-PLANTED="cut 1 5"    SIGKILL when it then writes them
 PLANTED="wait 1 5"   process 1 makes the file `reached`, then waits for a signal
 DIGESTS=FOLDER       each process writes SHA-256 of its parameters and moments after training
 FOOTPRINT=real       the memory of a step is counted as usual: otherwise it is not, which saves time
@@ -11,7 +9,6 @@ FOOTPRINT=real       the memory of a step is counted as usual: otherwise it is n
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import signal
@@ -25,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import mprun.train.run
 from mprun.cli.main import main
@@ -37,8 +33,7 @@ from tests.waiting import wait_for
 def plant() -> None:
     """Patch the trainer of this process."""
     what, rank, step = os.environ.get("PLANTED", "none 0 0").split()
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if what != "none" and os.environ.get("RANK", "0") == rank and not restarted:
+    if what != "none" and os.environ.get("RANK", "0") == rank:
         _at_step(int(step), getattr(sys.modules[__name__], f"_{what}"))
     if what == "wait":
         _heard_signals()
@@ -48,40 +43,25 @@ def plant() -> None:
         _with_digests(Path(folder))
 
 
-def _at_step(number: int, act: Callable[[int], None]) -> None:
+def _at_step(number: int, act: Callable[[], None]) -> None:
     plain = Trainer.optimizer_step
 
     def step(self: Trainer, batch: Any, *rest: Any) -> Any:
         is_real = self.parts.layout.ranks.size > 1  # the footprint's one step is alone
-        if is_real and not isinstance(next(self.parts.model.parameters()), FakeTensor):
-            next_step = self.step + 1
-            if next_step >= number:
-                act(next_step - number)
+        is_real &= not isinstance(next(self.parts.model.parameters()), FakeTensor)
+        if is_real and self.step + 1 >= number:
+            act()
         return plain(self, batch, *rest)
 
     Trainer.optimizer_step = step  # type: ignore[method-assign]
 
 
-def _kill(late: int) -> None:
+def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _raise(late: int) -> None:
+def _raise() -> None:
     raise ZeroDivisionError("planted fault")
-
-
-def _full(late: int) -> None:
-    def write(*given: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
-
-
-def _cut(late: int) -> None:
-    def write(*given: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
 
 
 _heard: list[int] = []
@@ -97,7 +77,7 @@ def _heard_signals() -> None:
     StopSignals._handle = handle  # type: ignore[method-assign]
 
 
-def _wait(late: int) -> None:
+def _wait() -> None:
     Path("reached").touch()
     wait_for(lambda: bool(_heard))
 

@@ -143,7 +143,6 @@ class Groups:
         words: Sequence[str],
         processes: int = 2,
         environment: Mapping[str, str] | None = None,
-        again: bool = False,
     ) -> Ended:
         """Carry an mprun command out in the current folder.
 
@@ -151,9 +150,8 @@ class Groups:
             words: the command's.
             processes: how many there are.
             environment: more variables.
-            again: start it as torchrun does after a failure of the last command.
         """
-        self.start(words, processes, environment, again)
+        self.start(words, processes, environment)
         return self.wait()
 
     def call(self, function: Any, *arguments: Any, processes: int = 2) -> list[Any]:
@@ -169,28 +167,25 @@ class Groups:
         words: Sequence[str],
         processes: int = 2,
         environment: Mapping[str, str] | None = None,
-        again: bool = False,
     ) -> None:
         """Begin a command; `wait` for its end."""
-        self._begin({"words": list(words), "call": None}, processes, environment or {}, again)
+        self._begin({"words": list(words), "call": None}, processes, environment or {})
 
     def _begin(
         self,
         job: dict[str, Any],
         processes: int,
         environment: Mapping[str, str],
-        again: bool = False,
     ) -> None:
-        if not again or self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
-            **environment,
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(int(again)),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **environment,
         }
         jobs = [
             {
@@ -209,7 +204,7 @@ class Groups:
         """Wait until all processes have met: before, only torchrun sees that one is gone."""
         store = self._store
         assert store is not None
-        keys = [f"mprun/0/process/{rank}" for rank in range(len(self.pids))]
+        keys = [f"mprun/process/{rank}" for rank in range(len(self.pids))]
         wait_for(lambda: store.check(keys))
 
     def wait(self) -> Ended:
@@ -257,14 +252,13 @@ class Torchrun:
         self,
         words: Sequence[str],
         processes: int = 2,
-        options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *(f"--nproc-per-node={processes}", f"--master-port={free_port()}"),
-                *(*options, "-m", "tests.train.parallel.planted", *words),
+                *("-m", "tests.train.parallel.planted", *words),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -227,36 +227,9 @@ def test_a_run_goes_on_that_torchrun_stopped(groups: Groups, whole_runs: Any, ho
     assert_same_run("run", whole_runs("fp32", "ddp", LINEAR))
 
 
-def check_restarted(folder: list[str], whole: str) -> None:
-    found = "run" if folder else str(next(Path().rglob("summary.json")).parent)
-    assert len([*Path().rglob("summary.json")]) == 1
-    assert_same_run(found, whole)
-
-
-FOLDERS = pytest.mark.parametrize("folder", [["run.dir=run"], []], ids=["named", "dated"])
-
-
-@pytest.mark.representative("named-fsdp2-0")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@FOLDERS
-def test_a_command_that_is_started_again_goes_on_by_itself(
-    groups: Groups, whole_runs: Any, folder: list[str], kind: str, rank: int
-) -> None:
-    """torchrun starts the same command again, and keeps its store."""
-    words = [*WORDS, "precision=half_sr", f"parallel={kind}", *folder]
-    ended = groups.run(words, environment={"PLANTED": f"kill {rank} 8"})
-    assert ended.statuses[rank] == -9
-    ended = groups.run(words, again=True)
-    assert ended.statuses == [0, 0], ended.errors
-    check_restarted(folder, whole_runs("half_sr", kind))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_restarts_a_run_that_goes_on_by_itself(whole_runs: Any, rank: int) -> None:
-    words = [*LINEAR, "precision=half_sr", "parallel=fsdp2"]
-    planted = {"PLANTED": f"kill {rank} 8"}
-    ended = Torchrun(words, options=["--max-restarts=2"], environment=planted).wait()
-    assert ended.status == 0, ended.errors
-    check_restarted([], whole_runs("half_sr", "fsdp2", LINEAR))
+def test_processes_that_torchrun_starts_again_are_refused(groups: Groups) -> None:
+    """mprun does not continue the run by itself, and must not begin a second one."""
+    ended = groups.run([*LINEAR, "parallel=ddp"], environment={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert ended.statuses == [1, 1]
+    assert all("run.resume=FOLDER" in line for line in own_errors(ended))
+    assert not [*Path().rglob("summary.json")]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from mprun.optim import AdamW, MasterWeights, name_parameters
 from mprun.optim.masters import masters_of
 from mprun.precision.gemms import GEMMS, convert_gemms
 from mprun.precision.policy import policy
-from mprun.train.parallel.layouts import Layout, Outline
 from mprun.train.parallel.ranks import GroupRanks
 from mprun.train.parallel.shards import ShardLayout, units
 from tests.optim import same_bits
@@ -162,41 +159,28 @@ def train(layout: ShardLayout, model: nn.Module, optimizer: Optimizer, steps: ra
         optimizer.step()
 
 
-def written(
-    layout: ShardLayout, model: nn.Module, optimizer: Optimizer, folder: Path
-) -> tuple[Outline, Any]:
-    """A state whose shards are in files: its outline, and the whole state that one process reads.
-
-    The counts of steps are copies: they are the optimizer's own tensors.
-    """
+def whole_state(layout: ShardLayout, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state that the first process saves, in all of them."""
     state = {
-        "model": layout.model_state(model),
+        "model": dict(layout.model_state(model)),
         "optimizer": layout.optimizer_state(optimizer),
     }
-    outline, done = layout.write_shards(state, folder)
-    done.result()
-    return copy.deepcopy(outline), copy.deepcopy(Layout().fetch(outline, folder))
+    return layout.ranks.share(copy.deepcopy(state))  # counts of steps are the optimizer's own
 
 
-def round_trip(kind: str, whole: bool) -> dict[str, Any]:
-    """Whole states after two steps, after loading them anew, and after two more steps of both.
-
-    Args:
-        kind: of the optimizer.
-        whole: whether whole tensors are loaded, as of a run in one process, or shards.
-    """
-    first, folder = built(kind), Path(f"{kind}-{whole}")
+def round_trip(kind: str) -> dict[str, Any]:
+    """Whole states after two steps, after loading them anew, and after two more steps of both."""
+    first = built(kind)
     train(*first, range(2))
-    outline, saved = written(*first, folder / "saved")
+    saved = whole_state(*first)
     second = built(kind)
     train(*second, range(7, 9))  # something else is in it
-    state = copy.deepcopy(saved) if whole else second[0].fetch(outline, folder / "saved")
-    second[0].load_model(second[1], state["model"])
-    second[0].load_optimizer(second[2], state["optimizer"])
-    kept: dict[str, Any] = {"saved": saved, "again": written(*second, folder / "again")[1]}
+    second[0].load_model(second[1], saved["model"])
+    second[0].load_optimizer(second[2], copy.deepcopy(saved["optimizer"]))
+    kept: dict[str, Any] = {"saved": saved, "again": whole_state(*second)}
     for name, parts in (("went on", first), ("loaded", second)):
         train(*parts, range(2, 4))
-        kept[name] = written(*parts, folder / name)[1]
+        kept[name] = whole_state(*parts)
     return kept
 
 
@@ -213,28 +197,25 @@ KINDS = ["adamw", "sgd", "low", "masters"]
 
 
 def round_trips() -> dict[str, Any]:
-    return {f"{kind} {whole}": round_trip(kind, whole) for kind in KINDS for whole in (True, False)}
+    return {kind: round_trip(kind) for kind in KINDS}
 
 
 def test_whole_states_come_back_in_parts(groups: Groups) -> None:
-    both = groups.call(round_trips)
-    for kind in both[0]:
-        check_round_trip(kind, [found[kind] for found in both])
+    for found in groups.call(round_trips):
+        for kind in KINDS:
+            check_round_trip(kind, found[kind])
 
 
-def check_round_trip(kind: str, results: list[dict[str, Any]]) -> None:
-    for found in results:
-        for a, b in (("saved", "again"), ("went on", "loaded")):
-            pairs = [*zip(tensors(found[a]), tensors(found[b]), strict=True)]
-            assert all(same_bits(x, y) for x, y in pairs), (kind, a, b)
-        weights, optimizer = found["saved"].values()
-        shapes = {name: p.shape for name, p in Language(width=9).named_parameters()}
-        assert {name: p.shape for name, p in weights.items()} == shapes
-        moments = [x for x in tensors(optimizer["state"]) if x.dim()]
-        assert {x.shape for x in moments} <= set(shapes.values())
-        assert any(x.abs().sum() > 0 for x in moments) or "masters" in kind
-    for x, y in zip(tensors(results[0]["saved"]), tensors(results[1]["saved"]), strict=True):
-        assert same_bits(x, y)
+def check_round_trip(kind: str, found: dict[str, Any]) -> None:
+    for a, b in (("saved", "again"), ("went on", "loaded")):
+        pairs = [*zip(tensors(found[a]), tensors(found[b]), strict=True)]
+        assert all(same_bits(x, y) for x, y in pairs), (kind, a, b)
+    weights, optimizer = found["saved"].values()
+    shapes = {name: p.shape for name, p in Language(width=9).named_parameters()}
+    assert {name: p.shape for name, p in weights.items()} == shapes
+    moments = [x for x in tensors(optimizer["state"]) if x.dim()]
+    assert {x.shape for x in moments} <= set(shapes.values())
+    assert any(x.abs().sum() > 0 for x in moments) or "masters" in kind
 
 
 def exchanges() -> tuple[float, int]:
@@ -284,10 +265,7 @@ def rounded(processes: int) -> Tensor:
     (model(torch.eye(256, dtype=BRAIN)).sum() / processes).backward()
     layout.end_backward()
     optimizer.step()
-    state = {"model": layout.model_state(model)}
-    outline, done = layout.write_shards(state, Path("rounded"))
-    done.result()
-    return Layout().fetch(outline, Path("rounded"))["model"]["0.weight"]
+    return layout.ranks.share(dict(layout.model_state(model)))["0.weight"]
 
 
 def test_shards_draw_the_bits_of_the_whole_and_not_each_others(groups: Groups) -> None:
@@ -316,75 +294,3 @@ def test_a_state_of_another_model_is_refused(groups: Groups) -> None:
     for text in groups.call(wrong_state):
         assert "head.weight" in text
         assert "other" in text
-
-
-def written_bytes(width: int, layers: int) -> tuple[int, int]:
-    """The bytes of this process's parts, and how much its memory grows while it writes them."""
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    name_parameters(model)
-    layout = ShardLayout(GroupRanks(CPU), CPU)
-    layout.arrange(model, policy("fp32"))
-    with layout.trainable(model):
-        held = [*model.parameters()]
-        optimizer = torch.optim.AdamW(held, lr=1e-2)
-    model(torch.ones(2, width)).sum().backward()
-    layout.end_backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    tensors = [*held, *(x for row in optimizer.state.values() for x in row.values())]
-    small = written(layout, model, optimizer, Path("first"))  # imports, threads
-    del small
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = memory_of("VmRSS")
-    state = {"model": layout.model_state(model), "optimizer": layout.optimizer_state(optimizer)}
-    _, done = layout.write_shards(state, Path("second"))
-    done.result()
-    return sum(x.nbytes for x in tensors), memory_of("VmHWM") - before
-
-
-def memory_of(name: str) -> int:
-    """A figure of this process in /proc, in bytes."""
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    (line,) = (x for x in text.splitlines() if x.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_no_process_holds_more_than_its_parts_twice_while_it_writes(groups: Groups) -> None:
-    """A copy, which is written while training goes on, and one file's bytes: 1 + 1/16."""
-    for own, grown in groups.call(written_bytes, 1024, 16):
-        print(f"parts of {own / 2**20:.1f} MiB: {grown / 2**20:.1f} MiB more, {grown / own:.3f}")
-        assert own > 90 * 2**20
-        assert grown <= 1.2 * own
-
-
-def lacking(change: str) -> str:
-    """What reading says after the files of shards were changed."""
-    layout, model, optimizer = built("adamw")
-    train(layout, model, optimizer, range(1))
-    folder = Path(change.replace(" ", "-"))
-    outline, _ = written(layout, model, optimizer, folder)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        file = sorted(folder.iterdir())[0]
-        if change == "a file is gone":
-            file.unlink()
-        elif change == "a file is cut off":
-            file.write_bytes(file.read_bytes()[:-4])
-        elif change == "a file is a link":
-            file.replace("elsewhere")
-            file.symlink_to(Path("elsewhere").resolve())
-    dist.barrier()
-    try:
-        layout.fetch(outline, folder)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("change", ["a file is gone", "a file is cut off", "a file is a link"])
-def test_shards_that_are_not_whole_are_refused(groups: Groups, change: str) -> None:
-    texts = groups.call(lacking, change)
-    word = {"gone": "shards", "off": "damaged", "link": "is a link"}[change.split()[-1]]
-    assert all(word in text for text in texts), texts

@@ -1,0 +1,307 @@
+"""The trackers that a run can be logged to: MLflow, TensorBoard, trackio, Weights & Biases.
+
+By default all write files beside the runs, and send nothing away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mprun.errors import UsageError
+from mprun.records.run_folder import TRACKERS
+from mprun.records.run_record import Status
+from mprun.train.loggers.logger import LoggedRow, Logger, quiet
+
+STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+# MLflow's limits: of one call, and of one value
+MAX_ITEMS = {"metrics": 1000, "params": 100, "tags": 100}
+MAX_PARAMETER, MAX_MLFLOW_TAG = 6000, 5000
+
+
+class MlflowLogger(Logger):
+    """Writes a run into an experiment of MLflow, through its client, which has no thread.
+
+    The store is one SQLite file beside the runs, unless `logger.uri` or MLFLOW_TRACKING_URI names
+    another or a server. Copies of the record's files lie beside the SQLite file.
+    """
+
+    NAME = "mlflow"
+    TITLE = "MLflow"
+    MODULE = "mlflow"
+    FIELDS = (*Logger.FIELDS, "uri")
+    VARIABLES: ClassVar = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        # a server that is gone: half a minute instead of many minutes
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }
+
+    @property
+    def uri(self) -> str:
+        """The store."""
+        given = self.run.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        # not ./mlruns: MLflow is giving up its store of plain files
+        return given or f"sqlite:///{self.run.store_folder / 'mlflow.db'}"
+
+    def address(self) -> str | None:
+        if not self.uri.startswith("sqlite:"):  # an address may contain a password
+            return None
+        return f"to see the run: mlflow ui --backend-store-uri {self.uri}"
+
+    def begin(self, earlier: str | None) -> str:
+        self._mlflow = self.load()
+        self._client: Any = self._mlflow.MlflowClient(tracking_uri=self.uri)
+        self._id = ""
+        if earlier is not None:
+            with suppress(self._mlflow.MlflowException):  # the store was changed: a new run
+                self._client.update_run(earlier, status="RUNNING")
+                self._id = earlier
+        if not self._id:
+            run = self._client.create_run(self._experiment(), run_name=self.run.name)
+            self._id = str(run.info.run_id)
+            values = {k: str(x)[:MAX_PARAMETER] for k, x in self.run.parameters.items()}
+            self._log("params", self._named("Param", values))
+        tags = {name: value[:MAX_MLFLOW_TAG] for name, value in self.run.tags.items()}
+        self._log("tags", self._named("RunTag", tags | {"status": "running"}))
+        return self._id
+
+    def _experiment(self) -> str:
+        """The id of the experiment, which is made if there is none."""
+        name = self.run.project
+        with suppress(self._mlflow.MlflowException):  # there is one, made by another run perhaps
+            return str(self._client.create_experiment(name, self._artifacts()))
+        return str(self._client.get_experiment_by_name(name).experiment_id)
+
+    def _artifacts(self) -> str | None:
+        """The folder of files; None: a server decides. MLflow's own default is ./mlruns."""
+        if not re.match(r"(sqlite|postgresql|mysql|mssql)\b", self.uri):
+            return None
+        _, is_file, path = self.uri.partition("sqlite:///")
+        folder = Path(path).absolute().parent if is_file else self.run.store_folder
+        return (folder / TRACKERS / "mlflow").as_uri()
+
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        metrics = [
+            self._mlflow.entities.Metric(_legal(name), value, int(row.time_s * 1000), row.step)
+            for row in rows
+            for name, value in row.values.items()
+        ]
+        self._log("metrics", metrics)
+
+    def _named(self, kind: str, values: dict[str, str]) -> list[Any]:
+        return [getattr(self._mlflow.entities, kind)(_legal(k), x) for k, x in values.items()]
+
+    def _log(self, kind: str, items: Sequence[Any]) -> None:
+        most = MAX_ITEMS[kind]
+        for first in range(0, len(items), most):
+            batch = {kind: items[first : first + most]}
+            # asynchronous, MLflow would write in a thread of its own, during steps
+            self._client.log_batch(self._id, **batch, synchronous=True)
+
+    def upload(self, files: Sequence[Path]) -> None:
+        for file in files:
+            self._client.log_artifact(self._id, str(file))
+
+    def end(self, status: Status) -> None:
+        self._client.set_tag(self._id, "status", status)
+        self._client.set_terminated(self._id, STATUSES[status])
+
+
+def _legal(name: str) -> str:
+    """A name with the characters that MLflow takes."""
+    return re.sub(r"[^\w./: -]", "_", name)
+
+
+class TensorBoardLogger(Logger):
+    """Event files in `tensorboard` of the run's folder: `tensorboard --logdir outputs`.
+
+    All is written when a method returns, so no thread runs beside a step. Of a resumed run,
+    TensorBoard drops the steps from older files that are taken again.
+    """
+
+    NAME = "tensorboard"
+    TITLE = "TensorBoard"
+    MODULE = "torch.utils.tensorboard"
+    FIELDS = ("tags",)
+    WRITE_EVERY_S = 0.0  # Appending to a file takes no time worth waiting for
+    HAS_RUNS = False
+
+    def begin(self, earlier: str | None) -> str:
+        folder = self.run.folder / "tensorboard"
+        self._writer: Any = self.load().SummaryWriter(str(folder), purge_step=self.run.first_step)
+        for name, values in (("configuration", self.run.parameters), ("tags", self.run.tags)):
+            if values:
+                indented = json.dumps(dict(values), indent=1).replace("\n", "\n    ")
+                self._writer.add_text(name, f"    {indented}")  # Markdown shows it as it is
+        self._writer.flush()
+        return ""  # event files have no run with an id
+
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for row in rows:
+            # one event per step: `add_scalar`, an event per scalar, takes several times as long
+            values = [Summary.Value(tag=k, simple_value=v) for k, v in row.values.items()]
+            event = Summary(value=values)
+            self._writer.file_writer.add_summary(event, row.step, walltime=row.time_s)
+        self._writer.flush()
+
+    def end(self, status: Status) -> None:
+        self._writer.close()
+
+
+# Variables by which a user asks trackio to send its data away
+REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+
+
+class TrackioLogger(Logger):
+    """Writes a run of trackio: an SQLite file for each project, in `trackers/trackio`.
+
+    trackio writes in a thread: it gets its rows at most every two seconds, and takes a few
+    milliseconds for them. Its folder is that of the process's first run.
+    """
+
+    NAME = "trackio"
+    TITLE = "trackio"
+    MODULE = "trackio"
+    FOLDERS: ClassVar = {"TRACKIO_DIR": "trackio"}
+
+    @classmethod
+    def load(cls) -> Any:
+        # trackio decides on its folder when it is imported: not before the run's is known
+        if importlib.util.find_spec(cls.MODULE) is None:
+            raise ModuleNotFoundError(f"No module named '{cls.MODULE}'")
+
+    def address(self) -> str | None:
+        folder = shlex.quote(str(self._trackio.utils.TRACKIO_DIR))
+        project = shlex.quote(self.run.project)
+        return f"to see the run: TRACKIO_DIR={folder} trackio show --project {project}"
+
+    def begin(self, earlier: str | None) -> str:
+        self._trackio: Any = importlib.import_module(self.MODULE)
+        self._step, self._config = 0, self.run.described
+        # a run is known by its name there: two of one name would be one run
+        name = earlier or f"{self.run.name} {secrets.token_hex(3)}"
+        self._run: Any = self._init(name, "allow")
+        return str(self._run.name)
+
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        for row in rows:
+            self._run.log(dict(row.values), step=row.step)
+        self._step = max(self._step, rows[-1].step)
+
+    def upload(self, files: Sequence[Path]) -> None:
+        artifact = self._trackio.Artifact(f"record-{self._run.id}", type="record")
+        for file in files:
+            artifact.add_file(str(file))
+        self._run.log_artifact(artifact)
+
+    def end(self, status: Status) -> None:
+        self._trackio.finish()
+        # trackio has no status, and takes a configuration at the start alone: start once more
+        self._config["tags.status"] = status
+        run = self._init(self._run.name, "must")
+        run.log({"summary/completed": float(status == "completed")}, step=self._step)
+        self._trackio.finish()
+
+    def _init(self, name: str, resume: str) -> Any:
+        from huggingface_hub import constants
+
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        before = constants.HF_HUB_OFFLINE
+        # trackio asks Hugging Face who the user is, which takes a network, also to write a file
+        constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, REMOTE))
+        try:
+            return self._trackio.init(
+                self.run.project, name=name, config=self._config, resume=resume, **options
+            )
+        finally:
+            constants.HF_HUB_OFFLINE = before
+
+
+MAX_WANDB_TAG = 64  # Characters
+# measurements of the machine, output, code: the record has what matters, and they cost step time
+OFF = {
+    **dict.fromkeys(("save_code", "x_save_requirements"), False),
+    **dict.fromkeys(("silent", "disable_git", "disable_code", "x_disable_stats"), True),
+    **dict.fromkeys(("x_disable_meta", "x_disable_machine_info"), True),
+}
+
+
+class WandbLogger(Logger):
+    """Writes a run of W&B into `trackers/wandb`, for `wandb sync`, or also to its server.
+
+    W&B writes in a process of its own (wandb-core), which is idle while nothing is logged.
+    """
+
+    NAME = "wandb"
+    TITLE = "Weights & Biases"
+    MODULE = "wandb"
+    FIELDS = (*Logger.FIELDS, "mode")
+    VARIABLES: ClassVar = {"WANDB_ERROR_REPORTING": "false"}
+    # W&B keeps these in the home folder otherwise
+    FOLDERS: ClassVar = {"WANDB_DATA_DIR": "wandb/data", "WANDB_CACHE_DIR": "wandb/cache"}
+
+    @classmethod
+    def check(cls, online: bool = False) -> None:
+        super().check()
+        if not online:
+            return
+        with quiet(cls.VARIABLES):
+            has_key = cls.load().login(prompt=False)  # without a key it would ask, and wait
+        if not has_key:
+            raise UsageError(
+                "logger.mode=online: W&B has no key here; run wandb login, set WANDB_API_KEY, "
+                "or keep logger.mode=offline"
+            )
+
+    def address(self) -> str | None:
+        sync = f"to send the run to W&B: wandb sync {self._run.settings.sync_dir}"
+        return None if self.run.online else sync
+
+    def begin(self, earlier: str | None) -> str:
+        run, wandb = self.run, self.load()
+        run.tracker_folder.mkdir(parents=True, exist_ok=True)
+        known = wandb.Settings.model_fields  # a version of W&B may lack some of `OFF`
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=earlier or secrets.token_hex(4),
+            resume="allow",
+            reinit="create_new",  # an earlier run of this process stays open until its own end
+            mode="online" if run.online else "offline",
+            config=run.described,
+            tags=[f"{name}={value}"[:MAX_WANDB_TAG] for name, value in run.tags.items()],
+            allow_val_change=True,  # a resumed run may have other limits
+            settings={"root_dir": str(run.tracker_folder), "console": "off"}
+            | {name: value for name, value in OFF.items() if name in known},
+        )
+        # W&B's own step only grows, and an epoch's scores may come after the next step's
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        for row in rows:
+            self._run.log({**row.values, "step": row.step})
+
+    def upload(self, files: Sequence[Path]) -> None:
+        artifact = self.load().Artifact(f"record-{self._run.id}", type="record")
+        for file in files:
+            artifact.add_file(str(file))
+        self._run.log_artifact(artifact)
+
+    def end(self, status: Status) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == "completed" else 1)  # W&B's "finished", "failed"
