@@ -16,7 +16,7 @@ from msgspec import Meta
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.compose import parse
+from mprun.config.compose import single
 from mprun.config.reference import GROUPS, Field, keys_called, leaves, walk
 from mprun.errors import UsageError, did_you_mean, first_line, hint
 from mprun.records.policy_columns import Count, Legal, Positive, Share
@@ -208,7 +208,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
-        override = _setting(text)
+        override = single(text, "a setting has one")
         key = override.key_or_group
         field = _field_of(key, known)
         if field is None:
@@ -239,23 +239,6 @@ def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
     ]
 
 
-def _setting(text: str) -> Override:
-    """An override that gives a setting its one value.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    override = parse(text)
-    key = override.key_or_group
-    if override.is_delete():
-        raise UsageError(f"'{text}': nothing can be deleted; leave {key} out for its default")
-    if override.package is not None:
-        raise UsageError(f"'{text}': a setting has no package; write {key}=...")
-    if override.is_sweep_override():
-        raise UsageError(f"'{text}' lists several values; a setting has one: {key}=...")
-    return override
-
-
 def _path(key: str) -> str:
     """The place in `Settings` of a key that users type."""
     return LAUNCHER if key == "launcher" else key
@@ -267,9 +250,7 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
         value: Any = OmegaConf.select(settings, _path(field.key), throw_on_missing=True)
         if isinstance(value, ListConfig):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            if any(isinstance(item, list | dict) for item in value):
-                raise ValueError("an item is no name")
-    except (OmegaConfBaseException, ValueError) as error:
+    except OmegaConfBaseException as error:
         raise UsageError(
             f"'{override.input_line}': {field.key} is {field.legal} ({first_line(error)})"
         ) from None

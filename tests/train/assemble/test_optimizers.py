@@ -332,10 +332,10 @@ def test_a_recipes_own_optimizer_gets_masters() -> None:
 @pytest.mark.parametrize(
     ("makes", "text"),
     [
-        ("nothing", "optimizer(model) of Own gave nothing (a return is missing)"),
+        ("nothing", "optimizer(model) of Own gave a NoneType"),
         ("lbfgs", "LBFGS calls the loss several times"),
         ("foreign", "holds no parameter of the model"),
-        ("plateau", "returned ReduceLROnPlateau"),
+        ("plateau", "gave a ReduceLROnPlateau"),
         ("text", "schedule(optimizer) of Own gave a str"),
     ],
 )
