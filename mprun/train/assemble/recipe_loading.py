@@ -41,9 +41,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mprun.config import Config
-from mprun.config.quoting import quoted
 from mprun.config.recipe_file import read_source
-from mprun.config.reference import describe_type
+from mprun.config.reference import describe_type, quoted
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
@@ -119,7 +118,7 @@ def load_recipe(
             )
     else:
         kind = class_in(Path(file), target, untrusted)
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(kind)]
     for name, value in parameters.items():
         if name not in known:
             raise UsageError(
