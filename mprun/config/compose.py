@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,18 +30,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.quoting import quoted
 from mprun.config.recipe_file import named_file, option_of
-from mprun.config.reference import GROUPS, keys_called, leaves, options, sections
-from mprun.config.resume import resumed
+from mprun.config.reference import GROUPS, as_text, keys_called, leaves, options, quoted, sections
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
-from mprun.errors import UsageError, as_usage_error, did_you_mean, hint, nearest
+from mprun.errors import UsageError, as_usage_error, did_you_mean, first_line, hint, nearest
+from mprun.records.files import refuse_links
 from mprun.records.launch import launch_of
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
-from mprun.records.reader import NotYamlError, load_yaml, read_text
+from mprun.records.reader import NotYamlError, read_yaml
+from mprun.records.run_folder import ENTRIES, has_begun
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
@@ -98,11 +99,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         parsed = [checked(text, config_dir) for text in overrides]
         resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
         if resume is None:
-            raw = _compose([*map(for_hydra, parsed), *extra], parsed)
-        else:
-            raw = resumed(str(resume), parsed)
-    if resume is None:
-        return to_composed(raw, parsed)
+            return to_composed(_compose([*map(for_hydra, parsed), *extra], parsed), parsed)
+        raw = resumed(str(resume), parsed)
     try:
         return to_composed(raw, parsed, new=False)
     except UsageError as error:
@@ -239,21 +237,33 @@ def parse(text: str) -> Override:
         ) from None
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
-    same = SPELLINGS.get(text.lower()) or _with_own_mode(parsed)
+    same = SPELLINGS.get(text.lower())
+    if parsed.key_or_group == "precision" and not (parsed.is_sweep_override() or parsed.package):
+        mode = ALIASES.get(str(parsed.value()))  # another name of it
+        same = mode and f"precision={mode}"
     return parse(same) if same else parsed
-
-
-def _with_own_mode(override: Override) -> str | None:
-    """The same override if it has another name of a mode, with mprun's; else None."""
-    if override.key_or_group != "precision" or override.is_sweep_override() or override.package:
-        return None
-    mode = ALIASES.get(str(override.value()))
-    return None if mode is None else f"precision={mode}"
 
 
 def is_of_hydra(override: Override) -> bool:
     """Whether it sets something of Hydra's own."""
     return str(override.key_or_group).startswith(("hydra.", "hydra/"))
+
+
+def single(text: str, else_: str = "a sweep, which needs -m") -> Override:
+    """An override, parsed, that gives a field, a group or a setting its one value.
+
+    Raises:
+        UsageError: it is something else; `else_` says what a list of values would be.
+    """
+    override = parse(text)
+    text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
+    if override.is_delete():
+        raise UsageError(f"'{text}': nothing can be deleted; leave {key} out for its default")
+    if override.package is not None:
+        raise UsageError(f"'{text}': {key} cannot be moved to a package; write {key}=...")
+    if override.is_sweep_override():
+        raise UsageError(f"'{text}' lists several values: {else_}")
+    return override
 
 
 def checked(text: str, config_dir: Path | None) -> Override:
@@ -263,18 +273,13 @@ def checked(text: str, config_dir: Path | None) -> Override:
         UsageError: it does not, with what is legal.
     """
     override = parse(text)
-    text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
+    text, key = str(override.input_line), override.key_or_group
     if is_of_hydra(override):
         raise UsageError(
             f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "
             "which is run.dir"
         )
-    if override.is_delete():
-        raise UsageError(f"'{text}': nothing can be deleted; set a field to null, a group to none")
-    if override.package is not None:
-        raise UsageError(f"'{text}': a group cannot be moved to a package; write {key}=...")
-    if override.is_sweep_override():
-        raise UsageError(f"'{text}' lists several values: a sweep, which needs -m")
+    single(text)
     if key in GROUPS:
         _check_option(override, key, config_dir)
     elif key == "recipe.file":
@@ -288,8 +293,7 @@ def checked(text: str, config_dir: Path | None) -> Override:
 
 def _is_unknown(key: str) -> bool:
     """Whether nothing has this name; the class of a recipe checks its own parameters."""
-    known = (*GROUPS, *sections(), *leaves())
-    return key not in known and not key.startswith(OPEN_MAPPINGS)
+    return key not in (*GROUPS, *sections(), *leaves()) and not key.startswith(OPEN_MAPPINGS)
 
 
 def _or_legal(key: str) -> str:
@@ -330,52 +334,23 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
             texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
             what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
             near = mode_hint(str(value), known, what)
-        own = _own_recipe(value) if group == "recipe" else ""
-        raise UsageError(
-            f"'{override.input_line}': {group} is one of {', '.join(known)}{own or near}"
-        )
+        with suppress(OSError, ValueError):  # the value may be no name of a file at all
+            if group == "recipe" and Path(f"{value}.py").is_file():
+                near = f", or the path of a file; did you mean 'recipe={value}.py'?"
+        raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
     if config_dir is not None and value not in options(group):
-        _check_own_option(config_dir / group / f"{value}.yaml")
+        path = config_dir / group / f"{value}.yaml"
+        # before Hydra, which reads it without limits, and reports mistakes in terms of its own
+        try:
+            read_yaml(path)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error.strerror})") from None
+        except NotYamlError as error:
+            raise UsageError(f"{path} is not a valid configuration ({error})") from None
 
 
-def _own_recipe(value: object) -> str:
-    """What `recipe=` takes besides names; the file that is meant, if there is one."""
-    meant = f"{value}.py"
-    with suppress(OSError, ValueError):  # the value may be no name of a file at all
-        if Path(meant).is_file():
-            return f", or the path of a file; did you mean 'recipe={meant}'?"
-    return ""
-
-
-def _check_own_option(path: Path) -> None:
-    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own."""
-    # before Hydra, which reads it without limits, and reports mistakes in terms of its own
-    try:
-        text = read_text(path)
-        content = load_yaml(text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror})") from None
-    except NotYamlError as error:
-        raise UsageError(f"{path} is not a valid configuration ({error})") from None
-    package = re.search(r"^# @package (hydra\S*)", text, re.MULTILINE)
-    named = package[1] if package else next(_of_hydra(content), None)
-    if named is not None:
-        raise UsageError(
-            f"{path} sets {named}, which is Hydra's own; legal there: fields of mprun (run.dir for "
-            "a run's folder, launcher for a study's processes; mprun --help lists all)"
-        )
-
-
-def _of_hydra(content: object) -> Iterator[str]:
-    """The keys of a file, and the options in its defaults, that are Hydra's own."""
-    if not isinstance(content, Mapping):
-        return
-    names = [str(key) for key in content]
-    defaults = content.get("defaults")
-    for entry in defaults if isinstance(defaults, list) else ():
-        named = next(iter(entry), "") if isinstance(entry, Mapping) else entry
-        names.append(str(named).removeprefix("override ").strip())
-    yield from (x.lstrip("/") for x in names if re.match(r"/?hydra(\W|$)", x))
+def _group(override: str) -> str:
+    return override.partition("=")[0]
 
 
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
@@ -398,10 +373,6 @@ def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
     except RAISED as error:
         raise UsageError(_explain(error, parsed)) from None
-
-
-def _group(override: str) -> str:
-    return override.partition("=")[0]
 
 
 @cache
@@ -459,3 +430,107 @@ def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]
         except RAISED as error:
             raise UsageError(f"Hydra refuses it: {one_line(error)}") from None
     return [*others, f"run.dir={quoted(folder)}"]
+
+
+# ---- the configuration of a resumed run ----------------------------------------------------------
+
+# A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
+# them. Fields that only affect its end, its output or the location of files may change.
+MAY_CHANGE = (
+    *("train.epochs", "train.max_steps", "train.max_time_s", "train.log_every"),
+    *("train.checkpoint_every_steps", "parallel", "data.root", "debug.fp_exceptions"),
+    *("debug.halt_after", "logger.uri", "run.trust"),
+)
+LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
+
+
+def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
+    """The configuration of the run in `folder`, with the overrides that are allowed.
+
+    The folder may be another person's.
+
+    Raises:
+        UsageError: there is no run, or an override would change its bits.
+    """
+    path = Path(folder) / "config.yaml"
+    refuse_links(Path(folder), ENTRIES)
+    try:
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise ValueError("it is not a mapping")
+        # as text: it was resolved when it was written, so `${oc.env:...}` in it is not mprun's
+        config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
+        assert isinstance(config, DictConfig)
+        config.run.trust = False  # the folder cannot vouch for itself: the command line can
+        for override in parsed:
+            _change(config, override)
+        uri, given = config.logger.uri, [override.key_or_group for override in parsed]
+        config.run.dir = config.run.resume = as_text(folder)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and has_begun(Path(folder)):
+            again = shlex.quote(f"run.dir={folder}")
+            raise UsageError(
+                f"run.resume={folder}: the run ended before anything was recorded, so there is "
+                "nothing to resume; begin it again with its own overrides: mprun OVERRIDES "
+                f"{again}"
+            ) from None
+        raise UsageError(
+            f"run.resume={folder}: {path} cannot be read ({error.strerror}); "
+            "write the folder of a run"
+        ) from None
+    except (OmegaConfBaseException, NotYamlError, ValueError, TypeError, RecursionError) as error:
+        key = getattr(error, "full_key", None)
+        reason = f"{key}: {first_line(error)}" if key else first_line(error)
+        raise UsageError(
+            f"run.resume={folder}: {path} is not a valid configuration ({reason})"
+        ) from None
+    # nothing is sent to an address from the folder, and no file that it names is changed
+    if uri is not None and "logger.uri" not in given and not config.run.trust:
+        raise UsageError(
+            f"run.resume={folder}: the run's logger.uri={uri} is where its figures go; if the "
+            "folder is yours, add run.trust=true, else logger.uri=null or an address of yours"
+        )
+    return config
+
+
+def _change(config: DictConfig, override: Override) -> None:
+    """Apply an override to the configuration of a resumed run.
+
+    Raises:
+        UsageError: it would change the run's bits.
+    """
+    key, value = override.key_or_group, override.value()
+    if key == "run.resume":
+        return
+    if key not in MAY_CHANGE:
+        if not _is_same(config, key, value):
+            raise UsageError(
+                f"'{override.input_line}': a resumed run keeps its configuration; "
+                f"legal changes: {', '.join(MAY_CHANGE)}{hint(key, MAY_CHANGE)}"
+            )
+        return
+    key = "parallel.name" if key == "parallel" else key
+    saved, scheduler = OmegaConf.select(config, key), config.train.scheduler
+    if key in LENGTH and scheduler != "none" and value != saved:
+        raise UsageError(
+            f"{key}={value}: the run's train.scheduler={scheduler} was planned for {key}={saved}, "
+            "which a resumed run keeps"
+        )
+    # dropping steps changes the run's bits; reporting exceptions does not
+    if key == "debug.fp_exceptions" and value != saved and "skip" in (value, saved):
+        raise UsageError(
+            f"{key}={value}: skip decides what is computed, and the run has {saved}; "
+            "legal changes: between off, log and halt"
+        )
+    leaves()[key].set_in(config, value, f"'{override.input_line}'")
+
+
+def _is_same(config: DictConfig, key: str, value: Any) -> bool:
+    """Whether the override repeats the run's value."""
+    if key == "recipe" and (file := named_file(value)) is not None:
+        return (config.recipe.file, config.recipe.target) == (str(file.path), file.kind)
+    if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
+        option = hydra_compose(CONFIG_NAME, overrides=[f"{key}={value}"])
+        return bool(option[key] == config[key])
+    saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
+    return bool(saved == value) or str(saved) == str(value)  # `precision.name=123` is a number

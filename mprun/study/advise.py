@@ -30,7 +30,7 @@ from mprun.config.compose import parse
 from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS
 from mprun.config.schema import OptimizerConfig
-from mprun.config.study_request import BASELINE, StudyRequest, variants
+from mprun.config.settings import BASELINE, StudyRequest, variants
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
 from mprun.precision import OpLists

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.config import Composed, Config, compose
-from mprun.config.quoting import as_text, quoted
+from mprun.config.reference import as_text, quoted
 from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
 from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward

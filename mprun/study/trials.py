@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mprun.config import Composed, compose
-from mprun.config.quoting import as_text, quoted
+from mprun.config.reference import as_text, quoted
 from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError
 from mprun.records.console import Moment, ProgressDisplay, ProgressView, duration
 from mprun.records.console.fitted_table import FittedTable, text_column

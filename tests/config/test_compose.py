@@ -321,25 +321,3 @@ def test_an_unset_interpolation_in_a_recipes_parameter_is_named() -> None:
     message = refusal("recipe.model.units=${nope}")
     assert "recipe.model.units=${nope}" in message
     assert "'nope' not found" in message
-
-
-OF_HYDRA = {
-    "hydra: {run: {dir: x}}": "sets hydra,",
-    "defaults: [{override /hydra/launcher: joblib}]": "sets hydra/launcher,",
-    "defaults: [/hydra/job_logging@_here_: none, _self_]": "sets hydra/job_logging@_here_,",
-    "# @package hydra.run\ndir: x": "sets hydra.run,",
-    "# @package _global_\nhydra/launcher: basic": "sets hydra/launcher,",
-}
-
-
-@pytest.mark.parametrize("content", OF_HYDRA)
-@pytest.mark.parametrize("group", ["preset", "recipe"])
-def test_a_file_of_options_sets_nothing_of_hydra_s(
-    group: str, content: str, tmp_path: Path
-) -> None:
-    (tmp_path / group).mkdir()
-    (tmp_path / group / "own.yaml").write_text(content, encoding="utf-8")
-    message = refusal(f"{group}=own", config_dir=tmp_path)
-    assert OF_HYDRA[content] in message
-    assert "legal there: fields of mprun" in message
-    assert str(tmp_path / group / "own.yaml") in message

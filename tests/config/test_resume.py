@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mprun.config import Composed, compose
-from mprun.config.resume import MAY_CHANGE
+from mprun.config.compose import MAY_CHANGE
 from mprun.errors import UsageError
 from mprun.records.run_folder import RunFolder
 

@@ -45,7 +45,7 @@ def test_a_command_knows_its_own_sections_alone() -> None:
         ("compare.mix=[???]", "compare.mix is a list"),
         ("seeds='0'", "seeds=0: legal is 1 or more"),
         ("~seeds=glob(*)", "nothing can be deleted; leave seeds out"),
-        ("seeds=1,2", "lists several values; a setting has one"),
+        ("seeds=1,2", "lists several values: a setting has one"),
     ],
 )
 def test_a_mistake_names_what_is_legal(word: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mprun.config.reference import options
-from mprun.config.study_request import modes, variants
+from mprun.config.settings import modes, variants
 from mprun.errors import UsageError
 
 
@@ -32,7 +32,7 @@ def test_modes_that_cannot_be_with_what_was_asked_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     some = ["fp32", "bf16_mixed", "fp16_mixed", "half_sr"]
-    monkeypatch.setattr("mprun.config.study_request.modes", lambda folder: some)
+    monkeypatch.setattr("mprun.config.settings.modes", lambda folder: some)
     listed = variants(["op_lists=hmp"])
     assert set(listed.overrides) == {"bf16_mixed", "fp16_mixed"}
     assert set(listed.left_out) == {"fp32", "half_sr"}

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
 from mprun import optim
 from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
-from mprun.errors import UsageError, first_line, hint, nearest
+from mprun.errors import UsageError, first_line, hint
 from mprun.optim import engines
 from mprun.optim.by_policy import low_precision, with_masters
 from mprun.precision import Policy
@@ -47,7 +47,6 @@ from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
 
-CLOSURE = "calls the loss several times in a step, and mprun calls it once"
 ANY = None  # The class takes arguments of any name
 
 
@@ -62,11 +61,9 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
     if not extends(kind, Optimizer):
         module, _, name = target.rpartition(".")
         known = [n for n, x in vars(sys.modules[module]).items() if extends(x, Optimizer)]
-        near = nearest(name, known)
-        meant = f"; did you mean {module}.{near}?" if near else ""
-        other = f": {', '.join(known)}" if known else ""
         raise UsageError(
-            f"train.optimizer.target={target} is not a torch.optim.Optimizer{meant or other}"
+            f"train.optimizer.target={target} is not a torch.optim.Optimizer; {legal}"
+            f"{hint(name, known)}"
         )
     refuse_closures(kind, f"train.optimizer.target={target}")
     return kind
@@ -75,7 +72,10 @@ def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimize
 def refuse_closures(kind: type[Optimizer], what: str) -> None:
     """Raise `UsageError` for an optimizer whose step needs a closure."""
     if issubclass(kind, torch.optim.LBFGS):
-        raise UsageError(f"{what}: {kind.__name__} {CLOSURE}; legal is every other optimizer")
+        raise UsageError(
+            f"{what}: {kind.__name__} calls the loss several times in a step, and mprun calls it "
+            "once; legal is every other optimizer"
+        )
 
 
 def arguments_of(kind: type[Optimizer]) -> list[str] | None:
@@ -105,10 +105,7 @@ def takes(kind: type[Optimizer], name: str) -> bool:
 def implementation(kind: type[Optimizer], args: Mapping[str, Any], fastest: str) -> str:
     """The implementation of a run with this class: forloop, foreach, fused, or own.
 
-    Args:
-        kind: the class.
-        args: the user's arguments, which win.
-        fastest: the fastest of PyTorch's implementations, as measured.
+    The user's arguments win over the fastest of PyTorch's implementations.
     """
     if not takes(kind, "foreach"):
         return "own"
@@ -130,7 +127,9 @@ def made_of_class(
         UsageError: the class at an import path refuses them.
     """
     given = options_of(config, kind)
-    options = {"lr": lr, **{name: _as_argument(value) for name, value in given.items()}}
+    # a list, which YAML has, as the tuple that optimizers take (betas)
+    own = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    options: dict[str, Any] = {"lr": lr, **own}
     if implementation not in ("own", "masters"):
         names = [n for n in ("foreach", "fused") if takes(kind, n)]
         # both are set: PyTorch picks foreach by itself on a GPU where neither is named
@@ -150,23 +149,8 @@ def made_of_class(
         ) from None
 
 
-def article(value: Any) -> str:
-    """What a function gave, by its class."""
-    return "nothing (a return is missing)" if value is None else f"a {type(value).__name__}"
-
-
-def _as_argument(value: Any) -> Any:
-    """A list, which YAML has, as the tuple that optimizers take (betas)."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
     """A sentence if the recipe's warm-up is longer than the planned optimizer steps.
-
-    Args:
-        train: the configuration.
-        steps: that are planned; None where only time ends the run.
-        given: the fields that the user set.
 
     Raises:
         UsageError: the user set such a warm-up.
@@ -234,16 +218,12 @@ def factor(
 
 
 def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
-    name = f"schedule(optimizer) of {type(recipe).__name__}"
     schedule = recipe.schedule(optimizer)
-    if not isinstance(schedule, LRScheduler):
+    # ReduceLROnPlateau needs a score, and mprun steps a schedule after each optimizer step
+    if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
         raise UsageError(
-            f"{name} gave {article(schedule)}; legal is a scheduler of torch.optim.lr_scheduler"
-        )
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise UsageError(
-            f"{name} returned ReduceLROnPlateau, which needs a score, and mprun steps a schedule "
-            "after each optimizer step; legal: any other of torch.optim.lr_scheduler"
+            f"schedule(optimizer) of {type(recipe).__name__} gave a {type(schedule).__name__}; "
+            "legal is a scheduler of torch.optim.lr_scheduler that needs no score"
         )
     return schedule
 
@@ -416,9 +396,7 @@ def build_optimizer(
             return _recipes_optimizer(recipe, model)
         return made_of_class(class_of(config), trained(model), config, lr, engine)
 
-    if speed.optimizer_impl != "masters":
-        return make()
-    return _with_masters(make, model, policy, seed)
+    return _with_masters(make, model, policy, seed) if engine == "masters" else make()
 
 
 def check_trainable(model: nn.Module, recipe: Recipe) -> None:
@@ -439,7 +417,9 @@ def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     name = f"optimizer(model) of {type(recipe).__name__}"
     optimizer = recipe.optimizer(model)
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"{name} gave {article(optimizer)}; legal is a torch.optim.Optimizer")
+        raise UsageError(
+            f"{name} gave a {type(optimizer).__name__}; legal is a torch.optim.Optimizer"
+        )
     refuse_closures(type(optimizer), name)
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -469,9 +449,9 @@ def _with_masters(
     with optim.float32_masters(model) as masters:
         inner = make()
     if isinstance(inner, optim.LowPrecisionOptimizer):
-        inner_kind = f"mprun.optim.{type(inner).__name__}"
+        name = type(inner).__name__
         raise UsageError(
-            f"{inner_kind} stores 16 bits itself and needs no float32 masters; "
-            f"legal is train.optimizer.name={type(inner).__name__.lower()}"
+            f"mprun.optim.{name} stores 16 bits itself and needs no float32 masters; legal is "
+            f"train.optimizer.name={name.lower()}"
         )
     return with_masters(policy, inner, masters, seed)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,10 @@ def build_precision(
     make: Callable[..., Precision] = Precision,
     combine: Combine = ALONE,
 ) -> Precision:
-    """What carries out the plan's policy.
+    """What carries out the plan's policy, with its caster and arithmetic unless others are given.
 
-    Args:
-        plan: the plan.
-        caster: replaces the plan's, which decides the dtypes of ops.
-        arithmetic: replaces the plan's, which decides whose kernels compute.
-        make: a function with the arguments of `Precision`.
-        combine: what processes with shards agree on norms and overflows by.
+    `make` has the arguments of `Precision`; processes with shards agree on norms and overflows by
+    `combine`.
     """
     return make(
         plan.policy,
@@ -139,13 +136,11 @@ def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     """
     debug, shared = plan.config.debug, ranks or Ranks()
 
-    def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
-        if not shared.any(bool(own)):
-            return []
-        return [finding for one in shared.gather(own) for finding in one]
+    def gathered(own: list[GemmFinding]) -> list[GemmFinding]:
+        return [*chain(*shared.gather(own))] if shared.any(bool(own)) else []
 
     action = guard_action(plan.config, plan.policy)
-    return guard_of(action, debug.guard_underflow, debug.guard_error, of_all_processes)
+    return guard_of(action, debug.guard_underflow, debug.guard_error, gathered)
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
@@ -162,10 +157,7 @@ def build_run(
 ) -> tuple[TrainingComponents, RunExceptions]:
     """The parts of a run, and the detection of floating-point exceptions in them.
 
-    Args:
-        plan: the plan.
-        report: prints a line; with `op_lists.verbose` each cast is reported.
-        layout: what this process holds of the model.
+    With `op_lists.verbose` each cast is given to `report`, which prints a line.
     """
     exceptions = build_exceptions(plan, layout.ranks)
     verbose = plan.op_lists is not None and plan.config.op_lists.verbose
@@ -244,13 +236,8 @@ def build_batches(
 ) -> tuple[Batches, Order]:
     """The batches of a part of the plan's data, and the order of its epochs.
 
-    Args:
-        plan: the plan.
-        data: the part.
-        size: samples of a batch in each process.
-        micro: samples of a forward pass.
-        shuffle: visit them in random order.
-        split: this process's part of each batch.
+    A batch has `size` samples in each process, a forward pass `micro`; `shuffle` visits them in
+    random order, and `split` says which part of each batch is this process's.
     """
     form, device, seed = batch_form(plan), plan.device, plan.config.seed
     if isinstance(data, TensorSet):
@@ -301,15 +288,8 @@ def build_model(
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
     layout.arrange(model, plan.policy)
     with layout.trainable(model):
-        optimizer = build_optimizer(
-            config.train.optimizer,
-            plan.recipe,
-            model,
-            plan.lr,
-            plan.policy,
-            plan.speed,
-            config.seed,
-        )
+        section, given = config.train.optimizer, (plan.lr, plan.policy, plan.speed, config.seed)
+        optimizer = build_optimizer(section, plan.recipe, model, *given)
     return model, optimizer
 
 
@@ -368,18 +348,11 @@ def effective(
 
     `param_dtype` and `accum_dtype` are those of the parameters outside of `precision.layers`. A
     moment that the optimizer does not store is computed in float32, so it is float32 here.
-
-    Args:
-        plan: the plan they were built from.
-        model: prepared by `precision`.
-        optimizer: of the model's parameters.
-        precision: carries the policy out.
     """
     row: dict[str, Any] = {**vars(requested(plan)), "tf32": tf32_is_on(plan.device)}
     named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
     outside = [p for n, p in named if dtype_of(n, plan.layers, "") == ""]
-    outside = outside or [p for _, p in named]
-    if outside:
+    if outside := outside or [p for _, p in named]:
         stored = _most((p.dtype, p.numel()) for p in outside)
         row["param_dtype"] = row["compute_dtype"] = dtype_name(stored)
     if trained := [p for p in outside if p.requires_grad]:
@@ -412,15 +385,14 @@ def initial_summary(
     elapsed_s: float = 0.0,
     effective: PrecisionRow | None = None,
 ) -> Summary:
-    """The summary of a run before its first step.
+    """The summary of a run before its first step, `elapsed_s` after its start-up began.
 
-    Args:
-        plan: the run's plan.
-        resolved: its configuration.
-        elapsed_s: seconds since the run's start-up began.
-        effective: the precision that is carried out; None: that of the plan's objects.
+    `effective` is the precision that is carried out; None: that of the plan's objects.
     """
-    config, splits = plan.config, plan.splits
+    config, splits, guard = plan.config, plan.splits, build_guard(plan)
+    unused = {*plan.recipe.ignores, *unused_by(plan.recipe)}
+    if plan.policy.gemms == "none":
+        unused |= {*GUARD}
     # on the CPU, where reading the value waits for no GPU
     scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
@@ -434,7 +406,7 @@ def initial_summary(
         seed=config.seed,
         precision=plan.policy.name,
         variant=variant_label(plan),
-        variant_hash=variant_hash(without_inert(config, resolved, _unused(plan))),
+        variant_hash=variant_hash(without_inert(config, resolved, unused)),
         requested=requested(plan),
         effective=effective or planned(plan),
         execution=plan.execution,
@@ -457,30 +429,16 @@ def initial_summary(
         batch_size=plan.batch.effective,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
         fp_exceptions=_fp_exceptions(plan),
-        guard=_guard(plan),
+        guard=None
+        if guard.action == "off"
+        else GuardRow(action=guard.action, thresholds=guard.thresholds, gemms=[]),
         warnings=list(plan.warnings),
         parallel=ParallelRow(
             kind=config.parallel.name if config.parallel.world_size > 1 else "none",
             world_size=config.parallel.world_size,
         ),
-        metric=Metric(
-            name=plan.recipe.METRIC[0],
-            higher_is_better=plan.recipe.METRIC[1] == "max",
-        ),
+        metric=Metric(name=plan.recipe.METRIC[0], higher_is_better=plan.recipe.METRIC[1] == "max"),
     )
-
-
-def _unused(plan: Plan) -> set[str]:
-    """Fields without effect that only the plan knows."""
-    unused = {*plan.recipe.ignores, *unused_by(plan.recipe)}
-    return unused | ({*GUARD} if plan.policy.gemms == "none" else set())
-
-
-def _guard(plan: Plan) -> GuardRow | None:
-    guard = build_guard(plan)
-    if guard.action == "off":
-        return None
-    return GuardRow(action=guard.action, thresholds=guard.thresholds, gemms=[])
 
 
 def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:

@@ -34,7 +34,7 @@ from mprun.precision.execution import (
 )
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.nested import to_dtype
-from mprun.precision.op_lists import OpLists, Unknown
+from mprun.precision.op_lists import OpLists
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.run_record import BatchRow
@@ -63,7 +63,7 @@ from mprun.train.assemble.recipe_loading import (
     record_of,
     source_of,
 )
-from mprun.train.data import DataRequest, LoadedSet, Splits, TensorSet
+from mprun.train.data import DataRequest, Splits
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger, unused_fields
 from mprun.train.loop import Limits
@@ -122,7 +122,7 @@ class Plan:
     @property
     def limits(self) -> Limits:
         """When the run ends."""
-        return _limits(self.config)
+        return limits_of(self.config)
 
     @property
     def planned_steps(self) -> int | None:
@@ -138,18 +138,18 @@ class Plan:
         return layer_rows(model, self.layers, self.policy) if self.layers else []
 
 
-def _limits(config: Config) -> Limits:
+def limits_of(config: Config) -> Limits:
+    """When a run ends."""
     return Limits(config.train.epochs, config.train.max_steps, config.train.max_time_s)
 
 
 def planned_steps(config: Config, splits: Splits, batch: BatchRow) -> int | None:
     """Optimizer steps if time does not run out, or None if only time ends the run."""
     micro_batches = splits.train.batches(batch.micro)
-    if micro_batches is None:
-        return _limits(config).planned_steps(None)
-    # the last step of an epoch takes the micro-batches that remain, so the quotient is rounded up
     per_step = batch.accumulate * config.parallel.world_size
-    return _limits(config).planned_steps(-(-micro_batches // per_step))
+    # the last step of an epoch takes the micro-batches that remain, so the quotient is rounded up
+    per_epoch = None if micro_batches is None else -(-micro_batches // per_step)
+    return limits_of(config).planned_steps(per_epoch)
 
 
 class Request(NamedTuple):
@@ -161,47 +161,6 @@ class Request(NamedTuple):
     earlier: Mapping[str, Any]  # `Plan.choices` of the run that is resumed, which are repeated
     resumed: bool
     untrusted: Path | None  # A folder whose code is not run
-
-
-class PlannedPrecision(NamedTuple):
-    """Step 1: what the configuration asks of the precision."""
-
-    policy: Policy
-    layers: dict[str, str]
-
-
-class PlannedExecution(NamedTuple):
-    """Step 3, on the device of step 2: how the policy is carried out, before kernels are timed."""
-
-    op_lists: OpLists | None
-    speed: SpeedChoice
-    notices: list[str]
-
-
-class PlannedData(NamedTuple):
-    """Step 4: what the run trains on and starts from."""
-
-    weights: Weights
-    splits: Splits
-    batch: BatchRow
-    notices: list[str]
-
-
-class PlannedSchedule(NamedTuple):
-    """Step 5: the learning rate of an optimizer and a schedule that can be made."""
-
-    lr: float
-    notices: list[str]
-
-
-class TimedChoices(NamedTuple):
-    """What the time of this machine's kernels decides, after all checks."""
-
-    execution: str
-    why_emulated: str | None
-    fp32_fallback: str
-    why_not_compiled: str | None
-    notices: list[str]
 
 
 @explain_mistakes("the run cannot be planned", only_users=True)
@@ -232,65 +191,63 @@ def make_plan(
     Raises:
         UsageError: see the package's text.
     """
-    resumed = bool(choices) if resumed is None else resumed
-    request, source = _request(config, given, choices or {}, resumed, untrusted, recipe)
-
-    precision = plan_precision(request)
-    device = choose_device(request.earlier.get("device", config.device))
-    execution = plan_execution(request, precision, device)
-    data = plan_data(request, precision, load)
-    schedule = plan_schedule(request, precision, execution, data)
-
-    timed = time_kernels(request, precision, device, execution.speed)
-    compiled = execution.speed.compile and timed.why_not_compiled is None
-    return Plan(
-        config=config,
-        recipe=request.recipe,
-        recipe_source=source,
-        policy=precision.policy,
-        device=device,
-        execution=timed.execution,
-        why_emulated=timed.why_emulated,
-        speed=replace(execution.speed, compile=compiled),
-        splits=data.splits,
-        batch=data.batch,
-        lr=schedule.lr,
-        layers=precision.layers,
-        op_lists=execution.op_lists,
-        weights=data.weights,
-        fp32_fallback=timed.fp32_fallback,
-        warnings=(
-            *_fields_without_effect(request, precision.policy),
-            *(*timed.notices, *execution.notices, *data.notices),
-            *_decided_by_loader(given, data.splits),
-            *schedule.notices,
-        ),
-        why_not_compiled=timed.why_not_compiled,
-        untrusted=request.untrusted,
-    )
-
-
-def _request(
-    config: Config,
-    given: Sequence[str],
-    earlier: Mapping[str, Any],
-    resumed: bool,
-    untrusted: Path | None,
-    recipe: Recipe | None,
-) -> tuple[Request, RecipeSource | None]:
-    """The request with its recipe, and the recipe's file."""
     check_logger(config.logger.name, config.logger.mode == "online")
     if untrusted is None and config.run.resume is not None and not config.run.trust:
         untrusted = record_of(Path(config.run.resume))
     # before the recipe is imported: a file that was changed since the run began must not run
     source = source_of(config)
     recipe = recipe or recipe_of(config, untrusted)
-    return Request(config, given, recipe, earlier, resumed, untrusted), source
+    resumed = bool(choices) if resumed is None else resumed
+    request = Request(config, given, recipe, choices or {}, resumed, untrusted)
+
+    policy, layers = plan_precision(config, recipe)
+    device = choose_device(request.earlier.get("device", config.device))
+    # speed=plain times no kernel: here only an execution that is impossible is reported
+    choose_carrier(request, policy, layers, device, "plain")
+    op_lists = choose_op_lists(config, device, resumed)
+    speed = choose_speed(request, policy, layers, device)
+    list_notices = notices_of_lists(config, device, resumed, op_lists)
+    data = plan_data(request, policy, layers, load)
+    lr, warmup = plan_schedule(request, policy, layers, speed, data)
+
+    carrier = choose_carrier(request, policy, layers, device, config.speed.name)
+    fallback = request.earlier.get("fp32_fallback")
+    if fallback is None:
+        fallback = choose_fp32_fallback(config.speed.name, policy, carrier.name, device)
+    not_compiled = why_not_compiled(config, carrier.name, fallback)
+    notices = [
+        *_fields_without_effect(request, policy),
+        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
+        carrier.why_emulated if carrier.is_choice else None,
+        *list_notices,
+        *data.notices,
+        *_decided_by_loader(given, data.splits),
+        warmup,
+    ]
+    return Plan(
+        config=config,
+        recipe=recipe,
+        recipe_source=source,
+        policy=policy,
+        device=device,
+        execution=carrier.name,
+        why_emulated=carrier.why_emulated,
+        speed=replace(speed, compile=speed.compile and not_compiled is None),
+        splits=data.splits,
+        batch=data.batch,
+        lr=lr,
+        layers=layers,
+        op_lists=op_lists,
+        weights=data.weights,
+        fp32_fallback=fallback,
+        warnings=tuple(text for text in notices if text is not None),
+        why_not_compiled=not_compiled,
+        untrusted=untrusted,
+    )
 
 
-def plan_precision(request: Request) -> PlannedPrecision:
+def plan_precision(config: Config, recipe: Recipe) -> tuple[Policy, dict[str, str]]:
     """Step 1: the policy, and the modules with a precision of their own."""
-    config, recipe = request.config, request.recipe
     policy = build_policy(config)
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
@@ -298,7 +255,7 @@ def plan_precision(request: Request) -> PlannedPrecision:
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)
     check_parallel(config, recipe, policy)
-    return PlannedPrecision(policy, layers)
+    return policy, layers
 
 
 @as_usage_error()
@@ -311,31 +268,45 @@ def choose_device(wanted: str) -> torch.device:
     return devices.find(wanted)
 
 
-def plan_execution(
-    request: Request, precision: PlannedPrecision, device: torch.device
-) -> PlannedExecution:
-    """Step 3: op lists, memory format and optimizer kernels, and whether the execution exists."""
-    config, (policy, layers) = request.config, precision
-    # speed=plain times no kernel: here only an execution that is impossible is reported
-    _execution(request, precision, device, "plain")
-    op_lists = choose_op_lists(config, device, request.resumed)
-    low = stores_low_precision(policy, layers, config.train.optimizer)
-    speed = choose_speed(request, policy, device, low)
-    displaced = displaced_ops(config, device, request.resumed)
-    notices = [displaced] if displaced is not None else []
-    return PlannedExecution(
-        op_lists, speed, notices + (unknown_names(op_lists.unknown) if op_lists else [])
-    )
+@as_usage_error()
+def choose_carrier(
+    request: Request, policy: Policy, layers: Mapping[str, str], device: torch.device, speed: str
+) -> ExecutionChoice:
+    """Step 3: native kernels or emulation; `speed` other than plain times kernels."""
+    wanted = request.earlier.get("execution", request.config.execution)
+    guard = guard_action(request.config, policy)
+    return choose_execution(wanted, policy, device, speed, layers.values(), guard)
 
 
-def plan_data(request: Request, precision: PlannedPrecision, load: Load) -> PlannedData:
+def notices_of_lists(
+    config: Config, device: torch.device, resumed: bool, lists: OpLists | None
+) -> list[str | None]:
+    """What the user has to know of the op lists: ops that moved, and names that no op has."""
+    unknown = [] if lists is None else lists.unknown
+    rest = len(unknown) - 20  # a list for another version of PyTorch may have hundreds
+    more = [f"{rest} more names of unknown ops"] if rest > 0 else []
+    return [displaced_ops(config, device, resumed), *map(str, unknown[:20]), *more]
+
+
+class PlannedData(NamedTuple):
+    """Step 4: what the run trains on and starts from."""
+
+    weights: Weights
+    splits: Splits
+    batch: BatchRow
+    notices: list[str | None]
+
+
+def plan_data(
+    request: Request, policy: Policy, layers: Mapping[str, str], load: Load
+) -> PlannedData:
     """Step 4: initial weights, samples and the sizes of batches."""
     config, recipe, weights = request.config, request.recipe, DRAWN
     if config.speed.name != "plain":
         steady_heap()  # for the process's memory from here on, so before the first large tensors
     if config.train.init_from is not None and not request.resumed:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
-    splits = as_stored(load(recipe, data_request(config)), recipe, precision.policy)
+    splits = as_stored(load(recipe, data_request(config)), recipe, policy)
     if splits.train.is_empty:
         raise UsageError(f"{splits.name} has no training sample")
     own = splits.train.own_batch_size
@@ -344,62 +315,46 @@ def plan_data(request: Request, precision: PlannedPrecision, load: Load) -> Plan
         batch = with_effective(batch, whole, config.parallel.world_size, own)
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
-    notices = [capped, splits.notice, range_warning(weights, *precision)]
-    return PlannedData(weights, splits, batch, [text for text in notices if text is not None])
+    notices = [capped, splits.notice, range_warning(weights, policy, layers)]
+    return PlannedData(weights, splits, batch, notices)
 
 
 def plan_schedule(
-    request: Request, precision: PlannedPrecision, execution: PlannedExecution, data: PlannedData
-) -> PlannedSchedule:
-    """Step 5: the learning rate, once optimizer, schedule and warm-up are known to be possible."""
-    config = request.config
-    _check_schedule(config, data.splits.train)
-    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
-    # after the data, because the functions of a recipe's file may share what data() has read
-    check_optimizer(config, request.recipe, *precision, execution.speed, lr)
-    steps = planned_steps(config, data.splits, data.batch)
-    warmup = warmup_warning(config.train, steps, request.given)
-    return PlannedSchedule(lr, [] if warmup is None else [warmup])
+    request: Request,
+    policy: Policy,
+    layers: Mapping[str, str],
+    speed: SpeedChoice,
+    data: PlannedData,
+) -> tuple[float, str | None]:
+    """Step 5: the learning rate, and a warning about the warm-up, of a schedule that is possible.
 
-
-def time_kernels(
-    request: Request, precision: PlannedPrecision, device: torch.device, speed: SpeedChoice
-) -> TimedChoices:
-    """Native kernels or emulation; a resumed run repeats its choices, and nothing is timed."""
-    config = request.config
-    choice = _execution(request, precision, device, config.speed.name)
-    fallback = request.earlier.get("fp32_fallback")
-    if fallback is None:
-        fallback = choose_fp32_fallback(config.speed.name, precision.policy, choice.name, device)
-    not_compiled = why_not_compiled(config, choice.name, fallback)
-    notices = [
-        f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
-        choice.why_emulated if choice.is_choice else None,
-    ]
-    known = [text for text in notices if text is not None]
-    return TimedChoices(choice.name, choice.why_emulated, fallback, not_compiled, known)
-
-
-def _execution(
-    request: Request, precision: PlannedPrecision, device: torch.device, speed: str
-) -> ExecutionChoice:
-    config, (policy, layers) = request.config, precision
-    wanted, guard = request.earlier.get("execution", config.execution), guard_action(config, policy)
-    with as_usage_error():
-        return choose_execution(wanted, policy, device, speed, layers.values(), guard)
-
-
-def choose_speed(request: Request, policy: Policy, device: torch.device, low: bool) -> SpeedChoice:
-    """Memory format and optimizer kernels; a resumed run repeats its own.
-
-    Args:
-        request: what is planned.
-        policy: the mode.
-        device: where.
-        low: whether the optimizer writes anything in 16 bits.
+    Raises:
+        UsageError: the optimizer cannot be made, or the schedule needs a known number of steps.
     """
+    config, train = request.config, request.config.train
+    if (
+        train.scheduler != "none"
+        and train.max_steps is None
+        and data.splits.train.batches(1) is None
+    ):
+        raise UsageError(
+            f"train.scheduler={train.scheduler} needs a planned number of steps, and the training "
+            "data do not say how many batches an epoch has: set train.max_steps"
+        )
+    lr = train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
+    # after the data, because the functions of a recipe's file may share what data() has read
+    check_optimizer(config, request.recipe, policy, layers, speed, lr)
+    steps = planned_steps(config, data.splits, data.batch)
+    return lr, warmup_warning(train, steps, request.given)
+
+
+def choose_speed(
+    request: Request, policy: Policy, layers: Mapping[str, str], device: torch.device
+) -> SpeedChoice:
+    """Memory format and optimizer kernels; a resumed run repeats its own."""
     config, recipe, earlier = request.config, request.recipe, request.earlier
     optimizer = config.train.optimizer
+    low = stores_low_precision(policy, layers, optimizer)
     named = "adamw" if import_path(optimizer) in FUSED else optimizer.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, request.untrusted)
@@ -500,23 +455,6 @@ def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
     for key, parts in loaders.items():
         if key in given and parts and all(part.own_batch_size is not None for part in parts):
             yield f"{key} has no effect: the recipe's DataLoader has its own"
-
-
-def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
-    """Raise `UsageError` for a schedule over an unknown number of steps."""
-    scheduler, steps = config.train.scheduler, config.train.max_steps
-    if scheduler != "none" and steps is None and train.batches(1) is None:
-        raise UsageError(
-            f"train.scheduler={scheduler} needs a planned number of steps, and the training "
-            "data do not say how many batches an epoch has: set train.max_steps"
-        )
-
-
-def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
-    """A sentence for each of the first 20 names that no op has, and one for the rest."""
-    rest = len(unknown) - 20  # a list for another version of PyTorch may have hundreds
-    more = [f"{rest} more names of unknown ops"] if rest > 0 else []
-    return [*map(str, unknown[:20]), *more]
 
 
 def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:

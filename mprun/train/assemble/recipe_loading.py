@@ -24,7 +24,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -41,9 +41,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mprun.config import Config
-from mprun.config.quoting import quoted
 from mprun.config.recipe_file import read_source
-from mprun.config.reference import describe_type
+from mprun.config.reference import describe_type, quoted
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
@@ -76,32 +75,23 @@ def source_of(config: Config) -> RecipeSource | None:
     """
     if config.recipe.file is None:
         return None
-    resume = config.run.resume
+    path, resume = Path(config.recipe.file), config.run.resume
+    if resume is None:
+        return file_source(path)
+    copy = f"the run's copy is {Path(resume) / COPY}"
     try:
-        source = file_source(Path(config.recipe.file))
+        source = file_source(path)
     except UsageError as error:
-        if resume is None:
-            raise
-        raise UsageError(f"run.resume={resume}: {error}; put it back: {_copy_in(resume)}") from None
-    if resume is not None:
-        sha256 = _recorded_sha256(Path(resume))
-        if sha256 not in (None, source.sha256):
-            raise UsageError(
-                f"run.resume={resume}: {source.path} was changed since the run began; put it "
-                f"back as it was ({_copy_in(resume)}), or begin a new run with it"
-            )
+        raise UsageError(f"run.resume={resume}: {error}; put it back: {copy}") from None
+    sha256 = None
+    with suppress(MprunError):  # a run killed at once has no summary
+        sha256 = read_summary(Path(resume)).recipe_sha256
+    if sha256 not in (None, source.sha256):
+        raise UsageError(
+            f"run.resume={resume}: {path} was changed since the run began; put it back as it was "
+            f"({copy}), or begin a new run with it"
+        )
     return source
-
-
-def _recorded_sha256(run: Path) -> str | None:
-    try:
-        return read_summary(run).recipe_sha256
-    except MprunError:  # a run killed at once has no summary
-        return None
-
-
-def _copy_in(resume: str) -> str:
-    return f"the run's copy is {Path(resume) / COPY}"
 
 
 def load_recipe(
@@ -119,10 +109,16 @@ def load_recipe(
         file: the recipe's Python file, or None.
     """
     if file is None:
-        kind = _import_recipe(target, untrusted)
+        legal = "write module.Class of a recipe that can be imported from here"
+        kind = imported("recipe.target", target, untrusted, legal)
+        if not (extends(kind, Recipe) and "__dataclass_fields__" in vars(kind)):
+            raise UsageError(
+                f"recipe.target={target} is not a dataclass that extends mprun.recipe.Recipe; "
+                f"{legal}"
+            )
     else:
         kind = class_in(Path(file), target, untrusted)
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(kind)]
     for name, value in parameters.items():
         if name not in known:
             raise UsageError(
@@ -164,17 +160,6 @@ def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
     return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
-def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
-    """The class at an import path."""
-    legal = "write module.Class of a recipe that can be imported from here"
-    kind = imported("recipe.target", target, untrusted, legal)
-    if extends(kind, Recipe) and "__dataclass_fields__" in vars(kind):
-        return kind
-    raise UsageError(
-        f"recipe.target={target} is not a dataclass that extends mprun.recipe.Recipe; {legal}"
-    )
-
-
 # ---- its data ------------------------------------------------------------------------------------
 
 
@@ -182,19 +167,10 @@ def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; an error in the recipe's own code becomes one line."""
     with explain_mistakes(f"the data of {type(recipe).__name__} cannot be made"):
         # a recipe in a user's file may write data() without a parameter
-        parts = recipe.data(request) if _takes_request(recipe) else recipe.data()  # type: ignore[call-arg]
-        return as_splits(parts, _name_of(recipe), request)
-
-
-def _takes_request(recipe: Recipe) -> bool:
-    """Whether `data` has a parameter."""
-    return bool(inspect.signature(recipe.data).parameters)
-
-
-def _name_of(recipe: Recipe) -> str:
-    """The stem of the file that the recipe is from."""
-    module = sys.modules.get(type(recipe).__module__)
-    return Path(getattr(module, "__file__", None) or type(recipe).__name__).stem
+        arguments = [request] if inspect.signature(recipe.data).parameters else []
+        module = sys.modules.get(type(recipe).__module__)
+        name = Path(getattr(module, "__file__", None) or type(recipe).__name__).stem
+        return as_splits(recipe.data(*arguments), name, request)
 
 
 def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
@@ -281,14 +257,16 @@ def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[N
         sys.meta_path.remove(finder)
 
 
+@dataclass(frozen=True)
 class _AnnouncingFinder(MetaPathFinder):
     """Finds what the other finders find, and looks at it.
 
     Which file a name leads to is decided while it is imported, package by package.
     """
 
-    def __init__(self, what: str, untrusted: Path | None, target: str) -> None:
-        self._what, self._untrusted, self._target = what, untrusted, target
+    what: str
+    untrusted: Path | None
+    target: str
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -297,10 +275,10 @@ class _AnnouncingFinder(MetaPathFinder):
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.has_location and spec.origin is not None:
-            refuse_untrusted(self._what, Path(spec.origin), self._untrusted)
+            refuse_untrusted(self.what, Path(spec.origin), self.untrusted)
             # the packages that lead to the class are the user's; what they import is not announced
-            if self._target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
-                note(f"{self._what} runs the code of {spec.origin}")
+            if self.target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
+                note(f"{self.what} runs the code of {spec.origin}")
         return spec
 
 
@@ -360,11 +338,7 @@ def record_of(run: Path) -> Path:
 
 
 NEEDED = ("model", "data")
-# The functions of a file that are a recipe's
-FUNCTIONS = (
-    *NEEDED,
-    *("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample"),
-)
+OPTIONAL = ("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample")
 
 
 @dataclass(frozen=True)
@@ -380,15 +354,9 @@ class RecipeSource:
         return hashlib.sha256(self.content).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    source: RecipeSource
-    module: ModuleType
-
-
 # The files that ran in this process. Each runs once, so the recorded SHA-256 is that of the code
 # that trains, although the file may be edited during a long study.
-_loaded: dict[Path, _Loaded] = {}
+_loaded: dict[Path, tuple[RecipeSource, ModuleType]] = {}
 
 
 def file_source(path: Path) -> RecipeSource:
@@ -398,15 +366,15 @@ def file_source(path: Path) -> RecipeSource:
         UsageError: there is no such file.
     """
     if path in _loaded:
-        return _loaded[path].source
+        return _loaded[path][0]
     return RecipeSource(path, read_source(path))
 
 
 def forget_changed() -> None:
     """Let files that were changed since they ran in this process run again when they are named."""
-    for path, loaded in list(_loaded.items()):
-        if not path.is_file() or read_source(path) != loaded.source.content:
-            del _loaded[path], sys.modules[loaded.module.__name__]
+    for path, (source, module) in list(_loaded.items()):
+        if not path.is_file() or read_source(path) != source.content:
+            del _loaded[path], sys.modules[module.__name__]
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
@@ -422,22 +390,20 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
     """
     module = module_in(path, untrusted)
     classes = _classes(module)
-    if name:
-        if name not in classes:
-            legal = f"; legal: {', '.join(classes)}" if classes else ""
-            raise UsageError(
-                f"recipe={path}:{name}: the file has no class {name} that extends mprun.Recipe"
-                f"{hint(name, classes)}{legal}"
-            )
-        return _as_dataclass(classes[name], path)
-    if len(classes) > 1:
+    if name and name not in classes:
+        legal = f"; legal: {', '.join(classes)}" if classes else ""
+        raise UsageError(
+            f"recipe={path}:{name}: the file has no class {name} that extends mprun.Recipe"
+            f"{hint(name, classes)}{legal}"
+        )
+    if len(classes) > 1 and not name:
         raise UsageError(
             f"recipe={path}: the file has several recipes; name one of them: "
             + ", ".join(f"recipe={path}:{one}" for one in classes)
         )
-    if classes:
-        return _as_dataclass(next(iter(classes.values())), path)
-    return of_functions(module, path)
+    if not classes:
+        return of_functions(module, path)
+    return _as_dataclass(classes[name or next(iter(classes))], path)
 
 
 # ---- running the file ----------------------------------------------------------------------------
@@ -455,7 +421,7 @@ def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Mo
         UsageError: it cannot be read or run.
     """
     if path in _loaded:
-        return _loaded[path].module
+        return _loaded[path][1]
     source = file_source(path)
     module = ModuleType(_module_name(path), None)
     module.__file__ = str(path)
@@ -470,18 +436,16 @@ def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Mo
         with announced(f"{prefix}{path}", untrusted):
             # dont_inherit: this module's `annotations` import is not the user's
             exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
+        _loaded[path] = (source, module)
     except MprunError:
-        del sys.modules[module.__name__]
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or call exit()
-        del sys.modules[module.__name__]
         raise UsageError(
             f"{prefix}{path} cannot be loaded: {described(error)}; correct the file"
         ) from None
-    except BaseException:  # Ctrl-C
-        del sys.modules[module.__name__]
-        raise
-    _loaded[path] = _Loaded(source, module)
+    finally:
+        if path not in _loaded:  # Ctrl-C too
+            del sys.modules[module.__name__]
     return module
 
 
@@ -542,14 +506,11 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
                 raise UsageError(
                     f"{path}: {base.__name__} cannot have these fields ({first_line(error)})"
                 ) from None
-    for field in fields(kind):  # type: ignore[arg-type]
-        name = field.name
+    for name in (field.name for field in fields(kind)):  # type: ignore[arg-type]
         if hasattr(Recipe, name):
-            is_value = not callable(getattr(Recipe, name))
-            fix = f"write it without a type: {name} = ..." if is_value else "give it another name"
             raise UsageError(
                 f"{path}: the parameter {kind.__name__}.{name} has the name of a part of "
-                f"mprun.Recipe; {fix}"
+                f"mprun.Recipe; give it another name, or set the part without a type: {name} = ..."
             )
     return kind
 
@@ -563,9 +524,8 @@ def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
     Raises:
         UsageError: one is missing, or is no function.
     """
-    functions: dict[str, Any] = {
-        name: vars(module)[name] for name in FUNCTIONS if name in vars(module)
-    }
+    own = vars(module)
+    functions: dict[str, Any] = {n: own[n] for n in (*NEEDED, *OPTIONAL) if n in own}
     for name in NEEDED:
         if name not in functions:
             near = hint(name, [n for n in vars(module) if not n.startswith("_")])
@@ -574,19 +534,23 @@ def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
                 "functions model() and data(), and loss(output, batch) unless the output brings "
                 "a loss, or a class that extends mprun.Recipe"
             )
+    methods: dict[str, Any] = {}
     for name, value in functions.items():  # any object can have such a name
         if not callable(value) or isinstance(value, type):
             raise UsageError(
                 f"recipe={path}: {name} is {str(value)[:40]}; legal is a function {name}"
             )
-    methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
-    methods["data"] = _data_method(functions["data"], path.stem)
+        methods[name] = _method(value)
+    methods |= {
+        "data": _data_method(functions["data"], path.stem),
+        # data() has no parameter, so these fields and the seed cannot reach it
+        "ignores": frozenset({"data.source", "data.root", "data.fallback"}),
+        "draws_data": False,
+        "__module__": module.__name__,
+        "__doc__": module.__doc__,
+    }
     if hasattr(module, "METRIC"):
         methods["METRIC"] = module.METRIC
-    # data() has no parameter, so these fields and the seed cannot reach it
-    methods |= {"ignores": frozenset({"data.source", "data.root", "data.fallback"})}
-    methods |= {"draws_data": False}
-    methods |= {"__module__": module.__name__, "__doc__": module.__doc__}
     return dataclass(frozen=True)(type(path.stem, (Recipe,), methods))
 
 
@@ -630,6 +594,12 @@ def given_recipe(
     Raises:
         UsageError: something of it cannot be used.
     """
+
+    def copied() -> nn.Module:
+        own = copy.deepcopy(model).cpu()  # each mode trains its own; the caller's stays as it is
+        own.zero_grad(set_to_none=True)
+        return own
+
     if not isinstance(model, nn.Module):
         raise UsageError(f"check: model is a {type(model).__name__}; legal is a torch.nn.Module")
     # a scalar of a batch has no samples; the others should agree on their number
@@ -649,7 +619,7 @@ def given_recipe(
     name = type(model).__name__
     module = ModuleType(name, f"{name}, given in Python")
     functions: dict[str, Any] = vars(module)
-    functions["model"] = lambda: _copied(model)
+    functions["model"] = copied
     functions["data"] = lambda: {"train": train, "validation": None}
     if loss is not None:
         functions["loss"] = lambda output, b: loss(output, b if isinstance(b, Mapping) else b[-1])
@@ -665,10 +635,3 @@ def given_recipe(
         "train.lr=0.001",  # PyTorch's own for AdamW
         f"train.batch_size={max(sizes)}",  # the batch is all of the training data
     ]
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy on the CPU without gradients."""
-    copied = copy.deepcopy(model).cpu()  # each mode trains its own; the caller's stays as it is
-    copied.zero_grad(set_to_none=True)
-    return copied

@@ -55,16 +55,11 @@ def test_checksums_are_of_different_files_and_each_has_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "content"),
-    [
-        ("truncated", lambda b: b[:-1]),
-        ("truncated", lambda b: b""),
-        ("too long", lambda b: b + b"?"),
-        ("corrupt", lambda b: b[:-1] + bytes([b[-1] ^ 1])),
-    ],
+    "content",
+    [lambda b: b"", lambda b: b + b"?", lambda b: b[:-1] + bytes([b[-1] ^ 1])],
 )
 def test_damage_is_told_with_both_sizes_and_checksums(
-    root: Path, published: dict[str, bytes], kind: str, content: Callable[[bytes], bytes]
+    root: Path, published: dict[str, bytes], content: Callable[[bytes], bytes]
 ) -> None:
     good, path = published[IMAGES], root / "MNIST" / "raw" / IMAGES
     bad = content(good)
@@ -73,7 +68,7 @@ def test_damage_is_told_with_both_sizes_and_checksums(
     assert first == sources.FileState(
         path,
         "damaged",
-        f"{kind}: {len(bad)} bytes with SHA-256 {sha256(bad).hexdigest()}, "
+        f"{len(bad)} bytes with SHA-256 {sha256(bad).hexdigest()}, "
         f"expected {len(good)} bytes with SHA-256 {sha256(good).hexdigest()}",
     )
     assert {f.state for f in others} == {"ok"}

@@ -54,7 +54,7 @@ def test_a_damaged_file_is_refused_with_the_command_that_mends_it(root: Path, fi
     with pytest.raises(UsageError) as caught:
         image_splits("MNIST", DataRequest(root=str(root), fallback=True))
     message = str(caught.value)
-    assert message.startswith(f"{path} is damaged: truncated: ")
+    assert message.startswith(f"{path} is damaged: ")
     assert message.endswith(f"; repair it with `mprun data fetch MNIST data.root={root}`")
 
 
@@ -254,7 +254,7 @@ def test_a_server_that_speaks_no_http(
         handler.wfile.write(b"hello\r\n\r\n")
 
     monkeypatch.setattr(server.RequestHandlerClass, "do_GET", garble)
-    with pytest.raises(sources.DownloadError, match=r"^the server's response is invalid: hello$"):
+    with pytest.raises(sources.DownloadError, match=r"^hello$"):
         sources.download("MNIST", tmp_path)
 
 
