@@ -29,7 +29,6 @@ from mprun.precision.formats import (
 from mprun.precision.gemm_guard import (
     MIN_ROW,
     NO_GUARD,
-    THRESHOLDS,
     ActiveGuard,
     Factor,
     GemmFinding,
@@ -321,10 +320,6 @@ def test_thresholds_decide() -> None:
     assert steps("fp8_tensorwise", planted(outlier=1e5), guard=generous).guard.rows == []
     strict = guard_of("promote", underflow=0.0)
     assert steps("nvfp4", planted(), guard=strict).guard.rows
-
-
-def test_defaults_of_8_bits_are_those_of_nvidia() -> None:
-    assert THRESHOLDS[8] == Loss(0.05, 1e-4)
 
 
 # ---- counting ------------------------------------------------------------------------------------

@@ -105,13 +105,6 @@ def test_a_power_of_two_changes_no_bit_of_the_gradients(scale: float) -> None:
             assert torch.equal(a, b)
 
 
-def test_clipping_sees_unscaled_gradients() -> None:
-    plain = gradients(NoLossScale(), Clip(0.1))
-    scaled = gradients(StaticLossScale(1024.0, CPU), Clip(0.1))
-    for a, b in zip(plain, scaled, strict=True):
-        assert torch.equal(a, b)
-
-
 @each("planted", [math.inf, -math.inf, math.nan])
 def test_an_overflow_skips_the_step_and_nothing_else(planted: float) -> None:
     for loss_scale, after in (
@@ -143,15 +136,6 @@ def test_a_run_ends_at_the_floor_and_after_many_skips_in_a_row() -> None:
     assert static.failure_reason(1024.0, STATIC_PATIENCE - 1) is None
     assert "loss_scale=dynamic" in str(static.failure_reason(1024.0, STATIC_PATIENCE))
     assert NoLossScale().failure_reason(1.0, 10**6) is None
-
-
-def test_state_goes_round() -> None:
-    rule = DynamicRule(interval=3)
-    a, b = (DynamicLossScale(s, rule, CPU) for s in (8.0, 1.0))
-    a._tracker = torch.tensor(2, dtype=torch.int32)
-    b.load_state_dict(a.state_dict())
-    no_overflow = torch.tensor(0.0)
-    assert next_state(b.tensor, b._tracker, no_overflow, rule)[0].item() == 16.0
 
 
 # ---- several optimizers, unscale apart from step: as GradScaler does ----
