@@ -23,7 +23,7 @@ from mprun.precision import (
     op_lists,
 )
 from mprun.precision.apply import NOT_SCALED
-from mprun.precision.convert import convert
+from mprun.precision.layers import convert
 from tests.each import each
 from tests.precision.test_policy import policy
 

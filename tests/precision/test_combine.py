@@ -19,7 +19,6 @@ from mprun.precision import (
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoLossScale,
     Precision,
     StaticLossScale,
 )
@@ -74,7 +73,7 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Make]] = {
     "torch": (torch.float32, lambda p: torch.optim.SGD([p], lr=2.0**-6)),
 }
 SCALES: dict[str, Callable[[], LossScale]] = {
-    "none": NoLossScale,
+    "none": LossScale,
     "static": lambda: StaticLossScale(8.0, CPU),
     "dynamic": lambda: DynamicLossScale(8.0, DynamicRule(), CPU),
 }

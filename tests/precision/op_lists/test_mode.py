@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -477,23 +476,6 @@ def test_disable_casts_compiles_in_one_graph(kind: str, backend: str) -> None:
         assert same(a.detach(), b.detach())
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
-)
-@pytest.mark.usefixtures("fresh_compiler")
-def test_inductor_s_code_computes_in_the_dtypes_of_the_region() -> None:
-    model, x = seeded(Switching), normal(5, 6)
-    compiled = torch.compile(model, fullgraph=True)
-    with caster().region(), torch.no_grad():
-        expected, ours = model(x), compiled(x)
-    assert [y.dtype for y in ours] == SWITCHED
-    for a, b in zip(ours, expected, strict=True):
-        # Sums of 6 and 15 products in another order and in float32 between two layers, where the
-        # plain code rounds to 16 bits: two units.
-        eps = 2 * torch.finfo(a.dtype).eps
-        torch.testing.assert_close(a, b, rtol=eps, atol=4 * eps)
-
-
 # ---- run again in the backward pass --------------------------------------------------------------
 
 
@@ -528,84 +510,6 @@ def test_recomputed_code_is_cast_as_it_was(reentrant: bool) -> None:
     ours.backward(ours.forward(Outer(), normal(4, 8).requires_grad_()).sum())
     assert seen == [BF16, FP32, FP32] * 2
     assert no_mode_is_left()
-
-
-class Gate(torch.autograd.Function):
-    """A gate that keeps what its forward pass computed; says what it computed in."""
-
-    seen: list[tuple[str, torch.dtype]] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        product = torch.matmul(x, w)
-        gate = torch.sigmoid(product)
-        ctx.save_for_backward(x, w, gate)
-        Gate.seen.append(("forward", product.dtype))
-        return gate
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, w, gate = ctx.saved_tensors
-        inner = (grads[0] * gate * (1 - gate)).to(x.dtype)
-        to_x, to_w = torch.matmul(inner, w.T), torch.matmul(x.T, inner)
-        Gate.seen.append(("backward", to_x.dtype))
-        return to_x, to_w
-
-
-class Outer(nn.Module):
-    """A body with one weight, run again in the backward pass where `reentrant` is not None."""
-
-    def __init__(self, body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> None:
-        super().__init__()
-        self.w = nn.Parameter(normal(6, 6, seed=3))
-        self.body = body
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        if self.reentrant is None:
-            return self.body(x, self.w)
-        return checkpoint(self.body, x, self.w, use_reentrant=self.reentrant)
-
-
-def of_outer(body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> Tensor:
-    """The gradient of the weight of `Outer`."""
-    ours, model = precision(caster()), Outer(body, reentrant)
-    ours.backward(ours.forward(model, normal(5, 6).requires_grad_()).sum())
-    return gradients(model)["w"]
-
-
-def test_a_custom_function_is_cast_forward_and_not_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Gate, "seen", [])
-    assert of_outer(Gate.apply, None).abs().sum() > 0
-    assert Gate.seen == [("forward", BF16), ("backward", FP32)]
-
-
-@pytest.mark.representative("False")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_custom_function_that_is_run_again_is_cast_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, reentrant: bool
-) -> None:
-    """Its forward code records no graph, in the backward pass neither."""
-    expected = of_outer(Gate.apply, None)
-    monkeypatch.setattr(Gate, "seen", [])
-    assert torch.equal(of_outer(Gate.apply, reentrant), expected)
-    assert Gate.seen == [("forward", BF16)] * 2 + [("backward", FP32)]
-
-
-@pytest.mark.representative("True")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_code_without_graph_that_is_run_again_is_cast_as_it_was(reentrant: bool) -> None:
-    """A mask of the products that are bfloat16 numbers: all of them, where they are cast."""
-
-    def masked(x: Tensor, w: Tensor) -> Tensor:
-        with torch.no_grad():
-            product = torch.matmul(x, w).float()
-            mask = product == product.to(BF16).float()
-        return torch.matmul(x, w) * mask
-
-    assert torch.equal(of_outer(masked, reentrant), of_outer(masked, None))
 
 
 class Descent(torch.optim.Optimizer):
