@@ -22,8 +22,8 @@ from torch import Tensor
 from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
 from mprun.precision import devices, rounding
+from mprun.precision.loss_scale import Combine
 from mprun.precision.rounding import round_nearest
-from mprun.precision.update import Combine
 
 
 def second_name(second: str | None, storage: Storage) -> str:

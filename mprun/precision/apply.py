@@ -40,15 +40,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision._torch import is_compiled
+from mprun.precision._torch_switches import backend_flags
 from mprun.precision.arithmetic import (
     Arithmetic,
     NativeArithmetic,
     OpSubstitution,
     with_lstm_fallback,
 )
-from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster
-from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.execution import (
     chosen_arithmetic,
     chosen_caster,
@@ -59,19 +58,19 @@ from mprun.precision.execution import (
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
+    accumulate_in,
     check_rounding,
+    convert,
     keep_layers,
     layer_precisions,
     resolve,
     with_layer_formats,
 )
-from mprun.precision.loss_scale import LossScale
+from mprun.precision.loss_scale import ALONE, BufferGuard, BufferOverflow, Clip, Combine, LossScale
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, disable_casts
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
-from mprun.precision.switches import backend_flags
-from mprun.precision.update import ALONE, Clip, Combine
 from mprun.records.layer_values import layer_values
 
 NOT_COMPILED = (

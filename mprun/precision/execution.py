@@ -19,9 +19,11 @@ from typing import NamedTuple
 import torch
 
 from mprun.precision import devices
+from mprun.precision._torch_switches import has_tf32
 from mprun.precision.arithmetic import (
     Arithmetic,
     EmulatedProducts,
+    EmulatedTf32,
     Float16Fallback,
     NativeArithmetic,
 )
@@ -34,7 +36,6 @@ from mprun.precision.op_lists import OpLists
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import Policy, policy
 from mprun.precision.rates import accelerated, slowdown
-from mprun.precision.switches import EmulatedTf32, has_tf32
 from mprun.records.layer_values import computes_float16, product_formats
 
 EXECUTIONS = ("native", "emulated")

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mprun.precision.convert import ForwardWrapper, forwards_restored
 from mprun.precision.formats import (
     FP8_ROWWISE,
     FP8_TENSORWISE,
@@ -47,6 +46,7 @@ from mprun.precision.formats import (
     quantise,
 )
 from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
+from mprun.precision.layers import ForwardWrapper, forwards_restored
 from mprun.precision.random_bits import key, random_bits
 from mprun.records.layer_values import product_formats
 
