@@ -228,15 +228,7 @@ def low_precision(
     engine: str | None = None,
     **options: Any,
 ) -> LowPrecisionOptimizer:
-    """The namesake of `kind` in `mprun.optim`, which stores and rounds as the policy says.
-
-    Args:
-        mode: the policy.
-        kind: a class of `NAMESAKES`.
-        parameters: as for any optimizer.
-        seed, engine: see `StorageOptions`.
-        options: of the formula, such as lr.
-    """
+    """The namesake of `kind` in `NAMESAKES`, which stores and rounds as the policy says."""
     storage: StorageOptions = {
         "momentum_dtype": torch_dtype(mode.momentum_dtype),
         "rounding": mode.rounding,
@@ -299,11 +291,8 @@ def _taken(kind: type[Optimizer], options: Mapping[str, Any], mode: Policy) -> d
 def rounding_columns(optimizer: Optimizer, stored: Sequence[torch.dtype]) -> dict[str, str]:
     """The dtypes of an optimizer's moments, and its rounding to 16 or 8 bits.
 
-    A moment is in uint8 if that of one parameter is: small ones keep float32.
-
-    Args:
-        optimizer: PyTorch's compute and store the moments in float32 here.
-        stored: dtypes of the parameters.
+    A moment is in uint8 if that of one parameter is: small ones keep float32. PyTorch's optimizers
+    compute and store the moments in float32 here.
     """
     row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
     row |= {"momentum_dtype": "float32", "variance_dtype": "float32"}

@@ -186,12 +186,7 @@ def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
 
 @contextmanager
 def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
-    """Set the switches; restore them at the end.
-
-    Args:
-        tf32: whether float32 matmuls and convolutions may be computed in TF32.
-        reduced: whether 16-bit matmuls may accumulate in less than float32.
-    """
+    """Set whether float32 may be TF32, and 16-bit sums `reduced`; restore all at the end."""
     before = backend_switches()
     # Both interfaces at once: PyTorch raises an error where they disagree
     wanted = BackendSwitches.all_at("tf32" if tf32 else "ieee", reduced)

@@ -1,11 +1,10 @@
 """What carries a policy out: prepare the model, run it, go backward, step.
 
-`Precision` is one class with four parts. The policy names the dtypes. The caster decides how ops
-get theirs. The arithmetic computes the ops. The loss scale scales the loss and decides whether a
+`Precision` is one class with four parts: the policy names the dtypes, the caster decides how ops
+get theirs, the arithmetic computes the ops, the loss scale scales the loss and decides whether a
 step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
-all modes. In your own loop (docs/tutorials/your_loop.md):
+all modes. In your own loop (docs/tutorials/your_loop.md; several models and optimizers too):
 
-    precision = mprun.Precision("bf16_sr")
     precision.prepare(model)
     optimizer = mprun.optim.for_policy(precision.policy, torch.optim.AdamW, model.parameters())
     for x, y in batches:
@@ -13,16 +12,7 @@ all modes. In your own loop (docs/tutorials/your_loop.md):
         precision.begin_step()
         loss = precision.loss(loss_function, precision.forward(model, x), y)
         precision.backward(loss)
-        skipped = precision.step(optimizer)
-        precision.update()
-
-With several models and optimizers: prepare each model, step each optimizer, update once. To read or
-clip gradients, unscale them first. In every mode they are then the gradients of the loss itself, in
-float32 where the loss was scaled:
-
-        precision.unscale(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        precision.step(optimizer)
+        skipped = precision.step(optimizer)  # `unscale` first, to read or clip gradients
         precision.update()
 """
 

@@ -105,11 +105,7 @@ def occurred_substitutions(arithmetic: Arithmetic) -> list[OpSubstitution]:
 
 
 class WrappedArithmetic(Arithmetic):
-    """Another arithmetic with a second region inside its own.
-
-    Args:
-        region: makes the inner region; its modes see ops before the arithmetic does.
-    """
+    """Another arithmetic with a second region inside its own; its modes see ops first."""
 
     def __init__(
         self, inner: Arithmetic, region: Callable[[], AbstractContextManager[object]]
@@ -142,11 +138,7 @@ class WrappedArithmetic(Arithmetic):
 
 
 class NativeArithmetic(Arithmetic):
-    """PyTorch's kernels.
-
-    Args:
-        watch: list in the first training step which products are computed in 16 bits.
-    """
+    """PyTorch's kernels; `watch` lists in the first training step which products are in 16 bits."""
 
     def __init__(self, watch: bool = False) -> None:
         super().__init__()
@@ -163,13 +155,7 @@ class NativeArithmetic(Arithmetic):
 
 
 class EmulatedProducts(Arithmetic):
-    """PyTorch's kernels, but for linear layers whose products `gemms.py` computes.
-
-    Args:
-        gemms: the name of their formats.
-        seed: of stochastic rounding of gradients.
-        guard: judges each product.
-    """
+    """PyTorch's kernels, but for linear layers whose products `gemms.py` computes."""
 
     execution = "emulated"
     bits: StepBits
@@ -197,8 +183,7 @@ class EmulatedProducts(Arithmetic):
 class Float16Fallback(Arithmetic):
     """float16 on a CPU; ops without a fast kernel are computed in float32 and rounded.
 
-    Args:
-        matmuls: whether matmuls and forward convolutions are among them.
+    `matmuls`: whether matmuls and forward convolutions are among them.
     """
 
     def __init__(self, matmuls: bool) -> None:
@@ -221,9 +206,8 @@ class Float16Fallback(Arithmetic):
 class _KernelMode(DispatchMode):
     """Lists products in 16 bits, and computes ops of a table in float32.
 
-    Args:
-        fallback: op to the dtypes of its first argument for which it is computed in float32.
-        on_fallback: called with such an op and dtype.
+    `fallback` maps an op to the dtypes of its first argument for which that is done; `on_fallback`
+    is called with both.
     """
 
     def __init__(

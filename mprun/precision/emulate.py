@@ -241,10 +241,7 @@ class Emulated16(Arithmetic):
     def round_and_keep(self, x: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
         """As `round`; a float32 copy of the result is kept where that costs no pass of its own.
 
-        Args:
-            x: float32.
-            dtype: float16 or bfloat16.
-            ours: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
+        `ours`: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
         """
         # An index of random bits has 31 bits, so one key serves as many numbers as `MOST`
         if not is_plain(x) or x.numel() > MOST or not is_dense(x):

@@ -181,12 +181,9 @@ class GemmGuard:
         self._in_step = True
 
     def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
-        """Judge a product; whether to compute it in the layer's own dtype.
+        """Judge both factors of a product; whether to compute it in the dtype of its layer.
 
-        Args:
-            module: the layer's name.
-            product: forward, grad_input or grad_weight.
-            factors: both.
+        `product` is forward, grad_input or grad_weight.
         """
         if self.action == "off":
             return False
@@ -264,15 +261,11 @@ def guard_of(
     error: float | None = None,
     share: Share = lambda own: own,
 ) -> GemmGuard:
-    """The guard of an action.
+    """The guard of an action: off, log or promote; a guard is taken as it is.
 
-    Args:
-        action: off, log or promote; a guard is taken as it is.
-        underflow, error: thresholds for all formats; None: those of `THRESHOLDS`.
-        share: as for `GemmGuard`.
+    `underflow` and `error` are thresholds for all formats; None: those of `THRESHOLDS`.
 
-    Raises:
-        ValueError: another action.
+    Raises `ValueError` for another action.
     """
     if isinstance(action, GemmGuard):
         return action

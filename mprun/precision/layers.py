@@ -56,9 +56,6 @@ class ForwardWrapper:
 
     It is an object with the module in a field, not a closure. So a copy or pickle of the model has
     a copy of it that is bound to the copied module.
-
-    Args:
-        module: the module, whose `forward` the caller replaces by this.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -109,12 +106,11 @@ def convert(
     memory_format: torch.memory_format = torch.contiguous_format,
     layers: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """`model` itself, with its parameters and buffers replaced.
+    """`model` itself, with its parameters and buffers replaced; tied parameters stay tied.
 
     Args:
-        model: the model; tied parameters stay tied.
         device: where parameters and buffers go.
-        dtype: of floating ones, except for running statistics (see above).
+        dtype: of floating ones, except for running statistics (`keeps_wide_statistics`).
         memory_format: of those with four dimensions.
         layers: module names to another dtype, for the module and all inside it.
 
@@ -215,12 +211,9 @@ class LayerPrecision(NamedTuple):
 
 
 def layer_precision(value: str, casting: str) -> LayerPrecision | None:
-    """What a value of `precision.layers` means in a mode with that casting.
+    """What a value of `precision.layers` means in a mode with that casting; None: as the mode.
 
-    None where it names formats of products alone, and the layer has the precision of the mode.
-
-    Raises:
-        ValueError: it is no value that a layer can have.
+    Raises `ValueError` if it is no value that a layer can have.
     """
     try:
         dtypes = layer_dtypes(layer_value(value), casting)
@@ -232,8 +225,7 @@ def layer_precision(value: str, casting: str) -> LayerPrecision | None:
 def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
     """`layer_precision` of each module of `named` under `policy` that has one of its own.
 
-    Raises:
-        ValueError: as `layer_precision`, or a layer is to round every result in another mode.
+    Raises `ValueError` as it does, or if a layer is to round every result in another mode.
     """
     for name, value in named.items():
         rounds_all = value in LAYER_MODES and mode_row(value)["rounding_scope"] == "all"
@@ -250,8 +242,7 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
 def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
     """`policy` with `gemms="layers"` if some of these values name formats of products.
 
-    Raises:
-        ValueError: the mode computes or casts ops in a way that formats of products do not follow.
+    Raises `ValueError` if the mode computes or casts ops in a way that these do not follow.
     """
     if not any(product_formats(value) for value in values) or policy.gemms != "none":
         return policy
@@ -262,11 +253,7 @@ def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
 
 
 def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
-    """Check that the one optimizer of `policy` rounds as the layers' modes do.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise `ValueError` unless the one optimizer of `policy` rounds as the layers' modes do."""
     rounding = "stochastic" if policy.rounding == "stochastic" else "nearest"
     rounds = {"nearest": "to nearest", "stochastic": "stochastically"}
     for name, value in named.items():
@@ -281,10 +268,10 @@ def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
 
 
 def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
-    """Module name to dtype or mode, for every module that a key of `layers` names.
+    """Module name to value, for every module that a key of `layers`, a name or a glob, fits.
 
-    Raises:
-        ValueError: a key fits no module, or two globs fit one.
+    An exact name wins over globs. Raises `ValueError` if a key fits no module, or two globs fit
+    one.
     """
     layers = {key: OWN_ALIASES.get(value, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
@@ -314,12 +301,7 @@ class LayerRow(NamedTuple):
 
 
 def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> list[LayerRow]:
-    """The dtypes of a prepared model's layers.
-
-    Args:
-        named: module names to dtypes or modes, as `resolve` gives them.
-        policy: the mode of all other layers.
-    """
+    """The dtypes of a prepared model's layers; `named` is what `resolve` gives."""
     others = LayerPrecision(torch.float32, torch_dtype(policy.compute_dtype))
     precisions = layer_precisions(named, policy)
     rows = []
@@ -340,11 +322,9 @@ def keep_layers(
 ) -> None:
     """Make the layers of a converted model compute in their precision.
 
-    Args:
-        named: module name to its precision.
-        stored: what the parameters of all other modules are stored in, where nothing casts; None
-            where a caster decides.
-        layer_region: regions in which ops are cast to a dtype; float32: nothing is cast.
+    `stored` is what all other parameters are stored in, where nothing casts; None where a caster
+    decides. `layer_region` gives regions in which ops are cast to a dtype; float32: nothing is
+    cast.
     """
     casts = stored is None or any(layer.casts for layer in named.values())
     # A region costs time at each call; where nothing is cast there is none to switch off
@@ -368,9 +348,7 @@ def computing_in(
 ) -> Iterator[None]:
     """Inside, modules compute in a dtype of their own where a caster decides; parameters stay.
 
-    Args:
-        named: module name to its dtype, which its floating inputs are cast to.
-        layer_region: a caster's regions for a dtype (`Caster.layer_region`).
+    `layer_region` is `Caster.layer_region`.
     """
     modules = {model.get_submodule(name): dtype for name, dtype in named.items()}
     with forwards_restored(modules):
@@ -391,12 +369,7 @@ to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
 
 
 class InDtype(ForwardWrapper):
-    """A module's forward with its floating inputs cast, in a region.
-
-    Args:
-        region: makes the region its ops run in.
-        dtype: what its inputs are cast to.
-    """
+    """A module's forward in a region, with its floating inputs cast to a dtype."""
 
     def __init__(self, module: nn.Module, region: RegionFactory, dtype: torch.dtype) -> None:
         super().__init__(module)

@@ -41,26 +41,18 @@ class Combine:
     """
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        """The root of the sum of squares over processes of the gradients' L2 norm.
+        """The root of the sum of squares over processes of the gradients' L2 norm, equal on all.
 
-        Args:
-            norm: scalar on the gradients' device; float32 unless an optimizer of `torch.optim` has
-                16-bit gradients. Not finite where a gradient is not.
-
-        Returns:
-            A scalar of that dtype on that device, equal on all processes.
+        `norm` is a scalar on the gradients' device, not finite where a gradient is not; so is the
+        result.
         """
         return norm
 
     def overflow(self, flag: Tensor) -> Tensor:
-        """The largest flag of all processes.
+        """The largest flag of all processes, equal on all.
 
-        Args:
-            flag: 1 where a gradient of this process is not finite, else 0: a float32 scalar on the
-                device of the loss scale.
-
-        Returns:
-            A float32 scalar on that device, equal on all processes.
+        It is 1 where a gradient of this process is not finite, else 0: a float32 scalar on the
+        device.
         """
         return flag
 
@@ -69,11 +61,9 @@ ALONE = Combine()  # For gradients that are whole
 
 
 class Clip:
-    """Limits the gradients of an optimizer's parameters, in place.
+    """Limits the global L2 norm of an optimizer's gradients, in place; None: never.
 
-    Args:
-        max_norm: the largest global L2 norm that passes unchanged; None for any.
-        combine: what processes with shards agree by, on overflows too.
+    Processes with shards agree by `combine`, on overflows too.
     """
 
     def __init__(self, max_norm: float | None = None, combine: Combine = ALONE) -> None:
@@ -132,10 +122,7 @@ class MasteredOptimizer(ScaledOptimizer):
 class Unscaled:
     """The unscaled gradients of one optimizer, in float32 until `restore`.
 
-    Args:
-        optimizer: its parameters' gradients are those of the loss times `scale`.
-        scale: float32 scalar on their device.
-        combine: what processes with shards agree on overflows by.
+    Before, they are those of the loss times `scale`, a float32 scalar on their device.
     """
 
     def __init__(self, optimizer: Optimizer, scale: Tensor, combine: Combine = ALONE) -> None:
@@ -158,11 +145,7 @@ class Unscaled:
 
 
 def step_unscaled(optimizer: Optimizer, unscaled: Unscaled, clip: Clip) -> Tensor:
-    """One step on unscaled gradients: clip, step.
-
-    Returns:
-        1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar.
-    """
+    """Clip unscaled gradients, step; 1 where one was not finite and it was skipped, else 0."""
     if isinstance(optimizer, ScaledOptimizer):
         optimizer.scaled_step(None, clip.max_norm, unscaled.overflow, clip.combine)
     else:
@@ -175,13 +158,8 @@ def step_unscaled(optimizer: Optimizer, unscaled: Unscaled, clip: Clip) -> Tenso
 def step_scaled(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tensor | None:
     """One step on gradients of the loss times `scale`: unscale, check, clip, step.
 
-    Args:
-        scale: float32 scalar; None where the loss was not scaled and no step is ever skipped.
-        clip: what limits the unscaled gradients.
-
-    Returns:
-        1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on the
-        device; None where `scale` is None.
+    Returns 1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on
+    the device; None where `scale` is None: the loss was not scaled, and no step is ever skipped.
     """
     if isinstance(optimizer, ScaledOptimizer):
         return optimizer.scaled_step(scale, clip.max_norm, combine=clip.combine)
@@ -258,11 +236,7 @@ class LossScale:
 
 
 class StaticLossScale(LossScale):
-    """One factor for the whole run; steps whose gradients overflow are skipped.
-
-    Args:
-        device: where the gradients are.
-    """
+    """One factor for the whole run; steps whose gradients overflow are skipped."""
 
     kind = "static"
 
@@ -358,12 +332,7 @@ def next_state(
 
 
 class DynamicLossScale(StaticLossScale):
-    """Follows `next_state` from an initial factor.
-
-    Args:
-        rule: when it moves.
-        device: where the gradients are.
-    """
+    """Follows `next_state` from an initial factor."""
 
     kind = "dynamic"
 
@@ -407,13 +376,9 @@ LOSS_SCALES = ("none", "static", "dynamic")
 def loss_scale_of_kind(
     kind: str, value: float | None, device: torch.device, rule: DynamicRule | None = None
 ) -> LossScale:
-    """A loss scale by the name of its kind.
+    """A loss scale by its kind, one of `LOSS_SCALES`; `value` is the factor, or the first one.
 
-    Args:
-        kind: one of `LOSS_SCALES`.
-        value: the factor, or the first one; None for the kind's default.
-        device: where the gradients are.
-        rule: how a dynamic one moves; None for GradScaler's.
+    `rule`: how a dynamic one moves; None for GradScaler's.
     """
     if kind == "static":
         return StaticLossScale(DEFAULT_STATIC if value is None else value, device)
@@ -514,11 +479,8 @@ class _BufferGroup:
 class BufferGuard:
     """Restores what a skipped step made non-finite, and reports what a taken one did.
 
-    On CUDA it needs no host synchronization, but for `overflows`.
-
-    Args:
-        prefix: what is put before its buffers' names.
-        active: whether buffers can overflow; a guard that is not active does nothing.
+    On CUDA it needs no host synchronization, but for `overflows`. `prefix` is put before the
+    buffers' names; a guard that is not `active` does nothing.
     """
 
     def __init__(self, model: nn.Module, prefix: str = "", active: bool = True) -> None:
