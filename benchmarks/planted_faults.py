@@ -59,13 +59,13 @@ guard-both precision/gemm_guard.py A product must pass both thresholds to be pro
 y.underflow or x.error => y.underflow and x.error
 scale-tracker precision/loss_scale.py An overflow does not begin the count of good steps anew.
 torch.where(skipped | grows, 0, tracker + 1) => torch.where(grows, 0, tracker + 1)
-unscale-narrow precision/update.py Gradients are unscaled in 16 bits, where small ones vanish.
+unscale-narrow precision/loss_scale.py Gradients are unscaled in 16 bits, where small ones vanish.
 _replace_gradient(p, p.grad.float()) => _replace_gradient(p, p.grad)
-buffers-whole precision/buffers.py A skipped step takes back good running statistics too.
+buffers-whole precision/loss_scale.py A skipped step takes back good running statistics too.
 torch.where(became & dropped, => torch.where(dropped,
-copy-offset precision/buffers.py A view reads the float32 copy from its beginning.
+copy-offset precision/emulate.py A view reads the float32 copy from its beginning.
 low.stride(), low.storage_offset()) => low.stride(), 0)
-frozen precision/convert.py Frozen parameters are trained once the model is converted.
+frozen precision/layers.py Frozen parameters are trained once the model is converted.
 nn.Parameter(new, requires_grad=tensor.requires_grad) => nn.Parameter(new)
 stale-cast precision/op_lists/rules.py A weight that is written to keeps its old cast.
 is not weight or entry[1] != write_count(weight): => is not weight:
@@ -75,7 +75,7 @@ wide-partials precision/partials.py Partial sums stay float32 from the second bl
 acc = round_(acc + block_sum).float() => acc = acc + block_sum
 site-reset precision/emulate.py A step's random bits depend on the steps before it.
 self._step, self._last, self.site = step, step, 0 => self._step, self._last = step, step
-tf32-bias precision/switches.py The gradient of a convolution's bias is a sum of rounded numbers.
+tf32-bias precision/arithmetic.py The gradient of a convolution's bias is a sum of rounded numbers.
 _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result => result
 dampening optim/optimizers.py The first step of SGD is dampened.
 isinstance(step, Tensor) else step > 1 => isinstance(step, Tensor) else step > 0

@@ -19,9 +19,8 @@ takes a formula of `formulas.py` and runs it in C (on a CPU), compiled, or eager
 """
 
 from mprun.optim.base import LowPrecisionOptimizer
-from mprun.optim.by_policy import for_policy
 from mprun.optim.masters import MasterWeights, float32_masters
-from mprun.optim.optimizers import SGD, AdamW, RMSprop
+from mprun.optim.optimizers import SGD, AdamW, RMSprop, for_policy
 from mprun.precision.random_bits import mark_shard, name_parameters
 
 __all__ = [

@@ -43,9 +43,9 @@ from mprun.optim.state import (
 )
 from mprun.precision import devices
 from mprun.precision._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
+from mprun.precision.loss_scale import ALONE, Combine, ScaledOptimizer, device_of_gradients
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
-from mprun.precision.update import ALONE, Combine, ScaledOptimizer, device_of_gradients
 from mprun.records.policy_columns import COMPENSATED, ROUNDINGS
 
 SITES = 3  # Results of a parameter's step that are rounded: the parameter and two moments

@@ -96,11 +96,9 @@ def run(
     skip: Tensor | None,
     start: int = 0,
 ) -> None:
-    """Update the operands.
+    """Update the operands by an engine of `ENGINES`.
 
     Args:
-        engine: one of `ENGINES`.
-        storage: how the operands are stored.
         hyper: float32 [HYPERS], on the device.
         keys: of parameter, first and second moment.
         skip: float32 scalar on the device; if it is not 0, nothing changes. The C engine ignores

@@ -1,37 +1,17 @@
 """What a formula of `optimizers` is, for one element in float32, and how its results are stored.
 
-A formula takes the parameter w, the gradient g and two moments m and v. It returns the change that
-is subtracted from w, and the new moments. `hyper` has the constants of a step; the gradient was
-already multiplied by the first one. The order of operations is that of
-`precision/kernels/steps.h`, so that both give the same bits.
+A formula takes the parameter w, the gradient g and moments m and v, and returns the change that is
+subtracted from w, and the new moments. The order of operations is that of `kernels/steps.h`.
+A decay is a part of the change: a factor 1 - lr * weight_decay would lose one below 3e-8.
 
-AdamW's decay is a part of the change. In a factor 1 - lr * weight_decay float32 would round a decay
-below 3e-8 to 0, and one of 1e-7 to 1.2e-7.
+**Moments in 8 bits** are places in the *dynamic map* of 256 values with 7 decades of magnitude, and
+a float32 scale for each 256 numbers, so that an outlier costs its block precision and not the
+tensor (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022). Here:
 
-Moments in 8 bits: a code for each number, and a float32 scale for each 256 numbers.
-
-A moment needs range more than bits: within a tensor its numbers differ by factors of millions. The
-*dynamic map* has 256 values between -1 and 1 (or 0 and 1), with 7 decades of magnitude: 64 (128)
-values in the largest decade, half as many in each decade below. A number is stored as the place of
-a value in the map; value times scale is the number. The scale is that of a block of 256 numbers, so
-that an outlier costs its block precision, and not the tensor. A moment takes 1 + 4/256 bytes per
-number (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
-
-The details:
-
-    scale     the block's number of largest magnitude, with its sign. The signed map has 1 and not
-              -1, so this number is stored exactly. A block with a number that is not finite has
-              the scale NaN, and so is NaN as a whole: nothing is hidden.
-    second    the square root of the second moment is stored. The root has the range of the first
-              moment (7 decades of gradients), the moment itself would have half of it. A positive
-              root never becomes 0, since it is divided by: it is at least the smallest code.
-    rounding  to the nearer neighbour in the map, or to either one so that the mean is exact. A
-              second moment is rounded stochastically: neighbours are 0.7 to 7 % apart in the
-              largest decade, and a step changes it by 0.1 %, so the nearest one would be itself.
-              A first moment is rounded stochastically too, unless the option `rounding` is nearest.
-              Nearest rounding halves its error where gradients have a mean of 0. Where they do not,
-              small moments stay where they are: with gradients of five decades in a block and
-              beta1 = 0.99, weights were 16 % behind after 1,000 steps, and 0.3 % stochastically.
+    scale     the block's number of largest magnitude, with its sign; NaN where one is not finite
+    second    the square root is stored; a positive one never becomes 0, since it is divided by
+    rounding  stochastic, but of a first moment if `rounding` is nearest: a step changes a second
+              moment by 0.1 %, and neighbours are 0.7 to 7 % apart
 
 Blocks are counted in the tensor, so a shard has other blocks than the whole: shards are refused.
 """
@@ -192,12 +172,8 @@ def tables() -> Tensor:
 def starts(values: Tensor) -> Tensor:
     """Where the search of a number's code begins, by the upper 16 bits of its float32 pattern.
 
-    Args:
-        values: float32 [256], a map.
-
-    Returns:
-        uint8 [65536]: the last code whose value is not above the smallest number with these bits.
-        Such numbers are at most 2^-7 of their size apart, so at most one more value is below one.
+    uint8 [65536]: the last code whose value is not above the smallest number with these bits. Such
+    numbers are at most 2^-7 of their size apart, so at most one more value is below one.
     """
     upper = torch.arange(2**16, dtype=torch.int64)
     # The smallest of negative numbers is the last pattern.
@@ -212,29 +188,15 @@ def scales_for(count: int) -> int:
 
 
 def decode(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
-    """The numbers of codes.
-
-    Args:
-        codes: uint8, flat; the first one begins a block.
-        scales: float32, one for each block.
-        values: float32 [256], the map.
-
-    Returns:
-        float32 of the shape of `codes`.
-    """
+    """The float32 numbers of uint8 codes, flat; `scales` of the blocks, `values` of the map."""
     return values[codes.int()] * _spread(scales, codes.numel())
 
 
 def encode(x: Tensor, values: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The codes of numbers, and their scales.
+    """The uint8 codes of float32 numbers, flat, and a float32 scale for each block of them.
 
-    Args:
-        x: float32, flat; the first one begins a block.
-        values: float32 [256], the map; numbers are not negative where it has no negative value.
-        bits: int32 of that shape, random bits of which the upper 16 decide; None: to nearest.
-
-    Returns:
-        uint8 of the shape of `x`, and float32, one for each block.
+    `values` is the map; numbers are not negative where it has no negative value. The upper 16 of
+    `bits` (int32) decide; None: to nearest.
     """
     scales = _scales(x)
     ratio = x / _spread(scales, x.numel())

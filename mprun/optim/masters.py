@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from mprun.optim.base import GradScaledOptimizer, check_option
 from mprun.optim.state import check_operands
 from mprun.precision._torch import is_fake, parameters_replaced
+from mprun.precision.loss_scale import MasteredOptimizer
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, START, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
-from mprun.precision.update import MasteredOptimizer
 from mprun.records.policy_columns import ROUNDINGS
 
 MASTER = "master"  # The name of the master in `state`

@@ -1,4 +1,4 @@
-"""The state of one parameter: its step count, moments and remainder.
+"""The state of one parameter, and what is checked and clipped of its gradient.
 
     step        attempts that were taken, a float32 scalar
     moments     under PyTorch's names (`exp_avg`); a second moment in 16 or 8 bits is stored as its
@@ -7,8 +7,6 @@
     remainder   int16, with rounding kahan; int8, with rounding split
 
 An entry is converted where options, the device or the saved state differ from what a step needs.
-
-The gradients of a low-precision step: what is checked, and how their norm is clipped.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from torch import Tensor
 from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
 from mprun.precision import devices, rounding
+from mprun.precision.loss_scale import Combine
 from mprun.precision.rounding import round_nearest
-from mprun.precision.update import Combine
 
 
 def second_name(second: str | None, storage: Storage) -> str:
@@ -46,15 +44,10 @@ def entry_shape(name: str, p: Tensor) -> tuple[int, ...]:
 def complete_state(
     state: dict[str, Tensor], p: Tensor, storage: Storage, first: str, second: str | None
 ) -> None:
-    """Make or convert the entries of `state` that a step on `p` needs.
+    """Make or convert the entries of `state` that a step on `p` needs, in place.
 
-    Args:
-        state: the entries; changed in place.
-        storage: how the step stores its results.
-        first, second: PyTorch's names of the moments.
-
-    Raises:
-        ValueError: an entry has not the parameter's shape; the engines would read beyond it.
+    `first` and `second` are PyTorch's names of the moments. Raises `ValueError` if an entry has not
+    the parameter's shape: the engines would read beyond it.
     """
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -117,11 +110,7 @@ def _write_moment(
 
 
 def _taken(state: dict[str, Tensor], name: str, scaled: bool) -> Tensor:
-    """A moment in float32, removed from `state` with its scales.
-
-    Raises:
-        ValueError: it is in 8 bits and has no scales.
-    """
+    """A moment in float32, removed from `state` with its scales; `ValueError` if it lacks them."""
     entry, scales = state.pop(name), state.pop(scale_name(name), None)
     if entry.dtype != formulas.DTYPE:
         return entry.float() / scale(entry.dtype) if scaled else entry.float()
@@ -140,11 +129,7 @@ def _change_root(state: dict[str, Tensor], second: str) -> None:
 
 
 def check_saved(state_dict: dict[str, Any]) -> None:
-    """Refuse a state of `torch.optim` whose options give another formula.
-
-    Raises:
-        ValueError: such an option is set.
-    """
+    """Raise `ValueError` for a state of `torch.optim` whose options give another formula."""
     for group in state_dict["param_groups"]:
         for name in ("amsgrad", "centered", "maximize"):
             if group.get(name):

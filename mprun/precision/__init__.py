@@ -11,28 +11,30 @@ update is rounded. `_torch.py` has the private interfaces of PyTorch, `devices.p
 device can do, `nested.py` tensors inside batches and outputs.
 """
 
+from mprun.precision._torch_switches import backend_flags, has_tf32
 from mprun.precision.apply import Precision
 from mprun.precision.arithmetic import (
     Arithmetic,
+    EmulatedTf32,
     Float16Fallback,
     NativeArithmetic,
     WrappedArithmetic,
+    round_to_tf32,
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.loss_scale import (
+    Clip,
+    Combine,
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoLossScale,
     StaticLossScale,
 )
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
-from mprun.precision.switches import EmulatedTf32, backend_flags, has_tf32, round_to_tf32
-from mprun.precision.update import Clip, Combine
 
 __all__ = [
     "Arithmetic",
@@ -50,7 +52,6 @@ __all__ = [
     "LossScale",
     "NativeArithmetic",
     "NoCaster",
-    "NoLossScale",
     "OpListCaster",
     "OpLists",
     "Policy",

@@ -91,12 +91,8 @@ def eager_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
     """One of PyTorch's optimizer classes, without the import of the compiler.
 
     `torch.optim` imports `torch._dynamo` when an optimizer is made, steps or zeroes gradients (1.5
-    s where `import torch` takes 2), so that compiled code does not trace these methods.
-    Here the methods themselves are called. The bits are the same; code that is compiled must not
-    contain them.
-
-    Args:
-        kind: its `step` takes no gradients of the step itself (`differentiable=False`).
+    s where `import torch` takes 2). Here the methods themselves are called, with the same bits;
+    code that is compiled must not contain them. Its `step` is not differentiable.
     """
     names = ("add_param_group", "state_dict", "load_state_dict")
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in names}
@@ -208,11 +204,9 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     """The dispatch key of an op's kernel that consists of other ops; None without one.
 
-    A composite kernel does not count where the device has one of its own (`silu_backward`).
-
-    Args:
-        device_type: cpu or cuda, whose kernel is meant.
-        backend: whether a kernel below autograd counts, which an op has besides composite ones.
+    A composite kernel does not count where the device (cpu or cuda) has one of its own
+    (`silu_backward`). `backend`: a kernel below autograd counts, which an op has besides composite
+    ones.
     """
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     own = device_type.upper()
@@ -241,11 +235,7 @@ def call_kernel(op: OpOverload, key: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def aten_packets(names: str) -> frozenset[OpOverloadPacket]:
-    """The ATen ops of these names, all overloads of each; names are separated by blanks.
-
-    Raises:
-        AttributeError: this version of PyTorch has no such op.
-    """
+    """The ATen ops of these names, separated by blanks, all overloads of each."""
     return frozenset(getattr(torch.ops.aten, name) for name in names.split())
 
 
@@ -283,13 +273,9 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
-    """Divide the gradients by `scale` in place; 1 where one was not finite, else 0.
+    """Divide the float32 gradients by a scalar, in place; 1 where one was not finite, else 0.
 
     The kernel and the reciprocal are GradScaler's, so the bits are too.
-
-    Args:
-        optimizer: its parameters' float32 gradients are divided.
-        scale: float32 scalar on their device.
     """
     overflow = torch.zeros((), dtype=torch.float32, device=scale.device)
     gradients = []
@@ -323,12 +309,9 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool | None:
-    """Whether PyTorch hands 16-bit matmuls and convolutions on a CPU to oneDNN; None: unknown.
+    """Whether PyTorch hands matmuls in a 16-bit dtype on a CPU to oneDNN; None: unknown.
 
     It asks oneDNN, so that a limit on its instructions counts.
-
-    Args:
-        dtype: torch.bfloat16 or torch.float16.
     """
     short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     try:
@@ -441,12 +424,7 @@ _HOOK_FLAGS = (
 
 @contextmanager
 def copied_without_hooks(model: nn.Module, package: str) -> Iterator[None]:
-    """Inside, copies and pickles of a model leave out the hooks that a package registered.
-
-    Args:
-        model: with its parts, whose hooks are left out.
-        package: the functions of its modules are its hooks.
-    """
+    """Inside, copies and pickles of a model leave out hooks that a package defines."""
 
     def is_own(hook: object) -> bool:
         # With the dot, so that another package whose name only begins alike is none

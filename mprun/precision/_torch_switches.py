@@ -1,7 +1,16 @@
-"""The switches of `torch.backends` as PyTorch keeps them: the private interfaces of `switches.py`.
+"""How float32 arithmetic is done: the switches of `torch.backends`.
 
-The public ones do not do: that of oneDNN's level sets another one (PyTorch 2.14), and no hook is
-called when code sets a switch.
+PyTorch has process-wide switches that change what a "float32" matmul or convolution computes:
+TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions), bfloat16 inside
+oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
+policy and restores them however it ends.
+
+They have two interfaces, `fp32_precision` and the older `allow_tf32`. PyTorch raises an error if
+the two disagree. Both are set, so that a model's code can use either. If such code sets a switch,
+it is reset at once, with a warning: a run computes in its mode, as its record states.
+
+The public interfaces do not do: that of oneDNN's level sets another one (PyTorch 2.14), and no hook
+is called when code sets a switch.
 """
 
 from __future__ import annotations
@@ -14,6 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mprun.precision.policy import Policy
 
 # Names in `torch.backends` -> backend and op of the setters
 _FP32_SWITCHES = {
@@ -159,3 +170,54 @@ def on_backend_switch(call: Callable[[], None]) -> Iterator[None]:
     finally:
         for name, setter in before.items():
             setattr(torch._C, name, setter)
+
+
+@contextmanager
+def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
+    """Set the process-wide switches as `policy` needs them; restore them at the end.
+
+    float32 arithmetic is IEEE unless `native_tf32`, for a TF32 policy on hardware that has it
+    (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
+    reductions of 16-bit matmuls off, float16 partials switch accumulation in float16 on.
+    """
+    with switches(native_tf32, policy.has_low_partials):
+        yield
+
+
+@contextmanager
+def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
+    """Set whether float32 may be TF32, and 16-bit sums `reduced`; restore all at the end."""
+    before = backend_switches()
+    # Both interfaces at once: PyTorch raises an error where they disagree
+    wanted = BackendSwitches.all_at("tf32" if tf32 else "ieee", reduced)
+    reported: set[str] = set()
+
+    def restore() -> None:
+        changes = backend_switches().changes(wanted)
+        set_backend_switches(wanted)
+        for change in changes:
+            if change not in reported:
+                reported.add(change)
+                warnings.warn(
+                    f"the model's code set {change} during a run; the run keeps that of its mode",
+                    stacklevel=4,
+                )
+
+    try:
+        set_backend_switches(wanted)
+        # At once, because the model's code may compute with its own setting right after
+        with on_backend_switch(restore):
+            yield
+        restore()  # switches that were set past the followed setters
+    finally:
+        set_backend_switches(before)
+
+
+def tf32_is_on(device: torch.device) -> bool:
+    """Whether float32 matmuls on `device` are computed in TF32, by its hardware and the switch."""
+    return has_tf32(device) and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device has TensorFloat-32: NVIDIA's, from Ampere (compute capability 8.0) on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

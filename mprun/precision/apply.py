@@ -1,11 +1,10 @@
 """What carries a policy out: prepare the model, run it, go backward, step.
 
-`Precision` is one class with four parts. The policy names the dtypes. The caster decides how ops
-get theirs. The arithmetic computes the ops. The loss scale scales the loss and decides whether a
+`Precision` is one class with four parts: the policy names the dtypes, the caster decides how ops
+get theirs, the arithmetic computes the ops, the loss scale scales the loss and decides whether a
 step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
-all modes. In your own loop (docs/tutorials/your_loop.md):
+all modes. In your own loop (docs/tutorials/your_loop.md; several models and optimizers too):
 
-    precision = mprun.Precision("bf16_sr")
     precision.prepare(model)
     optimizer = mprun.optim.for_policy(precision.policy, torch.optim.AdamW, model.parameters())
     for x, y in batches:
@@ -13,16 +12,7 @@ all modes. In your own loop (docs/tutorials/your_loop.md):
         precision.begin_step()
         loss = precision.loss(loss_function, precision.forward(model, x), y)
         precision.backward(loss)
-        skipped = precision.step(optimizer)
-        precision.update()
-
-With several models and optimizers: prepare each model, step each optimizer, update once. To read or
-clip gradients, unscale them first. In every mode they are then the gradients of the loss itself, in
-float32 where the loss was scaled:
-
-        precision.unscale(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        precision.step(optimizer)
+        skipped = precision.step(optimizer)  # `unscale` first, to read or clip gradients
         precision.update()
 """
 
@@ -40,15 +30,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision._torch import is_compiled
+from mprun.precision._torch_switches import backend_flags
 from mprun.precision.arithmetic import (
     Arithmetic,
     NativeArithmetic,
     OpSubstitution,
     with_lstm_fallback,
 )
-from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster
-from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.execution import (
     chosen_arithmetic,
     chosen_caster,
@@ -59,19 +48,19 @@ from mprun.precision.execution import (
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
+    accumulate_in,
     check_rounding,
+    convert,
     keep_layers,
     layer_precisions,
     resolve,
     with_layer_formats,
 )
-from mprun.precision.loss_scale import LossScale
+from mprun.precision.loss_scale import ALONE, BufferGuard, BufferOverflow, Clip, Combine, LossScale
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, disable_casts
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
-from mprun.precision.switches import backend_flags
-from mprun.precision.update import ALONE, Clip, Combine
 from mprun.records.layer_values import layer_values
 
 NOT_COMPILED = (

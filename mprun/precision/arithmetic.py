@@ -2,18 +2,24 @@
 
 An arithmetic is a region, entered for the forward pass, the loss and the backward pass. The native
 one changes nothing. The others are dispatch modes: they see each op after autocast has cast its
-inputs, forward and backward, and replace some ops. `switches.py` and `emulate.py` emulate formats;
-this file has the fallback to float32.
+inputs, forward and backward, and replace some ops. `emulate.py` emulates 16 bits;
+this file has TF32 and the fallback to float32.
 
 float16 on a CPU: some kernels are reference loops, 20 to 700 times slower than float32
 (convolution's backward on every CPU we tried, matmuls on CPUs without AVX512-FP16). oneDNN trains
 no LSTM in float16, and in bfloat16 on some CPUs only. The fallback computes such an op in float32
 and rounds its result once. The trade-off: a kernel may sum in another order or round partial sums
 as well (`partials.py` measures it), so the bits can differ.
+
+**TensorFloat-32** (NVIDIA, "TensorFloat-32 in the A100 GPU"): matmuls and convolutions take float32
+inputs rounded to a 10-bit mantissa; products and sums are float32. Without such hardware mprun
+rounds the inputs of those ops, gradients included. A kernel that cannot be opened (`products.py`)
+computes in float32. mprun warns of it once and lists it in `substitutions`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,18 +27,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.precision._torch import DispatchMode, aten_packets, onednn_has_lstm
+from mprun.precision._torch import DispatchMode, aten_packets, onednn_has_lstm, tree_leaves
+from mprun.precision.formats import TF32, quantise
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
+    CLOSED,
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
     LOW,
     MATMULS,
+    OPENED,
     PRODUCTS,
+    all_products,
     is_float32,
+    opened,
     recorded_name,
+    unfused,
 )
 
 
@@ -93,11 +105,7 @@ def occurred_substitutions(arithmetic: Arithmetic) -> list[OpSubstitution]:
 
 
 class WrappedArithmetic(Arithmetic):
-    """Another arithmetic with a second region inside its own.
-
-    Args:
-        region: makes the inner region; its modes see ops before the arithmetic does.
-    """
+    """Another arithmetic with a second region inside its own; its modes see ops first."""
 
     def __init__(
         self, inner: Arithmetic, region: Callable[[], AbstractContextManager[object]]
@@ -130,11 +138,7 @@ class WrappedArithmetic(Arithmetic):
 
 
 class NativeArithmetic(Arithmetic):
-    """PyTorch's kernels.
-
-    Args:
-        watch: list in the first training step which products are computed in 16 bits.
-    """
+    """PyTorch's kernels; `watch` lists in the first training step which products are in 16 bits."""
 
     def __init__(self, watch: bool = False) -> None:
         super().__init__()
@@ -151,13 +155,7 @@ class NativeArithmetic(Arithmetic):
 
 
 class EmulatedProducts(Arithmetic):
-    """PyTorch's kernels, but for linear layers whose products `gemms.py` computes.
-
-    Args:
-        gemms: the name of their formats.
-        seed: of stochastic rounding of gradients.
-        guard: judges each product.
-    """
+    """PyTorch's kernels, but for linear layers whose products `gemms.py` computes."""
 
     execution = "emulated"
     bits: StepBits
@@ -185,8 +183,7 @@ class EmulatedProducts(Arithmetic):
 class Float16Fallback(Arithmetic):
     """float16 on a CPU; ops without a fast kernel are computed in float32 and rounded.
 
-    Args:
-        matmuls: whether matmuls and forward convolutions are among them.
+    `matmuls`: whether matmuls and forward convolutions are among them.
     """
 
     def __init__(self, matmuls: bool) -> None:
@@ -209,9 +206,8 @@ class Float16Fallback(Arithmetic):
 class _KernelMode(DispatchMode):
     """Lists products in 16 bits, and computes ops of a table in float32.
 
-    Args:
-        fallback: op to the dtypes of its first argument for which it is computed in float32.
-        on_fallback: called with such an op and dtype.
+    `fallback` maps an op to the dtypes of its first argument for which that is done; `on_fallback`
+    is called with both.
     """
 
     def __init__(
@@ -279,3 +275,64 @@ class LstmFallback(WrappedArithmetic):
         low = dtype_name(dtype)
         reason = f"oneDNN trains no {low} LSTM on this CPU: computed in float32, rounded to {low}"
         self.substitute(op, low, reason)
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even; NaN stay NaN."""
+    return quantise(x, TF32)
+
+
+class EmulatedTf32(Arithmetic):
+    """Rounds the inputs of matmuls and convolutions to TF32, on any device."""
+
+    execution = "emulated"
+    columns: Mapping[str, object] = {"tf32": True}
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with unfused(), _Tf32Mode(self):
+            yield
+
+    def not_rounded(self, name: str) -> None:
+        """Report an op that was computed in float32, once."""
+        reason = "not rounded to TF32: its kernel keeps its products to itself"
+        if self.substitute(name, "float32", reason):
+            warnings.warn(f"{name} is {reason}; it is computed in float32", stacklevel=2)
+
+
+class _Tf32Mode(DispatchMode):
+    ROUNDED = all_products()
+
+    def __init__(self, arithmetic: EmulatedTf32) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arithmetic = arithmetic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (positions := self.ROUNDED.get(func)) is not None:
+            result = func(*_with_tf32(args, positions), **kwargs)
+            return _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result
+        if (kernel := opened(func, args, OPENED)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
+        if func.overloadpacket.__name__ in CLOSED and any(map(is_float32, tree_leaves(args))):
+            self._arithmetic.not_rounded(f"aten.{func.overloadpacket.__name__}")
+        return func(*args, **kwargs)
+
+
+def _with_tf32(args: Any, positions: tuple[int, ...]) -> list[Any]:
+    """The arguments with the factors of the product rounded; sparse products have no TF32."""
+    if any(isinstance(x, Tensor) and x.layout != torch.strided for x in args):
+        return list(args)
+    factors = {i for i in positions if i < len(args) and is_float32(args[i])}
+    return [round_to_tf32(x) if i in factors else x for i, x in enumerate(args)]
+
+
+def _with_bias_gradient(result: Any, args: Any) -> Any:
+    """A convolution's gradients; that of the bias is a sum of unrounded output gradients."""
+    gradient, mask = args[0], args[-1]
+    if not mask[2]:
+        return result
+    return (*result[:2], gradient.sum([d for d in range(gradient.dim()) if d != 1]))

@@ -69,10 +69,9 @@ class NoCaster(Caster):
 class AutocastCaster(Caster):
     """PyTorch's autocast: its lists for the device decide (torch.amp, "Autocast Op Reference").
 
-    Checkpointing enters autocast again by itself, so the backward pass needs no region.
-
-    PyTorch forgets cast weights at the end of the outermost region. That is the forward pass, or
-    the step, where a step has several passes.
+    Checkpointing enters autocast again by itself, so the backward pass needs no region. PyTorch
+    forgets cast weights at the end of the outermost region: the forward pass, or, with `keep`, the
+    step.
 
     Args:
         device_type: "cpu" or "cuda"; the lists differ between them.
@@ -105,10 +104,7 @@ class AutocastCaster(Caster):
 class OpListRegion:
     """Makes regions in which op lists cast to one dtype; can be copied and pickled with a model.
 
-    Args:
-        lists, dtype, device_type: see `OpListCaster`.
-        table: the caster's table for them, whose cast weights the caster forgets; None for one of
-            its own.
+    `table` is the caster's, whose cast weights the caster forgets; None for one of its own.
     """
 
     def __init__(
@@ -206,12 +202,9 @@ def caster_of(
     keep: bool = False,
     watcher: Watcher | None = None,
 ) -> Caster:
-    """The caster that carries out `policy.casting`.
+    """The caster that carries out `policy.casting`; op lists where `lists` are given.
 
-    Args:
-        device_type: "cpu" or "cuda", whose kernels run.
-        keep: keep cast weights for all passes of a step.
-        lists, watcher: see `OpListCaster`, which is made where `lists` are given.
+    `keep`: cast weights are kept for all passes of a step.
     """
     dtype = torch_dtype(policy.compute_dtype)
     if lists is not None:

@@ -1,13 +1,11 @@
 """Devices: what PyTorch can do on each kind, and how it is asked.
 
 `torch.accelerator` names the accelerator of this machine: CUDA (NVIDIA's GPUs, and AMD's by ROCm),
-XPU (Intel), MPS (Apple), or what a package adds, such as HPU (Gaudi). Its interface is the same for
-all, but not every kind carries out all of it. What one lacks is a row of `BACKENDS`, so that no
-other code asks for a device's name to decide:
+XPU (Intel), MPS (Apple), or what a package adds, such as HPU (Gaudi). What a kind lacks is a row of
+`BACKENDS`, so that no other code asks for a device's name to decide:
 
-    float64    numbers of 64 bits. Oracles are computed on the CPU where they are missing.
-    events     a time that the device itself notes. Without, each step is waited for and timed by
-               the host's clock, and scalars are read at once.
+    float64    numbers of 64 bits; without, oracles are computed on the CPU
+    events     a time that the device itself notes; without, each step is waited for
     memory     the allocator's peak and the free memory
     pins       copies from pinned host memory, for which the host does not wait
     group      the library by which several processes exchange tensors

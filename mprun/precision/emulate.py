@@ -14,6 +14,10 @@ one test accuracy.
 The format and the width of the sums are emulated, not the bits of some hardware. Ops that only move
 or select numbers are not rounded, because their results are exact. Mixed dtypes are promoted or
 refused like in PyTorch's kernels (`products.py`).
+
+**Copies** let emulation widen the same numbers once: the loop that rounds a result writes it twice,
+as 16 bits and as the float32 of the same value, over the unrounded result. The next op reads the
+float32 numbers. Memory is the price: six bytes a number, not two.
 """
 
 from __future__ import annotations
@@ -36,9 +40,9 @@ from mprun.precision._torch import (
     schema_of,
     storage_key,
     tree_map,
+    write_count,
 )
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
-from mprun.precision.buffers import WideCopies, forget, is_dense, is_plain, is_whole
 from mprun.precision.fused import FUSED, FusedKernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
@@ -82,6 +86,98 @@ OPENED = FAST_PATHS | {"_trilinear", "conv_tbc", "conv_tbc_backward"}
 VARIANTS: dict[Any, Any] = {
     variant: op for op in SUPPORTED for variant in variants(op) if variant not in SUPPORTED
 }
+
+
+ATTRIBUTE = "_mprun_wide_copy"  # The attribute of a storage that holds its copy
+
+
+class _WideCopy(NamedTuple):
+    wide: Tensor  # As many float32 numbers as the storage has of 16 bits, in the same order
+    writes: int
+    owner: WideCopies
+    generation: int
+
+
+class WideCopies:
+    """The copies that one arithmetic made; views share that of their storage.
+
+    One is valid while nothing was written to the tensor: PyTorch counts writes, and emulation drops
+    the copy of what an op writes to, also through `Tensor.data`, which has a count of its own. And
+    it is valid within its generation, one training step or one region outside of a step: kernels
+    that PyTorch does not know of write to parameters between two steps.
+    """
+
+    def __init__(self) -> None:
+        self._generation = 0
+
+    def invalidate(self) -> None:
+        """A new generation begins."""
+        self._generation += 1
+
+    def keep(self, low: Tensor, wide: Tensor) -> None:
+        """`wide` has the values of `low`, its strides, and a storage of its own; both are whole."""
+        # At the storage, so that views share the copy, and it lives no longer
+        copy = _WideCopy(wide, write_count(low), self, self._generation)
+        setattr(low.untyped_storage(), ATTRIBUTE, copy)
+
+    def get(self, low: Tensor) -> Tensor | None:
+        """The copy of `low`, not to be written to, laid out as `low.float()` would be, or None."""
+        copy = self._valid(low)
+        if copy is None or not is_dense(low):
+            return None
+        wide = copy.wide
+        if wide.shape == low.shape and wide.stride() == low.stride():
+            return wide
+        return wide.as_strided(low.size(), low.stride(), low.storage_offset())
+
+    def take(self, low: Tensor) -> Tensor | None:
+        """The copy of a whole `low` for the caller alone, which may write to it, or None.
+
+        It is no copy any more.
+        """
+        wide = self.get(low) if is_whole(low) else None
+        if wide is not None:
+            forget(low)
+        return wide
+
+    def _valid(self, low: Tensor) -> _WideCopy | None:
+        storage = low.untyped_storage()
+        copy: _WideCopy | None = getattr(storage, ATTRIBUTE, None)
+        if copy is None or copy.owner is not self or copy.generation != self._generation:
+            return None
+        # A storage that is resized itself, as FSDP does, counts no write
+        resized = copy.wide.numel() * low.element_size() != storage.nbytes()
+        return None if resized or copy.writes != write_count(low) else copy
+
+
+def forget(low: Tensor) -> None:
+    """Drop the copy of what shares memory with `low`, if there is one."""
+    vars(low.untyped_storage()).pop(ATTRIBUTE, None)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the numbers of `x` lie side by side in some order, without gaps or overlaps."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether `x` is dense and all of its storage."""
+    filled = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return filled and int(x.storage_offset()) == 0 and is_dense(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether `x` is a CPU tensor with memory of its own, which a C kernel can read."""
+    kind = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return kind and x.is_cpu and x.layout is torch.strided
 
 
 class Emulated16(Arithmetic):
@@ -145,10 +241,7 @@ class Emulated16(Arithmetic):
     def round_and_keep(self, x: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
         """As `round`; a float32 copy of the result is kept where that costs no pass of its own.
 
-        Args:
-            x: float32.
-            dtype: float16 or bfloat16.
-            ours: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
+        `ours`: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
         """
         # An index of random bits has 31 bits, so one key serves as many numbers as `MOST`
         if not is_plain(x) or x.numel() > MOST or not is_dense(x):

@@ -1,12 +1,9 @@
 """Whose kernels compute a mode on a device: PyTorch's, or mprun's emulation of the format.
 
-Native execution takes PyTorch's kernels for the dtype. Emulation computes each op in float32 and
-rounds its result. Some modes can only be emulated: `half_sr_full` everywhere, `tf32` without the
-hardware. Where both are possible, `auto` takes native kernels unless they are so slow that float32
-with rounding is faster.
-
-The second half makes the parts of a `Precision` from the plain arguments of anyone's own loop: what
-is not given is decided by the policy and the machine, as in a run.
+Some modes can only be emulated: `half_sr_full` everywhere, `tf32` without the hardware. Where both
+are possible, `auto` takes native kernels unless they are so slow that float32 with rounding is
+faster. The second half makes the parts of a `Precision` from plain arguments: what is not given is
+decided by the policy and the machine, as in a run.
 """
 
 from __future__ import annotations
@@ -19,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from mprun.precision import devices
+from mprun.precision._torch_switches import has_tf32
 from mprun.precision.arithmetic import (
     Arithmetic,
     EmulatedProducts,
+    EmulatedTf32,
     Float16Fallback,
     NativeArithmetic,
 )
@@ -34,7 +33,6 @@ from mprun.precision.op_lists import OpLists
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import Policy, policy
 from mprun.precision.rates import accelerated, slowdown
-from mprun.precision.switches import EmulatedTf32, has_tf32
 from mprun.records.layer_values import computes_float16, product_formats
 
 EXECUTIONS = ("native", "emulated")
@@ -64,13 +62,8 @@ def choose_execution(
 ) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
-    Args:
-        wanted: auto, native or emulated.
-        policy: the mode.
-        device: where.
-        speed: `speed=plain` takes the native kernels at any speed.
-        layers: values of `precision.layers`; other formats than the mode's are emulated.
-        guard: the action of the guard of products, which judges what the emulation computes.
+    `speed="plain"` takes the native kernels at any speed. `layers` are values of
+    `precision.layers`, `guard` the action of the guard of products: both may need emulation.
 
     Raises:
         ValueError: the execution asked for is impossible, or no execution.
@@ -102,13 +95,7 @@ def choose_execution(
 def executions(
     policy: Policy, device: torch.device, layers: Collection[str] = (), guard: str = "off"
 ) -> tuple[tuple[str, ...], str]:
-    """The possible executions of a policy, the best first, and why the other is impossible.
-
-    Args:
-        policy: the mode.
-        device: where.
-        layers, guard: as for `choose_execution`.
-    """
+    """The possible executions of a policy, the best first, and why the other is impossible."""
     emulated, both = ("emulated",), EXECUTIONS
     if policy.rounding_scope == "all":
         return emulated, (
@@ -169,9 +156,7 @@ def arithmetic_for(
     """The arithmetic of a policy.
 
     Args:
-        policy: the mode.
-        execution: native or emulated, as `choose_execution` gives it.
-        fp32_fallback: none, backward or all, as `choose_fp32_fallback` gives it.
+        policy, execution, fp32_fallback: as `choose_execution` and `choose_fp32_fallback` chose.
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
         guard: judges products with formats of 8 bits or fewer.
@@ -191,12 +176,7 @@ def arithmetic_for(
 
 
 def policy_of(given: Policy | str) -> Policy:
-    """A policy itself, or that of a mode's name.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: no mode has this name.
-    """
+    """A policy itself, or that of a name; `TypeError` or `ValueError` where it is neither."""
     if not isinstance(given, Policy | str):
         raise TypeError(
             f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
@@ -208,8 +188,7 @@ def policy_of(given: Policy | str) -> Policy:
 def device_of(given: torch.device | str | None) -> torch.device:
     """The device; None is the accelerator if there is one, else the CPU.
 
-    Raises:
-        ValueError: this machine has no such device.
+    Raises `ValueError` if this machine has no such device.
     """
     if given == torch.device("meta"):  # shapes alone, of a plan that nothing computes
         return torch.device("meta")
@@ -219,12 +198,7 @@ def device_of(given: torch.device | str | None) -> torch.device:
 def chosen_caster(
     policy: Policy, given: OpLists | Caster | str | None, device_type: str
 ) -> tuple[Policy, Caster]:
-    """The policy, which casts by op lists if lists are given, and what decides the casts.
-
-    Args:
-        policy: casts, if lists are given.
-        given: lists, the name of shipped ones, or the caster itself; None: as the policy says.
-        device_type: see `shipped_lists`.
+    """The policy, which casts by op lists if lists or their name are given, and its caster.
 
     Raises:
         ValueError: no lists have this name, the mode casts nothing, or its casting needs lists.
@@ -251,17 +225,10 @@ def chosen_caster(
 def loss_scale_of(
     given: LossScale | str | float, policy: Policy, layers: Iterable[str], device: torch.device
 ) -> LossScale:
-    """The loss scale that is asked for.
-
-    Args:
-        given: auto (dynamic if the mode or a layer computes in float16, else none), none, static,
-            dynamic, or the factor of a static one.
-        policy: the mode.
-        layers: dtypes or modes of layers.
-        device: where the gradients are.
+    """The loss scale that is asked for: see `Precision`; `layers` are values of `precision.layers`.
 
     Raises:
-        ValueError: none of those; or a dynamic one with `overflow="saturate"`.
+        ValueError: it is none; or a dynamic one with `overflow="saturate"`.
     """
     if isinstance(given, LossScale):
         return given
@@ -296,14 +263,8 @@ def chosen_arithmetic(
 ) -> Arithmetic:
     """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
 
-    Args:
-        policy: the mode.
-        execution: auto, native (every kernel for the dtype, however slow) or emulated; or the
-            arithmetic itself.
-        device: where.
-        seed: of stochastic rounding of every result.
-        layers: values of `precision.layers`.
-        guard: judges products with formats of 8 bits or fewer; a warning says if there are none.
+    `execution` may be the arithmetic itself. A warning says if there is nothing for a guard to
+    judge.
 
     Raises:
         ValueError: the execution is impossible for the mode on this device.

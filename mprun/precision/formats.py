@@ -1,34 +1,18 @@
 """Number formats as data, and the one function that rounds float32 numbers to any of them.
 
-A **format** has a sign, E exponent bits, M mantissa bits and a bias. Its smallest normal number is
-2^(1 - bias), and at a value of exponent e its numbers are
-
-    2^(max(e, 1 - bias) - M)
-
-apart: below the smallest normal number this spacing is constant (subnormal numbers). What the top
-of the code space means differs between formats, so the largest number does, too:
+A **format** has a sign, E exponent bits, M mantissa bits and a bias. At a value of exponent e its
+numbers are 2^(max(e, 1 - bias) - M) apart. The top of its code space, and so its largest number,
+differ (Micikevicius et al., "FP8 Formats for Deep Learning", 2022; Open Compute Project's "OFP8"
+and "Microscaling Formats (MX)" specifications, 2023):
 
     ieee   the top exponent is infinity and NaN     float16, bfloat16, TF32, E5M2
     fn     only the top code is NaN                 E4M3
     fnuz   the code of -0 is NaN, there is no -0    E4M3 and E5M2 of AMD's MI300
     none   every code is a number                   E3M2, E2M3, E2M1
 
-Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), and the Open Compute
-Project's "OFP8" (2023) and "Microscaling Formats (MX)" (2023) specifications.
-
-A **block format** adds scales: numbers of few bits have a small range, so blocks of them share a
-factor. Larger blocks cost fewer bits for scales; smaller ones let an outlier spoil fewer
-neighbours.
-
-**Stochastic rounding** adds random bits to the 23 - M that are cut off, and cuts them off: the
-upper neighbour is taken with a probability that is the distance to the lower one. Below 2^n that
-number is added first, which gives all values there the spacing of the format. The addition rounds
-to 2^(n - 24): nothing below a 2^(M - 24)th of the spacing is ever rounded up.
-
-**Weights that leave float16's range** are counted here, too. bfloat16 has float32's eight exponent
-bits, float16 has five. Weights that were trained in bfloat16 or float32 can lie outside of what
-float16 holds. Training that continues in float16 then fails without a message: an infinite weight
-makes the loss NaN, and a zero one has lost what it learned.
+A **block format** adds scales, which blocks of numbers share: larger blocks cost fewer bits, in
+smaller ones an outlier spoils fewer neighbours. **Stochastic rounding** adds random bits to the
+23 - M that are cut off; below the smallest normal number 2^n, that number is added first.
 """
 
 from __future__ import annotations
@@ -343,12 +327,9 @@ def scales(largest: Tensor, to: BlockFormat) -> Tensor:
 
 
 def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:
-    """`x` with `addend` added to its bit pattern and the last `dropped` bits cleared.
+    """`x` with `addend` added to its bit pattern and the last `dropped` bits cleared; NaN stay NaN.
 
-    Args:
-        x: float32; NaN stay NaN.
-        addend: int32 of that shape, below 2^dropped: a carry leads to the next number.
-        dropped: how many bits of the mantissa go.
+    `addend` is int32, below 2^dropped: a carry leads to the next number.
     """
     pattern = (x.view(torch.int32) + addend).bitwise_and_(-(1 << dropped))
     # A NaN's pattern could be carried over the top into a number.

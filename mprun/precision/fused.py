@@ -1,23 +1,16 @@
 """Fused kernels under emulation: one op each, with the inner dtype of the real kernel.
 
 A fused kernel keeps its inner results in float32 and rounds what it stores. An emulation that
-rounds after each op inside of it is up to twice as wrong as the hardware. So these ops are
-computed here as their kernels do it:
+rounds after each op inside of it is up to twice as wrong as the hardware. So these ops are computed
+as their kernels do it; with float16 partials nothing is fused, as their sums are those of ops:
 
-    attention   scores and softmax in float32. Probabilities, and in the backward pass the
-                gradients of the scores, are rounded to 16 bits, because a 16-bit product reads
-                them; outputs are rounded once (PyTorch, `aten/src/ATen/native/cpu/
-                FlashAttentionKernel.cpp`; Dao, "FlashAttention-2", 2023, algorithms 1 and 2, on
-                tensor cores likewise). Where no fused kernel takes the call (dropout, a mask with
-                a gradient), PyTorch computes the chain of ops in float32, and so does this.
-    lstm        oneDNN's layer for bfloat16 on CPUs (`aten/src/ATen/native/mkldnn/RNN.cpp`): a step
-                in float32; its hidden and cell state are rounded for the next step, and gates and
-                their gradients for the backward pass. In other cases PyTorch computes a chain of
-                ops on a CPU: in float16, for packed sequences and projections, for GRU and RNN.
-
-Norms, softmax and losses are single ops already, whose kernels compute in float32.
-
-With float16 partials nothing is fused: their sums are those of ops.
+    attention   scores and softmax in float32; probabilities and gradients of scores are rounded,
+                because a 16-bit product reads them (PyTorch, `FlashAttentionKernel.cpp`; Dao,
+                "FlashAttention-2", 2023). Where no fused kernel takes the call, PyTorch computes
+                the chain of ops in float32, and so does this.
+    lstm        oneDNN's layer for bfloat16 on CPUs (`mkldnn/RNN.cpp`): a step in float32; states,
+                gates and their gradients are rounded. In other cases PyTorch computes a chain of
+                ops. Norms, softmax and losses are single ops already.
 """
 
 from __future__ import annotations

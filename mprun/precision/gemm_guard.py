@@ -1,42 +1,18 @@
 """A guard that keeps single matrix products out of a format that loses them.
 
 A format of 8 bits or fewer is chosen for a whole training, but a single product of a single step
-may not tolerate it: an outlier takes the scale of its block, and what is much smaller becomes 0.
-The guard judges both factors of each product before it is computed, and where one passes a
-threshold, computes the product in the layer's own dtype instead, in the same step. Its findings are
-the answer of the run: these products belong in bfloat16, all others tolerate the format.
-
-For each factor x, with q its rounding to nearest, there are two measures:
+may not tolerate it. The guard judges both factors of each product before it is computed, and where
+one passes a threshold, computes the product in the layer's own dtype instead. For each factor x,
+with q its rounding to nearest, also where random bits round it:
 
     underflow   the share of the numbers other than 0 that become 0
     error       the mean over rows of   sum of (x - q)^2 over lost numbers / sum of x^2
 
-A row lies along the dimension that is summed: its numbers meet in the same results. A number is
-lost if it moved by more than half a step of the format's mantissa, |x - q| > 2^-(M + 1) |x|: it is
-subnormal in the format, became 0, or saturated.
-
-NVIDIA's AutoswitchGemm (Transformer Engine, "Debugging with precision debug tools") switches a
-product at an underflow above 5 % or a mean squared error above 1e-4. Both thresholds are the
-defaults here for 8 bits, and the error differs in two ways:
-
-- It is relative. An absolute one depends on the unit of the tensor: gradients of 1e-3 can lose
-  everything below 1e-4, and activations of 100 are above it in any format.
-- Rounding that the mantissa explains is left out. It is the same share of any tensor that fits the
-  format (E4M3: about 6e-4 of the square, E5M2: 2e-3, both above 1e-4), so with it the
-  threshold would switch every product. The format was chosen with this error in mind.
-
-The two see different damage. In a row with one outlier its own square hides what the others lose,
-and underflow shows it. Where few numbers are lost, but whole rows consist of them (features much
-smaller than the largest of a tensor with one scale), underflow stays small and error shows it.
-
-Rounding to nearest judges also where a factor is rounded stochastically: random bits decide
-nothing, none are drawn for it, and the products that keep their format keep their bits.
-
-A factor that is infinite or NaN before it is rounded is not judged. No dtype repairs it, and
-`debug.fp_exceptions` names the op that made it.
-
-The trade-off: both measures are read from the device for each product, and a number that is lost
-need not matter for the loss. `mprun search-ops` measures what a layer's format does to the loss.
+A row lies along the dimension that is summed. A number is lost if it moved by more than half a step
+of the format's mantissa, |x - q| > 2^-(M + 1) |x|. The thresholds are those of NVIDIA's
+AutoswitchGemm (Transformer Engine, "Debugging with precision debug tools"), whose error is absolute
+and has the mantissa's share: docs/reference/guard.md says why this one differs. The trade-off: both
+measures are read from the device for each product, and a lost number need not matter for the loss.
 """
 
 from __future__ import annotations
@@ -138,70 +114,24 @@ Share = Callable[[list[GemmFinding]], list[GemmFinding]]
 
 
 class GemmGuard:
-    """What is done about products that do not tolerate their format: here nothing."""
-
-    action = "off"
-    """off, log or promote."""
-
-    @property
-    def rows(self) -> list[GuardedGemm]:
-        """The products that passed a threshold so far, in the order of their first step."""
-        return []
-
-    @property
-    def thresholds(self) -> dict[str, GuardThresholds]:
-        """Of formats, by the bits of their numbers."""
-        return {}
-
-    def listen(self, hear: Callable[[GemmFinding], None]) -> None:
-        """From now on, call `hear` with the findings of a step when it ends."""
-
-    def begin_step(self, step: int) -> None:
-        """Training step number `step` begins: the findings until it ends count."""
-
-    def end_step(self) -> None:
-        """Its gradients are complete."""
-
-    def resume_step(self) -> None:
-        """Another pass of the same step follows."""
-
-    def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
-        """Judge a product; whether to compute it in the layer's own dtype.
-
-        Args:
-            module: the layer's name.
-            product: forward, grad_input or grad_weight.
-            factors: both.
-        """
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values for `load_state_dict`."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-
-
-NO_GUARD = GemmGuard()
-
-
-class ActiveGuard(GemmGuard):
     """Judges every product, promotes those that pass a threshold if `action` says so, counts them.
 
     Outside steps, in evaluation, products are judged and promoted alike, and not counted.
 
     Args:
-        action: log or promote.
+        action: off (nothing is judged), log or promote.
         limits: thresholds by the bits of a format's numbers.
         share: gives the findings of all processes in a step, which each counts alike.
     """
 
     def __init__(
-        self, action: str, limits: Mapping[int, Loss], share: Share = lambda own: own
+        self,
+        action: str = "off",
+        limits: Mapping[int, Loss] | None = None,
+        share: Share = lambda own: own,
     ) -> None:
         self.action = action
-        self._limits, self._share = limits, share
+        self._limits, self._share = limits or {}, share
         self._rows: dict[tuple[str, str], GuardedGemm] = {}
         self._found: list[GemmFinding] = []
         """In this step, not counted yet."""
@@ -210,29 +140,34 @@ class ActiveGuard(GemmGuard):
         self._step, self._in_step = 0, False
         self._hear: Callable[[GemmFinding], None] = lambda finding: None
 
-    def __deepcopy__(self, memo: object) -> ActiveGuard:
+    def __deepcopy__(self, memo: object) -> GemmGuard:
         return self  # a copied model is judged by the guard of its original
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ActiveGuard, (self.action, self._limits)  # a stored one begins anew
+        return GemmGuard, (self.action, self._limits)  # a stored one begins anew
 
     @property
     def rows(self) -> list[GuardedGemm]:
+        """The products that passed a threshold so far, in the order of their first step."""
         return [*self._rows.values()]
 
     @property
     def thresholds(self) -> dict[str, GuardThresholds]:
+        """Of formats, by the bits of their numbers."""
         return {str(bits): GuardThresholds(**x._asdict()) for bits, x in self._limits.items()}
 
     def listen(self, hear: Callable[[GemmFinding], None]) -> None:
+        """From now on, call `hear` with the findings of a step when it ends."""
         self._hear = hear
 
     def begin_step(self, step: int) -> None:
+        """Training step number `step` begins: the findings until it ends count."""
         self._step, self._in_step = step, True
         self._found, self._counted = [], set()
 
     def end_step(self) -> None:
-        if not self._in_step:
+        """Its gradients are complete."""
+        if self.action == "off" or not self._in_step:
             return
         self._in_step = False
         # Of this process first, so that others get one row for each product
@@ -242,9 +177,16 @@ class ActiveGuard(GemmGuard):
             self._hear(finding)
 
     def resume_step(self) -> None:
+        """Another pass of the same step follows."""
         self._in_step = True
 
     def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
+        """Judge both factors of a product; whether to compute it in the dtype of its layer.
+
+        `product` is forward, grad_input or grad_weight.
+        """
+        if self.action == "off":
+            return False
         with torch.no_grad():
             # Both factors in one transfer: it waits for the device
             read = torch.stack([_of(x) for x in factors]).tolist()
@@ -279,11 +221,18 @@ class ActiveGuard(GemmGuard):
         row.factors = [*dict.fromkeys([*row.factors, *finding.factors])]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"gemms": [asdict(row) for row in self._rows.values()]}
+        """Plain values for `load_state_dict`; none where nothing is judged."""
+        gemms = [asdict(row) for row in self._rows.values()]
+        return {} if self.action == "off" else {"gemms": gemms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = msgspec.convert(state["gemms"], list[GuardedGemm])
-        self._rows = {(row.module, row.product): row for row in rows}
+        """Continue from a `state_dict`."""
+        if self.action != "off":
+            rows = msgspec.convert(state["gemms"], list[GuardedGemm])
+            self._rows = {(row.module, row.product): row for row in rows}
+
+
+NO_GUARD = GemmGuard()
 
 
 def _of(factor: Factor) -> Tensor:
@@ -312,15 +261,11 @@ def guard_of(
     error: float | None = None,
     share: Share = lambda own: own,
 ) -> GemmGuard:
-    """The guard of an action.
+    """The guard of an action: off, log or promote; a guard is taken as it is.
 
-    Args:
-        action: off, log or promote; a guard is taken as it is.
-        underflow, error: thresholds for all formats; None: those of `THRESHOLDS`.
-        share: as for `ActiveGuard`.
+    `underflow` and `error` are thresholds for all formats; None: those of `THRESHOLDS`.
 
-    Raises:
-        ValueError: another action.
+    Raises `ValueError` for another action.
     """
     if isinstance(action, GemmGuard):
         return action
@@ -328,4 +273,4 @@ def guard_of(
         raise ValueError(f"guard={action!r}; legal: {', '.join(ACTIONS)}")
     if action == "off":
         return NO_GUARD
-    return ActiveGuard(action, thresholds(underflow, error), share)
+    return GemmGuard(action, thresholds(underflow, error), share)

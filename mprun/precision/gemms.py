@@ -1,26 +1,17 @@
 """Linear layers whose three matrix products have number formats of their own.
 
-A linear layer multiplies three times in a training step:
-
     forward      output      = input     weight^T   sums over the input's features
     grad_input               = gradient  weight     sums over the output's features
     grad_weight              = gradient^T input     sums over samples
 
 In a format of 8 bits or fewer both factors of a product are rounded to it, with a scale for each
-block. Blocks lie along the dimension that is summed: then a scale is a factor of a partial sum. So
-input, weight and gradient are rounded twice each, in two directions. Where a scale belongs to the
-whole tensor both results are the same.
+block along the dimension that is summed, so each factor is rounded twice, in two directions. This
+is the emulation: factors are rounded, multiplied exactly and summed in float32, and the product is
+rounded to the layer's dtype. The hardware sums in fewer bits, in an order of its own. Its bits are
+those of torchao 0.18's emulation (`torchao.float8`). On GPUs with float8 products torchao's
+`Float8Linear` takes the place of a layer; formats in blocks (mxfp8, nvfp4) are always emulated.
 
-This is the emulation: factors are rounded, multiplied exactly and summed in float32, and the
-product is rounded to the dtype of the layer. The hardware's units sum in fewer bits, in an order of
-their own. Parameters keep their dtype, so the optimizer's step is that of the mode around it.
-
-Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipes of torchao 0.18
-(`torchao.float8`), whose emulation gives the same bits; OCP, "Microscaling Formats" (2023).
-
-On GPUs with float8 products torchao's `Float8Linear` takes the place of a layer. Its three recipes
-are the modes of the same names, and its emulation gives the bits of this one. The formats in blocks
-(mxfp8, nvfp4) have no native products here: torchao's need Blackwell GPUs and are prototypes.
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); OCP, "Microscaling Formats".
 """
 
 from __future__ import annotations
@@ -36,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mprun.precision.convert import ForwardWrapper, forwards_restored
 from mprun.precision.formats import (
     FP8_ROWWISE,
     FP8_TENSORWISE,
@@ -47,6 +37,7 @@ from mprun.precision.formats import (
     quantise,
 )
 from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
+from mprun.precision.layers import ForwardWrapper, forwards_restored
 from mprun.precision.random_bits import key, random_bits
 from mprun.records.layer_values import product_formats
 
@@ -221,10 +212,8 @@ def product(
 ) -> Tensor:
     """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K.
 
-    Args:
-        bits: for stochastic rounding of `a`, and for the Hadamard transform of both.
-        name: of the product, a key of `FACTORS`.
-        promotes: whether neither is to be rounded.
+    `bits` are for stochastic rounding of `a` and for the Hadamard transform; `name` is a key of
+    `FACTORS`; `promotes` says whether neither is to be rounded.
     """
     if gemm.left is None or gemm.right is None:
         factors = gemm.dtype or dtype
@@ -328,15 +317,9 @@ def formatted_layers(
 
     The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
     "Pretraining Large Language Models with NVFP4", 2025), and so do layers whose features are no
-    multiple of 16.
+    multiple of 16, and those inside the modules of `left_out`.
 
-    Args:
-        model: on any device.
-        left_out: modules that keep their products, with all inside them.
-        may_be_none: other layers have formats, so that none need be left.
-
-    Raises:
-        ValueError: no layer is left.
+    Raises `ValueError` if no layer is left, unless `may_be_none`: others have formats.
     """
     layers = linear_layers(model)
     inner = list(layers)[1:-1]
@@ -356,12 +339,7 @@ def formatted_layers(
 def layer_gemms(model: nn.Module, named: Mapping[str, str]) -> dict[str, LinearGemms]:
     """The formats that `precision.layers` gives to linear layers, by their names.
 
-    Args:
-        model: on any device.
-        named: module names to values of `precision.layers`. A value holds for all inside.
-
-    Raises:
-        ValueError: a module with a format has no linear layer that can have it.
+    Raises `ValueError` if a module with a format has no linear layer that can have it.
     """
     layers, given = linear_layers(model), dict[str, LinearGemms]()
     for module in sorted(named, key=len):  # what is inside a named module comes after it
@@ -390,14 +368,8 @@ def model_gemms(
 ) -> dict[str, LinearGemms]:
     """The formats of a model's linear layers: those by name, and the mode's for inner ones.
 
-    Args:
-        model: on any device.
-        named: module names to values of `precision.layers`.
-        mode: a key of `GEMMS`, or layers, for a mode that has none itself.
-        hadamard: whether factors of gradients of weights are transformed (`StepBits.rotated`).
-
-    Raises:
-        ValueError: no layer can have the mode's formats, or a module cannot have its own.
+    `mode` is a key of `GEMMS`, or "layers" for one that has none itself; `hadamard`: factors of
+    gradients of weights are transformed (`StepBits.rotated`). Raises `ValueError` as the two above.
     """
     given = layer_gemms(model, named)
     if mode != "layers":
@@ -420,12 +392,8 @@ def convert_gemms(
 ) -> None:
     """Give the products of linear layers, by their names in `model`, formats of their own.
 
-    Args:
-        model: on any device.
-        gemms: the formats.
-        bits: for stochastic rounding of gradients; None: all is rounded to nearest.
-        guard: judges each product.
-        prefix: of the layers' names there.
+    `bits` are for stochastic rounding of gradients; None: all is rounded to nearest. `guard` judges
+    each product by the layer's name after `prefix`.
     """
     for name, of_layer in gemms.items():
         layer: Any = model.get_submodule(name)
@@ -500,11 +468,7 @@ def convert_natively(
 ) -> None:
     """Replace linear layers, by their names in `model`, by torchao's; parameters stay.
 
-    Args:
-        model: on the device it trains on.
-        names: the layers.
-        gemms: a key of `RECIPES`.
-        emulate: torchao's own emulation, which runs everywhere.
+    `gemms` is a key of `RECIPES`; `emulate` takes torchao's own emulation, which runs everywhere.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,31 +1,20 @@
-"""Modules in a precision of their own, by name.
+"""The dtype of each module: what its parameters are stored in, and what it computes in.
 
-Some modules do not survive 16 bits (decompositions, long sums, losses inside a model); others need
-fewer bits than the mode gives them. A layer's precision is what its parameters are stored in and
-what it computes in. A dtype (fp32, fp16, bf16) means, in the mode around it:
+`convert` brings a model to a device, a dtype and a memory format. New `Parameter` objects take the
+place of the old ones, because fake tensors, on which mprun counts memory, cannot be converted in
+place; convert a model before its optimizer is made. Running statistics of PyTorch's batch and
+instance norms stay in float32.
+
+**Modules in a precision of their own** (`precision.layers`, whose grammar is in
+`mprun.records.layer_values`) keep what does not survive 16 bits. A dtype means, in the mode around:
 
     casting none      parameters are stored in that dtype, and the layer computes in it
     casting autocast, parameters stay float32, and the layer computes in that dtype; fp32 switches
     op_lists          casts off inside it
 
-A mode's name gives what the mode has (Keras' policy per layer): `bf16_mixed` stores float32 and
-casts by autocast, or by the op lists of the mode around it; `bf16_true` stores and computes in
-bfloat16. One optimizer rounds all 16-bit parameters alike, so the names that state a rounding
-(`bf16_sr`, `half_sr`; `bf16_true`, `fp16_true`) need a mode that rounds like them, and
-`half_sr_full`, which rounds every result, needs itself around it.
-
-A format of 8 bits or fewer is one of products, so it is for `nn.Linear` alone: `fp8`, or one for
-each of the three products, keeps what the mode around it gives the layer (`gemms.py`). The names of
-modes with formats (`mxfp8`) give what the mode has: casts to bfloat16 and its formats. The grammar
-of all values is in `mprun.records.layer_values`.
-
-A layer casts its floating inputs to what it computes in, whether it has parameters or not. Its
-output stays as computed. In modes without casting every other module that has parameters casts its
-inputs to their dtype as well, as Keras' layers do.
-
-A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
-name wins over globs; two globs that fit one module, and a key that fits none, are errors. The
-precision of a module holds for all modules inside it.
+A mode's name gives what the mode has. One optimizer rounds all 16-bit parameters alike, so names
+that state a rounding need a mode that rounds like them. A layer casts its floating inputs to what
+it computes in; its output stays as computed. The precision of a module holds for all inside it.
 """
 
 from __future__ import annotations
@@ -34,15 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mprun.errors import hint
+from mprun.precision._torch import BatchNorm, InstanceNorm, own_parameters
 from mprun.precision.caster import LayerRegions, RegionFactory
-from mprun.precision.convert import ForwardWrapper, dtype_of, forwards_restored
 from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
@@ -56,7 +45,157 @@ from mprun.records.layer_values import (
 )
 from mprun.records.mode_names import OWN_ALIASES, mode_row
 
-LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}  # The dtypes that a layer can compute in
+T = TypeVar("T")
+# In float32, a few numbers per layer: a variance above 65,504 overflows in float16, and a moving
+# average that is rounded at each step stops up to 4 % before its mean in bfloat16
+STATISTICS = ("running_mean", "running_var")
+
+
+class ForwardWrapper:
+    """A module's forward with code around it, to be put in place of `module.forward`.
+
+    It is an object with the module in a field, not a closure. So a copy or pickle of the model has
+    a copy of it that is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.before = vars(module).get("forward")
+        """What it wraps, another wrapper; None for the class's own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+@contextmanager
+def forwards_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """At the end these modules have the forward again that they have now."""
+    before = {module: vars(module).get("forward") for module in modules}
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+class Float32Statistics(ForwardWrapper):
+    """The forward of a norm layer with 16-bit parameters and float32 running statistics.
+
+    PyTorch's kernels take 16-bit inputs with statistics and parameters in float32, but not with
+    16-bit parameters. So those are widened for the call; the output has the input's dtype.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = own_parameters(self._module)
+        stored = dict(parameters)
+        parameters.update({k: None if p is None else p.float() for k, p in stored.items()})
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            parameters.update(stored)
+
+
+def convert(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    layers: Mapping[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """`model` itself, with its parameters and buffers replaced; tied parameters stay tied.
+
+    Args:
+        device: where parameters and buffers go.
+        dtype: of floating ones, except for running statistics (`keeps_wide_statistics`).
+        memory_format: of those with four dimensions.
+        layers: module names to another dtype, for the module and all inside it.
+
+    Raises:
+        ValueError: `layers` gives one tied parameter two dtypes.
+    """
+    converted: dict[int, Tensor] = {}
+
+    def to_target(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        if id(tensor) not in converted:
+            new = tensor.detach().to(device, target)
+            if new.dim() == 4:
+                # `contiguous` keeps the strides of a tensor with one channel, which is in both
+                # formats; then convolutions would give their outputs in the other one.
+                new = new.to(memory_format=memory_format)
+            if isinstance(tensor, nn.Parameter):
+                new = _with_hooks_of(tensor, nn.Parameter(new, requires_grad=tensor.requires_grad))
+            converted[id(tensor)] = new
+        elif converted[id(tensor)].dtype != target:
+            raise ValueError(f"precision.layers: '{name}' is tied to a parameter of another dtype")
+        return converted[id(tensor)]
+
+    for path, module in model.named_modules():
+        wanted = dtype_of(path, layers or {}, dtype)
+        every = {"recurse": False, "remove_duplicate": False}  # each name of a tied one too
+        wide = torch.float32 if keeps_wide_statistics(module) else wanted
+        for name, tensor in [*module.named_parameters(**every), *module.named_buffers(**every)]:
+            target = wide if name in STATISTICS else wanted
+            setattr(module, name, to_target(tensor, target, f"{path}.{name}"))
+        # A model may be prepared twice
+        own_forward = isinstance(vars(module).get("forward"), Float32Statistics)
+        if wide != wanted and not own_forward:
+            module.forward = Float32Statistics(module)
+        if isinstance(module, nn.RNNBase):
+            # cuDNN takes an RNN's weights as one range of memory, which new parameters are not
+            module.flatten_parameters()
+    return model
+
+
+def _with_hooks_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """`new` with the attributes and the gradient hooks of `old`, as `model.to` keeps them.
+
+    Both share the hooks: the handle that `register_hook` gave removes them.
+    """
+    for name, value in vars(old).items():  # a fake one's own name its device: not those
+        vars(new).setdefault(name, value)
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    return new
+
+
+def keeps_wide_statistics(module: nn.Module) -> bool:
+    """Whether `module` has running statistics, and a forward of PyTorch's that takes float32 ones.
+
+    A subclass with a forward of its own may compute with them otherwise, and instance norm's kernel
+    without weights averages statistics in its input's dtype: theirs are stored as their parameters.
+    """
+    forward = type(module).forward
+    known = forward is BatchNorm.forward or (
+        forward is InstanceNorm.forward and module.weight is not None
+    )
+    return known and module.running_mean is not None
+
+
+def dtype_of(path: str, layers: Mapping[str, T], default: T) -> T:
+    """The dtype at `path`, a module or parameter: its own in `layers`, or the nearest parent's."""
+    while path:
+        if path in layers:
+            return layers[path]
+        path = path.rpartition(".")[0]
+    return default
+
+
+def accumulate_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the gradients of 16-bit parameters in `dtype` where that is wider than their own."""
+    for p in model.parameters():
+        if p.requires_grad and p.dtype != torch.float32 and dtype == torch.float32:
+            # By this field autograd takes a gradient of another dtype
+            p.grad_dtype = dtype
+
+
+LAYER_DTYPES = {*map(torch_dtype, DTYPES.values())}  # What a layer can compute in
 
 
 class LayerPrecision(NamedTuple):
@@ -72,12 +211,9 @@ class LayerPrecision(NamedTuple):
 
 
 def layer_precision(value: str, casting: str) -> LayerPrecision | None:
-    """What a value of `precision.layers` means in a mode with that casting.
+    """What a value of `precision.layers` means in a mode with that casting; None: as the mode.
 
-    None where it names formats of products alone, and the layer has the precision of the mode.
-
-    Raises:
-        ValueError: it is no value that a layer can have.
+    Raises `ValueError` if it is no value that a layer can have.
     """
     try:
         dtypes = layer_dtypes(layer_value(value), casting)
@@ -89,8 +225,7 @@ def layer_precision(value: str, casting: str) -> LayerPrecision | None:
 def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
     """`layer_precision` of each module of `named` under `policy` that has one of its own.
 
-    Raises:
-        ValueError: as `layer_precision`, or a layer is to round every result in another mode.
+    Raises `ValueError` as it does, or if a layer is to round every result in another mode.
     """
     for name, value in named.items():
         rounds_all = value in LAYER_MODES and mode_row(value)["rounding_scope"] == "all"
@@ -107,8 +242,7 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
 def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
     """`policy` with `gemms="layers"` if some of these values name formats of products.
 
-    Raises:
-        ValueError: the mode computes or casts ops in a way that formats of products do not follow.
+    Raises `ValueError` if the mode computes or casts ops in a way that these do not follow.
     """
     if not any(product_formats(value) for value in values) or policy.gemms != "none":
         return policy
@@ -119,11 +253,7 @@ def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
 
 
 def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
-    """Check that the one optimizer of `policy` rounds as the layers' modes do.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise `ValueError` unless the one optimizer of `policy` rounds as the layers' modes do."""
     rounding = "stochastic" if policy.rounding == "stochastic" else "nearest"
     rounds = {"nearest": "to nearest", "stochastic": "stochastically"}
     for name, value in named.items():
@@ -138,10 +268,10 @@ def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
 
 
 def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
-    """Module name to dtype or mode, for every module that a key of `layers` names.
+    """Module name to value, for every module that a key of `layers`, a name or a glob, fits.
 
-    Raises:
-        ValueError: a key fits no module, or two globs fit one.
+    An exact name wins over globs. Raises `ValueError` if a key fits no module, or two globs fit
+    one.
     """
     layers = {key: OWN_ALIASES.get(value, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
@@ -171,12 +301,7 @@ class LayerRow(NamedTuple):
 
 
 def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> list[LayerRow]:
-    """The dtypes of a prepared model's layers.
-
-    Args:
-        named: module names to dtypes or modes, as `resolve` gives them.
-        policy: the mode of all other layers.
-    """
+    """The dtypes of a prepared model's layers; `named` is what `resolve` gives."""
     others = LayerPrecision(torch.float32, torch_dtype(policy.compute_dtype))
     precisions = layer_precisions(named, policy)
     rows = []
@@ -197,11 +322,9 @@ def keep_layers(
 ) -> None:
     """Make the layers of a converted model compute in their precision.
 
-    Args:
-        named: module name to its precision.
-        stored: what the parameters of all other modules are stored in, where nothing casts; None
-            where a caster decides.
-        layer_region: regions in which ops are cast to a dtype; float32: nothing is cast.
+    `stored` is what all other parameters are stored in, where nothing casts; None where a caster
+    decides. `layer_region` gives regions in which ops are cast to a dtype; float32: nothing is
+    cast.
     """
     casts = stored is None or any(layer.casts for layer in named.values())
     # A region costs time at each call; where nothing is cast there is none to switch off
@@ -225,9 +348,7 @@ def computing_in(
 ) -> Iterator[None]:
     """Inside, modules compute in a dtype of their own where a caster decides; parameters stay.
 
-    Args:
-        named: module name to its dtype, which its floating inputs are cast to.
-        layer_region: a caster's regions for a dtype (`Caster.layer_region`).
+    `layer_region` is `Caster.layer_region`.
     """
     modules = {model.get_submodule(name): dtype for name, dtype in named.items()}
     with forwards_restored(modules):
@@ -248,12 +369,7 @@ to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
 
 
 class InDtype(ForwardWrapper):
-    """A module's forward with its floating inputs cast, in a region.
-
-    Args:
-        region: makes the region its ops run in.
-        dtype: what its inputs are cast to.
-    """
+    """A module's forward in a region, with its floating inputs cast to a dtype."""
 
     def __init__(self, module: nn.Module, region: RegionFactory, dtype: torch.dtype) -> None:
         super().__init__(module)

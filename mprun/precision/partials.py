@@ -1,46 +1,19 @@
 """The dtype of partials, in which a matmul or convolution adds up its products.
 
-A matmul's output element is a sum of K products. The sum's dtype can differ from that of the
-inputs. Graphcore calls the running sums *partials*. Products of two float16 values
-are exact in float32 (11-bit significands give 22 bits), but their sum need not be. CPU kernels with
-16-bit instructions keep it in float32, some others do not (`sum_of_ones` measures which).
-Hardware that keeps it in float16 is faster and loses digits.
-
-We emulate float16 partials by blocked accumulation. The K products are cut, in order, into blocks
-of 64, the last one shorter:
+Products of two float16 values are exact in float32, their sum need not be. Hardware that keeps it
+in float16 is faster and loses digits. It is emulated by blocked accumulation: the K products are
+cut, in order, into blocks of 64, the last one shorter:
 
     s_i = sum of the products in block i            in float32, by a float32 kernel
     acc_0 = round16(s_0)
     acc_i = round16(acc_(i-1) + s_i)                 added in float32, then rounded to float16
 
-Each rounding is off by at most 2^-11 of the partial at hand, so that the result is off by at most
-about K / 64 * 2^-11 * max |acc|. A partial beyond 65504 becomes infinite, and a block of less than
-1, half a unit there, adds nothing to a partial of 2048 or more.
+Rounding after every product would take 64 times as many steps and could not use a matmul kernel.
+No particular machine's order of additions is claimed. Convolutions are matmuls of the weight with
+patches of the input; products with the zeros of padding count towards the 64.
 
-The trade-off: rounding after every product, instead of every block, would take 64 times as many
-steps and could not use a matmul kernel, and hardware with short dot products does not do it either.
-No particular machine's order of additions is claimed. Inside a block the order is the float32
-kernel's, whose roundings (2^-24) are far below float16's (2^-11): another kernel may give other
-bits where a partial lies next to a tie.
-
-Convolutions are matmuls of the weight with patches of the input, for every rank, stride, padding,
-dilation and number of groups:
-
-    forward           K runs over (input channels of the group, taps of the kernel)
-    input gradient    the transposed convolution: zeros between the gradient's elements, the weight
-                      flipped, then as forward; K runs over (output channels, taps)
-    weight gradient   K runs over (samples, output positions)
-    bias gradient     a sum of gradients, over (samples, output positions)
-
-Products with the zeros of padding and stuffing count towards the 64.
-
-**Which kernels do so** is measured. A kernel for 16-bit numbers should add up in float32, and most
-do. Some do not: the fallback for a convolution's backward pass, on CPUs without 16-bit
-instructions, adds up the samples' weight gradients in 16 bits. No list of processors or versions
-names them, so the op is run on ones. The sums run over what kernels divide among loops: the inner
-dimension of a matmul; channels and taps of a convolution; samples, positions and output channels of
-its backward pass. Another size may use another kernel, so the result is a lower limit for what is
-rounded, not a promise.
+**Which kernels** add up in 16 bits is measured, as no list of processors names them: the op is run
+on ones. Another size may use another kernel, so the result is a lower limit for what is rounded.
 """
 
 from __future__ import annotations
@@ -74,21 +47,16 @@ _SCRATCH = 32 * 2**20 // 4
 def blocked(
     op: Any, args: Sequence[Any], round_: Round, kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """The op's result with its sums of products accumulated in blocks.
-
-    For use below autograd, inside a dispatch mode.
+    """The op's result with its sums of products accumulated in blocks, below autograd.
 
     Args:
         op: one of `SUPPORTED`.
-        args: the op's arguments; float16 tensors are used as float32.
+        args, kwargs: the op's arguments; float16 tensors are used as float32.
         round_: rounds partials and what is added after them.
-        kwargs: the op's keyword arguments (`beta` and `alpha` are such).
 
-    Returns:
-        The op's result in float32: a tensor, or for a convolution's backward the gradients of
-        input, weight and bias, None by the op's mask. Values are those of `round_`.
-        beta * input + alpha * product, and a convolution's bias, are added to the finished sum in
-        float32, and the result rounded once more.
+    Returns: The op's result in float32: a tensor, or for a convolution's backward the gradients of
+    input, weight and bias, None by the op's mask. What is added to the finished sum (an input, a
+    bias) is added in float32, and the result rounded once more.
 
     Raises:
         NotImplementedError: `op` is not supported.
@@ -287,9 +255,7 @@ def _weight_gradient(
 ) -> Tensor:
     """The gradient of a weight [A, C / groups, kernel...].
 
-    Args:
-        small: [B, A, positions...], the side of the convolution with an element per position.
-        large: [B, C, space...], the side the kernel slides over.
+    `small` [B, A, positions...] has an element per position; the kernel slides over `large`.
     """
     patches = _patches(large, kernel, at, small.shape[2:])
     batch, positions = small.shape[0], prod(small.shape[2:])
@@ -413,17 +379,8 @@ def _convolution_cases(op: Any) -> list[Case]:
 def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
     """The result of `op`'s kernel for sums that are `TERMS`; less if it accumulates in 16 bits.
 
-    Measured once in a process; the backend switches are those of the first call.
-
-    Args:
-        op: a matmul or convolution, an overload of `MATMULS`, `CONVOLUTIONS` or
-            `CONVOLUTION_BACKWARD`.
-        dtype: float16 or bfloat16.
-        device: whose kernel.
-
-    Returns:
-        The least of the sums that should be `TERMS`: over inner dimensions, channels, taps, samples
-        and positions.
+    The least over inner dimensions, channels, taps, samples and positions. Measured once in a
+    process; the backend switches are those of the first call.
     """
     if op in MATMULS:
         return _least(op(*_matmul_ones(op, dtype, device)))

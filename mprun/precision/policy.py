@@ -22,9 +22,14 @@ from typing import Any
 import torch
 
 from mprun.errors import hint
-from mprun.precision.gemms import GEMMS
 from mprun.records.mode_names import ALIASES, SHIPPED_MODES, SHORT_DTYPES, mode_hint, mode_row
-from mprun.records.policy_columns import COMPENSATED, FLOAT_DTYPES, PolicyColumns, legal_values
+from mprun.records.policy_columns import (
+    COMPENSATED,
+    FLOAT_DTYPES,
+    FORMAT_MODES,
+    PolicyColumns,
+    legal_values,
+)
 
 LOW_DTYPES = ("bfloat16", "float16")
 
@@ -88,7 +93,7 @@ class Policy(PolicyColumns):
         parameters = ("float32",) if self.casts else FLOAT_DTYPES
         computes = LOW_DTYPES if self.casts else (self.param_dtype,)
         everywhere = self.is_low and self.rounding == "stochastic"
-        formats = ("layers", *GEMMS) if self._may_have_formats else ()
+        formats = ("layers", *FORMAT_MODES) if self._may_have_formats else ()
         legal = legal_values() | {
             "param_dtype": parameters,
             "compute_dtype": computes,
@@ -130,8 +135,8 @@ def _fixed_by_name(mode: str, legal: Mapping[str, Any]) -> dict[str, tuple[Any, 
     fixed: dict[str, tuple[Any, ...]] = {
         key: (row[key],) for key in ("casting", "param_dtype", "compute_dtype", "tf32")
     }
-    fixed["gemms"] = tuple(x for x in legal["gemms"] if x not in GEMMS)
-    if mode in GEMMS:
+    fixed["gemms"] = tuple(x for x in legal["gemms"] if x not in FORMAT_MODES)
+    if mode in FORMAT_MODES:
         fixed["gemms"] = (mode,)
     elif row["casting"] == "autocast":
         fixed["casting"] = ("autocast", "op_lists")  # op lists are another way to the same casts

@@ -1,16 +1,12 @@
-"""The ops that multiply: matmuls and convolutions, and the kernels that contain some.
+"""The ops that multiply, and what emulation needs of any op.
 
 The emulations, the fallback to float32, float16 partials and the measurement of accumulation all
-use these tables.
+use these tables. A composite op (`linear`) and some fused kernels are made of other ops. Such a
+kernel is *opened*: called inside a dispatch mode, which sees each of its ops. `CLOSED` lists those
+that cannot be opened. Recurrent layers run without oneDNN's and cuDNN's kernels, op by op.
 
-A composite op (`linear`, `matmul`) and some fused kernels (attention's fast path) are made of other
-ops. Such a kernel is *opened*: it is called inside a dispatch mode, and the mode sees each of its
-ops. `CLOSED` lists the fused kernels that cannot be opened. Recurrent layers run without oneDNN's
-and cuDNN's kernels, so that each of their products is a separate op.
-
-The second half has what emulation, which computes 16-bit ops in float32, needs of any op: the dtype
-that its own kernel would have given the result, the mixtures of dtypes that the kernel refuses, and
-what the op writes to.
+Emulation computes 16-bit ops in float32. It needs the dtype that an op's own kernel would have
+given the result, the mixtures of dtypes that the kernel refuses, and what the op writes to.
 """
 
 from __future__ import annotations
@@ -117,11 +113,7 @@ def opened(func: Any, args: Any, names: frozenset[str]) -> Callable[..., Any] | 
     """The kernel of an op that consists of other ops; a mode around its call sees those ops.
 
     Below autograd, and in `torch.inference_mode`, PyTorch hands composite ops (`linear`, `matmul`)
-    to a mode undivided.
-
-    Args:
-        args: its arguments, whose device decides on the kernel.
-        names: ops to open besides the composite ones.
+    to a mode undivided. `names` are ops to open besides those; the device of `args` decides.
     """
     device = next((x.device.type for x in tree_leaves(args) if isinstance(x, Tensor)), "cpu")
     # Composite ops can be opened everywhere, ops with a kernel of their own only if they are named

@@ -1,18 +1,11 @@
 """Random bits without a generator: a hash of where they are used.
 
-Stochastic rounding needs fresh bits for every element of every result. A generator's state would
-have to be saved, shared between replicas and advanced in the same order on every device. A
-counter-based hash has no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011): the bits are a function of
-
-    seed     the run's
-    step     the optimizer step
-    tensor   which tensor, a number: of an optimizer's parameter, the hash of its name
-    site     which of the tensor's results: parameter, momentum, ...
-    index    the element's index in the whole tensor, also where a shard holds a part of it
-
-so they are the same on every device, on every replica, and after resuming. The first four are mixed
-on the host into two 32-bit keys (splitmix64's finalizer: Steele et al., 2014); for each element
+A generator's state would have to be saved, shared between replicas and advanced in the same order
+on every device. A counter-based hash has no state (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", 2011): the bits are a function of the run's seed, the optimizer step, the tensor (of a
+parameter, the hash of its name), the site (which of its results) and the element's index in the
+whole tensor. So they are the same on every device, on every replica, and after resuming. The first
+four are mixed on the host into two 32-bit keys (splitmix64's finalizer); for each element
 
     h = (index ^ low) * 0xed5ad4bb;  h ^= h >> 11
     h = (h ^ high)    * 0xac4c1b51;  h ^= h >> 15

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mprun.precision import devices
-from mprun.precision.switches import switches
+from mprun.precision._torch_switches import switches
 
 SAMPLE_S = 1e-3  # Seconds for which calls are repeated to get one time
 ROUNDS, TRIAL_ROUNDS = 9, 5  # Rounds of `accelerated`, and of `slowdown`, which times three ops

@@ -1,39 +1,18 @@
 """Rounding float32 to 16 bits: to nearest, stochastically, or with a remainder.
 
-A float32 is a sign, 8 bits of exponent and 23 of mantissa. Seen as an integer its magnitude grows
-with the number, and neighbours differ by one, across exponents too.
+Seen as an integer a float32's magnitude grows with the number. **bfloat16** is its upper half: a
+number whose lower half is f is carried to the upper neighbour by f of the 2^16 integers that can be
+added, so the expected result is the number (Croci et al., "Stochastic rounding", 2022). **float16**
+has 10 bits of mantissa; 2^-14 is added to a number below 2^-14 first, so the expected result is off
+by at most 2^-38 there. Zeros, infinities and NaN do not change. A number beyond the largest one
+becomes infinity, or with `saturate` that largest number, as on Graphcore's IPU.
 
-**bfloat16** is the upper half of it, so its neighbours lie 2^16 float32 patterns apart everywhere.
-A number whose lower half is f is carried to the upper neighbour by f of the 2^16 integers that can
-be added, so with a probability of its distance to the lower one: the expected result is the number.
+**Kahan**'s method (1965) stores the remainder that rounding to nearest cuts off, in 16 bits:
+`merge` gives back what `split` took apart. **Masters of 24 bits** have 8 bits beside the parameter,
+3 bytes instead of 4; the master is rounded stochastically, the parameter to nearest.
 
-**float16** has 10 bits of mantissa. Its normal numbers (2^-14 and above) lie 2^13 patterns apart,
-its subnormal ones 2^-24, whatever the exponent. So 2^-14 is added to a number below 2^-14 first,
-and subtracted after the rounding. That addition rounds to a multiple of 2^-37: the expected result
-is off by at most 2^-38, the 2^-14th part of the spacing; nothing below 2^-38 is ever rounded up.
-
-Signed zeros, infinities and NaN do not change. A number that rounds beyond the largest finite one
-(for float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes
-infinity, or with `saturate` that largest number, as on Graphcore's IPU. An infinity stays infinite
-in both.
-
-Stochastic rounding is right on average (Croci et al., "Stochastic rounding: implementation, error
-analysis and applications", 2022). **Kahan**'s method (1965) loses nothing: the remainder that
-rounding to nearest cuts off is stored and added back next time. `split` stores it in a 16-bit
-integer that counts the float32 patterns between the result and the number, so that `merge` gives
-the float32 number back exactly (in float16's subnormals: to 2^-38).
-
-`stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
-these functions elsewhere. The compiled kernels (`kernels/`) give the same bits. Emulation and
-`MasterWeights` call it; the optimizers of `mprun.optim` round in `optim/engines.py`. The addition
-of random bits itself is `formats.add_and_truncate`.
-
-**Masters of 24 bits** are a 16-bit parameter, and 8 more bits beside it. Kahan's remainder has 16
-bits, so that parameter and remainder are a float32 number: 4 bytes. Most of what it saves is in the
-upper bits. With 8 of them, 3 bytes, the master's neighbours are 2^-15 (bfloat16) or 2^-18 (float16)
-of its size apart, 256 times closer than the parameter's:
-
-    float32 result -> master of 24 bits (stochastic) -> parameter (nearest) and 8 bits
+`stochastic` rounds a whole tensor by a compiled kernel (`kernels/`) where there is one, with the
+same bits. The addition of random bits itself is `formats.add_and_truncate`.
 """
 
 from __future__ import annotations
@@ -137,10 +116,6 @@ def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
     then moves the number by at most half the distance to its neighbour (in float16 by the whole
     distance if it was cut off 2^-14). It is left out if it would carry the number past zero or
     infinity.
-
-    Args:
-        rounded: float16 or bfloat16, any shape.
-        remainder: int16 of that shape.
     """
     wide = rounded.float()
     magnitude = wide.abs()
@@ -190,12 +165,7 @@ def stochastic(
 ) -> Tensor:
     """`x` (float32) stochastically rounded with the bits of `key`; the same bits on every path.
 
-    Args:
-        x: float32, any shape.
-        dtype: float16 or bfloat16.
-        key: see `random_bits`.
-        overflow: infinity or saturate.
-        start: the index of the first element in the whole tensor, where `x` is a shard.
+    `start` is the index of the first element in the whole tensor, where `x` is a shard.
 
     Returns:
         The rounded numbers, in the layout of `x` where it is dense; elements are counted as they
@@ -321,10 +291,6 @@ def merge_master(parameter: Tensor, rest: Tensor) -> Tensor:
 
     If other code has written the parameter since, the 8 bits belong to another number. They then
     move it by at most half the distance to its neighbour, and not past zero.
-
-    Args:
-        parameter: float16 or bfloat16, any shape.
-        rest: int8 of that shape.
     """
     dtype, wide = parameter.dtype, parameter.float()
     unit = CUT[dtype] - REST_BITS

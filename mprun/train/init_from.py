@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from mprun.errors import UsageError, first_line
 from mprun.precision import Policy
-from mprun.precision.convert import dtype_of
 from mprun.precision.formats import float16_range
+from mprun.precision.layers import dtype_of
 from mprun.recipe import Recipe
 from mprun.records.console.formatting import listed
 from mprun.records.files import write_atomic

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.precision._torch_switches import tf32_is_on
+from mprun.precision.loss_scale import MasteredOptimizer, ScaledOptimizer
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
-from mprun.precision.switches import tf32_is_on
-from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.watch.cast_counts import (
     AuditFinding,
     CastCounts,

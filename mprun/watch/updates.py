@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from mprun.errors import first_line
 from mprun.precision import devices
+from mprun.precision.loss_scale import MasteredOptimizer, ScaledOptimizer
 from mprun.precision.rounding import merge, merged, split, sums_db
-from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.step_records import Float32Gradients, LostShares, Reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

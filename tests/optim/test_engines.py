@@ -11,14 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mprun.optim import LowPrecisionOptimizer, engines
-from mprun.optim.engines import Operands
-from mprun.optim.formulas import HYPERS, Storage
 from mprun.precision import kernels
 from mprun.precision.kernels import prebuilt
-from mprun.precision.random_bits import key
 from tests.optim import (
     BRAIN,
     DTYPES,
@@ -245,33 +241,6 @@ def test_inductor_gives_the_bits_of_eager(
     sizes = (1003, 2**15 + 3)
     a, b = (ran(name, engine, stored, options, sizes) for engine in ("inductor", "eager"))
     assert unlike(a, b) == []
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
-def test_a_flag_on_the_device_keeps_everything_or_nothing(rounding: str) -> None:
-    """`skip`, which on a GPU is not looked at by the host."""
-    storage = Storage("adamw", BRAIN, BRAIN, BRAIN, HALF, rounding, False)
-
-    def operands() -> list[Tensor | None]:
-        made = [wide(dtype, 999, seed=n) for n, dtype in enumerate((BRAIN, BRAIN, BRAIN, HALF))]
-        return [*made, torch.zeros(999, dtype=storage.remainder) if storage.remainder else None]
-
-    hyper = torch.linspace(0.1, 0.9, HYPERS)
-    keys = (key(1), key(2), key(3))
-    before, taken, skipped, plain = (operands() for _ in range(4))
-    engines.run("eager", storage, Operands(*skipped), hyper, keys, torch.tensor(1.0))  # type: ignore[arg-type]
-    engines.run("eager", storage, Operands(*taken), hyper, keys, torch.tensor(0.0))  # type: ignore[arg-type]
-    engines.run("eager", storage, Operands(*plain), hyper, keys, None)  # type: ignore[arg-type]
-    for old, kept, one, other in zip(before, skipped, taken, plain, strict=True):
-        if old is not None:
-            assert kept is not None
-            assert one is not None
-            assert other is not None
-            assert same_bits(old, kept)
-            assert same_bits(one, other)
-    assert before[0] is not None
-    assert taken[0] is not None
-    assert not same_bits(before[0], taken[0])
 
 
 def test_every_element_and_site_and_step_and_tensor_gets_bits_of_its_own() -> None:

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mprun.optim import MasterWeights, float32_masters, name_parameters
-from mprun.precision.loss_scale import DynamicLossScale, DynamicRule, StaticLossScale
-from mprun.precision.update import Clip, step_scaled
+from mprun.precision.loss_scale import (
+    Clip,
+    DynamicLossScale,
+    DynamicRule,
+    StaticLossScale,
+    step_scaled,
+)
 from mprun.watch.memory_recorder import memory
 from mprun.watch.updates import exact_updates
 

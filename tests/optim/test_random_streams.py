@@ -13,7 +13,6 @@ from mprun.precision import Precision, kernels
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits
 
 CPU = torch.device("cpu")
-SIZE = 4096
 
 
 def equal_layers() -> list[nn.Linear]:
@@ -88,12 +87,6 @@ def test_a_group_with_the_names_of_the_whole_falls_back_to_positions() -> None:
     (x,) = rounded([optimizer], [layer])
     (y,) = rounded([AdamW([other.weight], lr=0.002)], [other])
     assert same_bits(x, y)
-
-
-def test_a_state_without_names_is_loaded_by_an_optimizer_with_names() -> None:
-    old = AdamW([equal_layers()[0].weight]).state_dict()
-    assert "param_names" not in old["param_groups"][0]
-    AdamW([("w", equal_layers()[0].weight)]).load_state_dict(old)
 
 
 # ---- updates that float32 cannot see ----

@@ -96,18 +96,6 @@ def test_shards_get_the_bits_of_the_whole_for_every_storage_and_rule(
 LOW_ADAMW: dict[str, Any] = {"momentum_dtype": BRAIN, "variance_dtype": HALF}
 
 
-def test_without_marks_shards_round_otherwise() -> None:
-    """What the marks are for: else the tests here would pass for bits that do not matter."""
-    whole = stepped("adamw", "eager", (BRAIN, BRAIN), LOW_ADAMW, (0, SIZE))
-    values, gradient = wide(BRAIN, SIZE, seed=1), wide(BRAIN, SIZE, seed=0)
-    p = nn.Parameter(values[391:].clone())
-    mark_shard(p, "weight", 0)
-    optimizer = MAKE["adamw"]([p], **LOW_ADAMW, seed=5)
-    give(p, gradient[391:])
-    optimizer.step()
-    assert not same_bits(p.detach(), whole["parameter"][391:])
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_shards_that_threads_share(engine: str, threads: int) -> None:

@@ -23,7 +23,7 @@ from mprun.precision import (
     op_lists,
 )
 from mprun.precision.apply import NOT_SCALED
-from mprun.precision.convert import convert
+from mprun.precision.layers import convert
 from tests.each import each
 from tests.precision.test_policy import policy
 
@@ -120,12 +120,6 @@ def test_a_16_bit_loss_is_rounded_stochastically_in_training() -> None:
     assert set(found) == {third.item(), torch.nextafter(third, torch.ones(()).half()).item()}
 
 
-def test_casting_ends_with_the_forward_pass() -> None:
-    ours, model = precision("bf16_mixed"), Spy()
-    ours.forward(model, torch.randn(2, 4))
-    assert not torch.is_autocast_enabled("cpu")
-
-
 def test_convert_keeps_tied_parameters_tied_and_integers_integer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].weight = model[0].weight
@@ -179,11 +173,6 @@ def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
 
 
 # ---- outputs of any structure ----
-
-
-def test_what_holds_nothing_to_convert_is_handed_on_itself() -> None:
-    made = {"a": [torch.ones(2), None, 3.0, {"b"}]}
-    assert precision("fp32").forward(lambda: made) is made  # type: ignore[arg-type,return-value]
 
 
 def test_a_model_gets_the_arguments_it_is_given() -> None:
@@ -249,7 +238,9 @@ def test_a_loss_that_was_not_scaled_is_warned_of_once(mode: str, warned: list[in
     assert [n for n, backward in enumerate(loops) if step(backward)] == warned
 
 
-def test_a_process_of_several_need_not_scale_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_several_that_scales_no_loss_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight = nn.Parameter(torch.zeros(1))
     weight.sum().backward()
     ours = Precision("fp16_mixed", device=CPU, execution="native")

@@ -17,12 +17,11 @@ from mprun.precision import (
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoLossScale,
     Precision,
     StaticLossScale,
 )
-from mprun.precision.buffers import BufferOverflow
-from mprun.precision.convert import convert
+from mprun.precision.layers import convert
+from mprun.precision.loss_scale import BufferOverflow
 from mprun.recipes.linear import Linear
 from tests.each import each
 
@@ -135,7 +134,7 @@ def test_a_skipped_step_restores_only_what_became_non_finite() -> None:
 
 @each("kind", ["none", "static"])
 def test_an_overflow_on_a_step_that_is_taken_is_reported_once_and_stays(kind: str) -> None:
-    scale = NoLossScale() if kind == "none" else StaticLossScale(8.0, CPU)
+    scale = LossScale() if kind == "none" else StaticLossScale(8.0, CPU)
     model, precision = counting(scale)
     for step in range(1, 6):
         one_step(model, precision, step, LARGE / 2)  # above 65,504 in step 3
@@ -150,7 +149,7 @@ def test_an_overflow_on_a_step_that_is_taken_is_reported_once_and_stays(kind: st
 
 
 def test_a_name_tells_the_models_apart() -> None:
-    precision = in_float16(NoLossScale())
+    precision = in_float16(LossScale())
     models = [Counts(), Counts()]
     for model in models:
         precision.prepare(model, CPU)
@@ -160,7 +159,7 @@ def test_a_name_tells_the_models_apart() -> None:
 
 
 def test_buffers_may_be_replaced_after_prepare() -> None:
-    model, precision = counting(NoLossScale())
+    model, precision = counting(LossScale())
     model.load_state_dict(model.state_dict(), assign=True)
     model.total = model.total.clone()
     one_step(model, precision, 1, LARGE * 2)

@@ -15,9 +15,9 @@ from torch import nn
 
 from mprun.cli.main import main
 from mprun.precision import (
+    LossScale,
     NativeArithmetic,
     NoCaster,
-    NoLossScale,
     OpListCaster,
     Precision,
     op_lists,
@@ -148,7 +148,7 @@ def prepared(mode: str, layers: dict[str, str], lists: bool = False) -> tuple[Sm
         caster = OpListCaster(op_lists(["linear"], ["softmax"], []), dtype)
     torch.manual_seed(0)
     model = Small()
-    native, scale = NativeArithmetic(), NoLossScale()
+    native, scale = NativeArithmetic(), LossScale()
     ours = Precision(row, execution=native, loss_scale=scale, layers=layers, op_lists=caster)
     ours.prepare(model, CPU)
     return model, ours

@@ -16,7 +16,6 @@ from mprun.precision import (
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoLossScale,
     StaticLossScale,
 )
 from mprun.precision.loss_scale import STATIC_PATIENCE, next_state
@@ -99,17 +98,10 @@ def gradients(loss_scale: LossScale, clip: Clip | None = None) -> list[torch.Ten
 
 @each("scale", [2.0**-10, 1.0, 1024.0, 2.0**16])
 def test_a_power_of_two_changes_no_bit_of_the_gradients(scale: float) -> None:
-    plain = gradients(NoLossScale())
+    plain = gradients(LossScale())
     for scaled in (StaticLossScale(scale, CPU), DynamicLossScale(scale, DynamicRule(), CPU)):
         for a, b in zip(plain, gradients(scaled), strict=True):
             assert torch.equal(a, b)
-
-
-def test_clipping_sees_unscaled_gradients() -> None:
-    plain = gradients(NoLossScale(), Clip(0.1))
-    scaled = gradients(StaticLossScale(1024.0, CPU), Clip(0.1))
-    for a, b in zip(plain, scaled, strict=True):
-        assert torch.equal(a, b)
 
 
 @each("planted", [math.inf, -math.inf, math.nan])
@@ -142,16 +134,7 @@ def test_a_run_ends_at_the_floor_and_after_many_skips_in_a_row() -> None:
     static = StaticLossScale(1024.0, CPU)
     assert static.failure_reason(1024.0, STATIC_PATIENCE - 1) is None
     assert "loss_scale=dynamic" in str(static.failure_reason(1024.0, STATIC_PATIENCE))
-    assert NoLossScale().failure_reason(1.0, 10**6) is None
-
-
-def test_state_goes_round() -> None:
-    rule = DynamicRule(interval=3)
-    a, b = (DynamicLossScale(s, rule, CPU) for s in (8.0, 1.0))
-    a._tracker = torch.tensor(2, dtype=torch.int32)
-    b.load_state_dict(a.state_dict())
-    no_overflow = torch.tensor(0.0)
-    assert next_state(b.tensor, b._tracker, no_overflow, rule)[0].item() == 16.0
+    assert LossScale().failure_reason(1.0, 10**6) is None
 
 
 # ---- several optimizers, unscale apart from step: as GradScaler does ----
@@ -284,7 +267,7 @@ def test_what_is_done_twice_is_an_error_that_names_the_remedy() -> None:
 def test_without_a_scale_the_same_calls_change_nothing() -> None:
     weight = half_weight(1.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    none = NoLossScale()
+    none = LossScale()
     for _ in range(2):
         none.unscale(optimizer)
         assert weight.grad is not None

@@ -8,7 +8,6 @@ the same training done in another way, bit for bit.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import Precision, same_rounding
@@ -203,21 +201,6 @@ def test_an_adversarial_pair_is_that_of_the_raw_loop(mode: str) -> None:
         assert equal(mine, theirs)
 
 
-@functools.cache
-def float32_pair(steps: int) -> tuple[nn.Module, nn.Module]:
-    return adversarial(Ours(Case("fp32")), steps=steps)
-
-
-@every_case
-def test_an_adversarial_pair_trains_in_every_mode(case: Case) -> None:
-    """Both move like float32's pair: further from the start than from it."""
-    start, expected = float32_pair(0), float32_pair(20)
-    got = adversarial(scaled_loop(case), steps=20)
-    for first, last, model in zip(start, expected, got, strict=True):
-        moved = distance([*first.parameters()], [*last.parameters()])
-        assert distance([*model.parameters()], [*last.parameters()]) < max(0.2 * moved, 1e-7)
-
-
 def test_both_turns_of_a_step_are_rounded_stochastically_with_bits_of_their_own() -> None:
     precision = Case("half_sr_full").precision()
     model = precision.prepare(nn.Linear(64, 64))
@@ -368,37 +351,6 @@ def test_checkpointing_changes_no_bit_of_the_gradients(case: Case, reentrant: bo
     assert all(map(torch.equal, got, expected))
 
 
-# ---- an exponential moving average of the weights ------------------------------------------------
-
-DECAY = 0.999
-
-
-def averaged(old: Tensor, new: Tensor, _: Any) -> Tensor:
-    return old.lerp(new.to(old.dtype), 1 - DECAY)
-
-
-@every_case
-def test_an_average_in_float32_follows_the_weights(case: Case) -> None:
-    """Made before `prepare`, so it has the weights as they were drawn, in float32."""
-    loop, model = scaled_loop(case), made()
-    average = AveragedModel(model, avg_fn=averaged)
-    loop.prepare(model)
-    optimizer = loop.optimizer(model)
-    average.update_parameters(model)  # the first one copies
-    exact = [p.detach().double() for p in model.parameters()]
-    for x, y in batches(20):
-        train_step(loop, model, optimizer, x, y)
-        average.update_parameters(model)
-        exact = [
-            DECAY * a + (1 - DECAY) * p.double()
-            for a, p in zip(exact, model.parameters(), strict=True)
-        ]
-    got = [*average.parameters()]
-    assert {p.dtype for p in got} == {torch.float32}
-    assert distance(got, exact) < 20 * 2.0**-23  # an error of half a unit per average
-    assert not any(map(torch.equal, got, [p.float() for p in model.parameters()]))
-
-
 # ---- learning-rate schedules and skipped steps ---------------------------------------------------
 
 
@@ -423,17 +375,6 @@ def test_a_schedule_steps_as_in_the_raw_loop(mode: str) -> None:
     assert taken == [number != 2 or mode != "fp16_mixed" for number in range(STEPS)]
     assert equal(mine, theirs)
     assert ours.scale == raw.scale
-
-
-@each("mode", ["fp16_mixed", "half_sr", "half_sr_full"])
-def test_a_schedule_does_not_step_where_float16_overflows(mode: str) -> None:
-    loop = Ours(Case(mode))
-    assert loop.precision.loss_scale.tensor is not None
-    loop.precision.loss_scale.tensor.fill_(SCALE)
-    _, taken, count = scheduled(loop)
-    assert taken == [True, True, False, True, True, True]
-    assert count == 5
-    assert loop.scale == SCALE / 2
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mprun.precision.convert import convert
+from mprun.precision.layers import convert
 from tests.each import each
 
 CPU = torch.device("cpu")

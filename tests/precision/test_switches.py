@@ -125,7 +125,7 @@ def test_a_model_that_sets_both_interfaces_can_read_both() -> None:
     assert torch.backends.cuda.matmul.allow_tf32 is False
 
 
-def test_setting_what_holds_anyway_says_nothing() -> None:
+def test_setting_what_holds_anyway_raises_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with backend_flags(policy("fp32")):

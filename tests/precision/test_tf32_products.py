@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.precision import EmulatedTf32
+from mprun.precision.arithmetic import _Tf32Mode
 from mprun.precision.products import CLOSED
-from mprun.precision.switches import _Tf32Mode
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision import normal
@@ -249,80 +248,7 @@ def test_a_call_of_another_kind_is_the_exact_product_too(name: str) -> None:
     assert not close(call(), exact)
 
 
-def test_a_distance_by_matmul_is_rounded_and_another_is_not() -> None:
-    """With more than 25 points PyTorch expands the square: a matmul, which GPUs do in TF32."""
-    with EmulatedTf32().region():
-        many, few = torch.cdist(X, X + 1), torch.cdist(X[:5], X[:5] + 1)
-    assert torch.equal(few, torch.cdist(X[:5], X[:5] + 1))
-    wide = torch.cdist(X, X + 1)
-    assert not torch.equal(many, wide)
-    # The factors hold squared norms of about 30 and 60: off by 2^-11 of that, under a root of 8.
-    assert (many - wide).abs().max() < 60 * 2**-11
-    columns = [X.square().sum(-1, True), torch.ones(40, 1)]
-    left = exact_tf32(torch.cat([-2 * X, *columns], -1)).double()
-    columns = [torch.ones(40, 1), (X + 1).square().sum(-1, True)]
-    right = exact_tf32(torch.cat([X + 1, *columns], -1)).double()
-    assert close(many, (left @ right.T).clamp_min(0).sqrt())
-
-
 # ---- whole modules -------------------------------------------------------------------------------
-
-
-class Product(torch.autograd.Function):
-    """A matmul of inputs rounded by hand, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return exact_tf32(a) @ exact_tf32(b)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = map(exact_tf32, ctx.saved_tensors)
-        g = exact_tf32(g)
-        return g @ b.mT, a.mT @ g
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return Product.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def lstm_by_hand(layer: nn.LSTM, x: Tensor) -> Tensor:
-    """One layer's outputs [T, N, H]: the equations of `torch.nn.LSTM`."""
-    h = c = x.new_zeros(x.shape[1], layer.hidden_size)
-    outs = []
-    for step in x:
-        gates = product(step, layer.weight_ih_l0.T) + layer.bias_ih_l0
-        gates = gates + product(h, layer.weight_hh_l0.T) + layer.bias_hh_l0
-        i, f, g, o = gates.chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        outs.append(h)
-    return torch.stack(outs)
-
-
-def test_an_lstm_is_the_one_by_hand_forward_and_backward() -> None:
-    torch.manual_seed(0)
-    layer, x = nn.LSTM(24, 16), normal(6, 5, 24)
-    other = copy.deepcopy(layer)
-    wide = copy.deepcopy(layer)
-    with EmulatedTf32().region():
-        ours = layer(x)[0]
-        ours.square().sum().backward()
-    theirs = lstm_by_hand(other, x)
-    theirs.square().sum().backward()
-    plain = wide(x)[0]
-    plain.square().sum().backward()
-    assert close(ours.detach(), theirs.detach().double())
-    assert not close(plain.detach(), theirs.detach().double())
-    pairs = zip(layer.parameters(), other.parameters(), wide.parameters(), strict=True)
-    for a, b, p in pairs:
-        assert a.grad is not None
-        assert b.grad is not None
-        assert p.grad is not None
-        # A rounding can fall to the other side where two orders of a float32 sum differ.
-        assert (a.grad - b.grad).abs().max() < 2e-4 * b.grad.abs().max()
-        assert not torch.equal(a.grad, p.grad)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {

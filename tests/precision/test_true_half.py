@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.precision import Precision
+from mprun.recipes.linear import Linear
 from mprun.train.assemble import Plan, build_loss_scale, build_parts, make_plan
 from mprun.train.loop import TrainingComponents
 from tests.each import each
@@ -141,9 +143,10 @@ def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
 # ---- inputs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.representative("linear-fp16_true", "mnist-bf16_sr", "fashion_mnist-half_sr_full")
-@pytest.mark.parametrize("mode", TRUE_HALF)
-@pytest.mark.parametrize("recipe", RECIPES)
+@each(
+    ("recipe", "mode"),
+    [("linear", "fp16_true"), ("mnist", "bf16_sr"), ("fashion_mnist", "half_sr_full")],
+)
 def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str) -> None:
     parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
     for batches in (parts.train, parts.validation, parts.test):
@@ -152,21 +155,16 @@ def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str)
     assert parts.train.data.inputs.dtype == stored
 
 
-@pytest.mark.representative("linear-bf16_mixed", "mnist-tf32")
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_mixed", "fp16_mixed"])
-@pytest.mark.parametrize("recipe", ["linear", "mnist"])
+@each(("recipe", "mode"), [("linear", "bf16_mixed"), ("mnist", "tf32")])
 def test_inputs_stay_float32_where_something_else_casts(recipe: str, mode: str) -> None:
     parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
     assert next(parts.train.epoch(None)).parts[0].inputs[0].dtype == torch.float32
 
 
 def test_targets_keep_their_dtype() -> None:
-    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).parts[0].content[
-        1
-    ].dtype == (torch.float32)
-    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).parts[0].content[
-        1
-    ].dtype == (torch.int64)
+    for recipe, dtype in ((LINEAR, torch.float32), (MNIST, torch.int64)):
+        batch = next(iter(build_parts(planned(*recipe, "precision=half_sr")).train))
+        assert batch.parts[0].content[1].dtype == dtype
 
 
 # ---- layers in a dtype of their own ------------------------------------------------------------
@@ -280,55 +278,20 @@ def test_a_tied_parameter_in_two_dtypes_is_an_error(layers: dict[str, str]) -> N
         prepared("half_sr", model, layers)
 
 
-def test_tied_parameters_in_one_dtype_stay_tied() -> None:
-    model = Nested()
-    model.head = nn.Linear(4, 4)
-    model.head.weight = model.stem.weight
-    prepared("half_sr", model, {"stem": "fp32", "head": "fp32"})
-    assert model.head.weight is model.stem.weight
-    assert model.head.weight.dtype == torch.float32
-    assert model.body[0].weight.dtype == torch.float16
-
-
-TIED = """
-from dataclasses import dataclass
-import torch
-from mprun.data import Splits, TensorSet
-from mprun.recipe import Recipe
-
 @dataclass(frozen=True)
-class Tied(Recipe):
-    def model(self):
-        model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "last": torch.nn.Linear(2, 2)})
+class Tied(Linear):
+    """A recipe whose two layers share a weight."""
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "last")})
         model["last"].weight = model["first"].weight
         return model
-    def data(self, request):
-        part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 2))
-        return Splits("zeros", "generated", part, part.first(0), part.first(0))
-    def loss(self, output, batch):
-        return output.sum()
-"""
 
 
-def test_a_tied_parameter_in_two_dtypes_is_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Path("tied_recipe.py").write_text(TIED, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    words = ["recipe=linear", "recipe.target=tied_recipe.Tied", "precision=bf16_sr"]
-    words += ["recipe.model.in_features=1"]
-    assert "no such parameter" in refusal(*words)
-    folder = Path("conf/recipe")
-    folder.mkdir(parents=True)
-    (folder / "tied.yaml").write_text(
-        "# @package _global_\n# Tied\nrecipe: {name: tied, target: tied_recipe.Tied}\n"
-        "train: {epochs: 1, batch_size: 4, eval_batch_size: 4, lr: 0.1, optimizer: {name: sgd}}\n",
-        encoding="utf-8",
-    )
-    own = ["recipe=tied", "precision=bf16_sr"]
-    composed = compose([*own, "precision.layers={last: fp32}"], Path("conf"))
-    with pytest.raises(UsageError, match=r"'last\.weight' is tied to a parameter of another dtype"):
-        make_plan(composed.config, composed.given)
+def test_a_tied_parameter_in_two_dtypes_is_refused_before_the_run() -> None:
+    words = [*LINEAR, f"recipe.target={__name__}.Tied", "precision=bf16_sr"]
+    text = "'last.weight' is tied to a parameter of another dtype"
+    assert text in refusal(*words, "precision.layers={last: fp32}")
 
 
 @each(
@@ -351,102 +314,43 @@ def test_layers_of_a_sequential_are_named_by_number(layers: list[str]) -> None:
 
 # ---- refusals ----------------------------------------------------------------------------------
 
-REFUSED: list[tuple[list[str], list[str]]] = [
-    (
-        ["precision=half_sr_full", "precision.name=own", "precision.rounding=nearest"],
-        ["precision.rounding_scope=all with precision=own", "legal is update"],
-    ),
-    (
-        ["precision=fp16_true", "precision.rounding_scope=all"],
-        ["precision.rounding_scope=all with precision=fp16_true", "legal is update"],
-    ),
-    (
-        ["precision=fp32", "precision.rounding_scope=all"],
-        ["precision.rounding_scope=all", "legal is update"],
-    ),
-    (
-        ["precision=half_sr_full", "execution=native"],
-        [
-            "execution=native: precision.rounding_scope=all rounds every result stochastically",
-            "a kernel's result is already rounded to nearest",
-            "legal: auto, emulated",
-        ],
-    ),
-    (
-        ["precision=bf16_true", "precision.partials_dtype=float16"],
-        ["precision.partials_dtype=float16 with precision=bf16_true", "legal is float32"],
-    ),
-    (
-        ["precision=bf16_sr", "precision.partials_dtype=float16", "execution=emulated"],
-        ["precision.partials_dtype=float16", "legal is float32"],
-    ),
-    (
-        ["precision=half_sr", "precision.partials_dtype=bfloat16"],
-        ["precision.partials_dtype=bfloat16", "is one of float32, float16"],
-    ),
-    (
-        ["precision=half_sr", "precision.partials_dtype=float16", "execution=native", "device=cpu"],
-        [
-            "execution=native: precision.partials_dtype=float16",
-            "CPU kernels have no switch for their accumulation",
-            "legal: auto, emulated",
-        ],
-    ),
-    (
-        ["precision=half_sr", "precision.overflow=saturate"],
-        ["precision.overflow=saturate with a dynamic loss scale", "loss_scale=static"],
-    ),
-    (
-        [
-            *("precision=fp16_true", "precision.rounding=kahan", "precision.overflow=saturate"),
-            "loss_scale=static",
-        ],
-        ["precision.overflow=saturate with precision=fp16_true", "legal is infinity"],
-    ),
-    (
-        ["precision=half_sr", "precision.accum_dtype=bfloat16"],
-        ["precision.accum_dtype=bfloat16 with precision=half_sr", "legal is float16, float32"],
-    ),
-    (
-        ["precision=bf16_true", "precision.accum_dtype=float16"],
-        ["precision.accum_dtype=float16", "legal is bfloat16, float32"],
-    ),
-    (
-        ["precision=fp32", "precision.accum_dtype=float16"],
-        ["precision.accum_dtype=float16", "legal is float32"],
-    ),
-    (
-        ["precision=bf16_mixed", "precision.param_dtype=bfloat16"],
-        ["precision.param_dtype=bfloat16 with precision=bf16_mixed", "legal is float32"],
-    ),
-    (["precision=bf16_mixed", "precision.compute_dtype=float16"], ["legal is bfloat16"]),
-    (
-        ["precision=half_sr", "precision.output_dtype=bfloat16"],
-        ["precision.output_dtype=bfloat16", "legal is float32, float16"],
-    ),
-    (
-        ["precision=half_sr", "precision.compute_dtype=float32"],
-        ["precision.compute_dtype=float32", "legal is float16"],
-    ),
+REFUSED = {
+    "half_sr_full precision.name=own precision.rounding=nearest": "legal is update",
+    "fp16_true precision.rounding_scope=all": "precision.rounding_scope=all with",
+    "fp32 precision.rounding_scope=all": "legal is update",
+    "half_sr_full execution=native": "rounds every result stochastically, and a kernel's result is",
+    "bf16_true precision.partials_dtype=float16": "with precision=bf16_true (casting=none)",
+    "bf16_sr precision.partials_dtype=float16 execution=emulated": "legal is float32",
+    "half_sr precision.partials_dtype=bfloat16": "is one of float32, float16",
+    "half_sr precision.partials_dtype=float16 execution=native": "legal: auto, emulated",
+    "half_sr precision.overflow=saturate": "with a dynamic loss scale",
+    "fp16_true precision.rounding=kahan precision.overflow=saturate loss_scale=static": "infinity",
+    "half_sr precision.accum_dtype=bfloat16": "legal is float16, float32",
+    "bf16_true precision.accum_dtype=float16": "legal is bfloat16, float32",
+    "fp32 precision.accum_dtype=float16": "legal is float32",
+    "bf16_mixed precision.param_dtype=bfloat16": "legal is float32",
+    "bf16_mixed precision.compute_dtype=float16": "legal is bfloat16",
+    "half_sr precision.output_dtype=bfloat16": "legal is float32, float16",
+    "half_sr precision.compute_dtype=float32": "legal is float16",
     # Names that fix columns
-    (["precision=half_sr", "precision.rounding=nearest"], ["legal is stochastic"]),
-    (["precision=bf16_sr", "precision.rounding=kahan"], ["legal is stochastic"]),
-    (["precision=fp16_true", "precision.rounding=stochastic"], ["legal is nearest, kahan"]),
-    (["precision=bf16_true", "precision.param_dtype=float16"], ["legal is bfloat16"]),
-    (["precision=half_sr", "precision.param_dtype=float32"], ["legal is float16"]),
-    (["precision=half_sr_full", "precision.rounding_scope=update"], ["legal is all"]),
-    (["precision=half_sr", "precision.casting=autocast"], ["precision.casting=autocast"]),
-    (["precision=half_sr", "precision.tf32=true"], ["precision.tf32=true", "legal is false"]),
-]
+    "half_sr precision.rounding=nearest": "legal is stochastic",
+    "bf16_sr precision.rounding=kahan": "legal is stochastic",
+    "fp16_true precision.rounding=stochastic": "legal is nearest, kahan",
+    "bf16_true precision.param_dtype=float16": "legal is bfloat16",
+    "half_sr precision.param_dtype=float32": "legal is float16",
+    "half_sr_full precision.rounding_scope=update": "legal is all",
+    "half_sr precision.casting=autocast": "precision.casting=autocast",
+    "half_sr precision.tf32=true": "legal is false",
+}
+"""A mode and further words, and a part of the refusal."""
 
 
-@each(("words", "texts"), REFUSED, ids=lambda x: " ".join(x) if "=" in x[0] else "")
+@each(("words", "text"), REFUSED.items())
 def test_a_combination_that_is_not_carried_out_is_refused_with_what_is(
-    words: list[str], texts: list[str]
+    words: str, text: str
 ) -> None:
-    message = refusal(*LINEAR, *words)
-    for text in texts:
-        assert text in message
+    mode, *others = words.split()
+    assert text in refusal(*LINEAR, "device=cpu", f"precision={mode}", *others)
 
 
 def test_saturation_is_refused_where_a_file_names_a_float16_layer() -> None:
@@ -458,51 +362,49 @@ def test_saturation_is_refused_where_a_file_names_a_float16_layer() -> None:
 
 
 LEGAL = [
-    ["precision=half_sr", "precision.name=own", "precision.rounding=nearest"],
-    ["precision=half_sr", "precision.name=own", "precision.rounding_scope=all"],
-    ["precision=half_sr", "precision.overflow=saturate", "loss_scale=static"],
-    ["precision=bf16_sr", "precision.overflow=saturate"],
-    ["precision=half_sr", "precision.partials_dtype=float16"],
-    ["precision=fp16_mixed", "precision.partials_dtype=float16"],
-    ["precision=bf16_true", "precision.rounding=kahan"],
-    ["precision=half_sr_full", "precision.momentum_dtype=bfloat16"],
+    "half_sr precision.name=own precision.rounding=nearest",
+    "half_sr precision.name=own precision.rounding_scope=all",
+    "half_sr precision.overflow=saturate loss_scale=static",
+    "bf16_sr precision.overflow=saturate",
+    "half_sr precision.partials_dtype=float16",
+    "fp16_mixed precision.partials_dtype=float16",
+    "bf16_true precision.rounding=kahan",
+    "half_sr_full precision.momentum_dtype=bfloat16",
 ]
 
 
-@each("words", LEGAL, ids=" ".join)
-def test_these_are_legal(words: list[str]) -> None:
-    planned(*LINEAR, *words)
+@each("words", LEGAL)
+def test_a_plan_of_these_has_the_columns_that_were_asked_for(words: str) -> None:
+    mode, *others = words.split()
+    policy = planned(*LINEAR, f"precision={mode}", *others).policy
+    for column, value in (x.removeprefix("precision.").split("=") for x in others):
+        assert column == "loss_scale" or getattr(policy, column) == value
 
 
 # ---- loss scale --------------------------------------------------------------------------------
 
 
-@pytest.mark.representative(1, 5, 8, 9, 12, 13, 14)
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        (["precision=fp16_true"], "dynamic"),
-        (["precision=half_sr"], "dynamic"),
-        (["precision=half_sr_full"], "dynamic"),
-        (["precision=fp16_mixed"], "dynamic"),
-        (["precision=bf16_true"], "none"),
-        (["precision=bf16_sr"], "none"),
-        (["precision=bf16_mixed"], "none"),
-        (["precision=fp32"], "none"),
-        (["precision=fp32", "precision.layers={fc1: fp16}"], "dynamic"),
-        (["precision=fp32", "precision.layers={fc1: bf16}"], "none"),
-        (["precision=bf16_sr", "precision.layers={fc1: fp16}"], "dynamic"),
-        (["precision=bf16_mixed", "precision.layers={fc1: fp16}"], "dynamic"),
-        (["precision=half_sr", "loss_scale=none"], "none"),
-        (["precision=half_sr", "loss_scale=static"], "static"),
-        (["precision=bf16_sr", "loss_scale=dynamic"], "dynamic"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else x,
-)
-def test_the_automatic_loss_scale_is_what_the_dtypes_need(words: list[str], kind: str) -> None:
-    chosen = planned(*FASHION, *words)
+LOSS_SCALES = {
+    "fp16_true": "dynamic",
+    "half_sr_full": "dynamic",
+    "fp16_mixed": "dynamic",
+    "bf16_sr": "none",
+    "bf16_mixed": "none",
+    "fp32": "none",
+    "fp32 precision.layers={fc1:fp16}": "dynamic",
+    "fp32 precision.layers={fc1:bf16}": "none",
+    "bf16_sr precision.layers={fc1:fp16}": "dynamic",
+    "half_sr loss_scale=none": "none",
+    "half_sr loss_scale=static": "static",
+    "bf16_sr loss_scale=dynamic": "dynamic",
+}
+
+
+@each(("words", "kind"), LOSS_SCALES.items())
+def test_the_automatic_loss_scale_is_what_the_dtypes_need(words: str, kind: str) -> None:
+    mode, *others = words.split()
+    chosen = planned(*FASHION, f"precision={mode}", *others)
     assert build_loss_scale(chosen.config, chosen.layers, CPU).kind == kind
-    assert build_parts(chosen).precision.loss_scale.kind == kind
 
 
 def test_a_float16_layer_named_in_a_file_is_scaled_too() -> None:

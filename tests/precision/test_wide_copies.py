@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.precision import Emulated16, emulate, kernels
-from mprun.precision.buffers import WideCopies, is_dense, is_whole
+from mprun.precision.emulate import WideCopies
 from mprun.precision.random_bits import key
 from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
 from tests.each import each
@@ -112,16 +112,6 @@ def test_a_copy_is_taken_once_and_by_its_whole_tensor_alone() -> None:
     assert is_copy(wide, low)
     assert copies.take(low) is None
     assert copies.get(low) is None
-
-
-def test_dense_and_whole() -> None:
-    x = torch.zeros(2, 3, 4, 5)
-    images = x.contiguous(memory_format=torch.channels_last)
-    assert all(is_dense(y) for y in (x, images, x.transpose(0, 3), x[1:], x[:0], torch.tensor(1)))
-    assert not any(is_dense(y) for y in (x[:, 1:], x[:1].expand(2, 3, 4, 5), x[..., ::2]))
-    assert is_whole(images)
-    assert is_whole(x.transpose(0, 3))
-    assert not is_whole(x[1:])
 
 
 # ---- emulation with and without copies ---------------------------------------------------------

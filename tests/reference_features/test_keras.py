@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-
 import pytest
 import torch
 
 from mprun.config import compose
 from mprun.recipes.mnist import Mnist
-from mprun.records.run_record import read_lines
 from mprun.train.data import DataRequest
-from mprun.train.loop import Trainer
 from tests.reference_features.runs import MNIST, mnist_compared, recipes_page, run, weights, written
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
@@ -44,61 +38,6 @@ def test_c2_layers_have_policies_of_their_own_by_name() -> None:
     }
     low, high = ["float16"], ["float32"]
     assert forward == {"0": high, "1": high, "2": ["bfloat16"], "3": low, "4": high}
-
-
-def test_c2_a_layer_without_parameters_is_in_float32_in_a_16_bit_model() -> None:
-    words = [*MNIST, "precision=half_sr", "precision.layers={3: fp32}"]
-    rows = written("trace", *words, file="trace.json")["rows"]
-    relu = {
-        row["module"]: row["dtypes_out"]
-        for row in rows
-        if row["phase"] == "forward" and row["op"] == "relu"
-    }
-    assert relu == {"1": ["float16"], "3": ["float32"]}
-
-
-@dataclass
-class Seen:
-    """What a run trains on."""
-
-    dtypes: set[tuple[torch.dtype, torch.dtype]]
-    """Of outputs and losses."""
-    begun: list[torch.Tensor]
-    """The parameters before the first step, in float32."""
-    targets: list[int]
-
-
-@cache
-def seen(mode: str) -> Seen:
-    """What a run in a mode trained on."""
-    found = Seen(set(), [], [])
-    plain_loss, plain_step = Mnist.loss, Trainer.optimizer_step
-
-    def loss(
-        self: Mnist, output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        made = plain_loss(self, output, batch)
-        found.dtypes.add((output.dtype, made.dtype))
-        return made
-
-    def step(self: Trainer, batch):  # type: ignore[no-untyped-def]
-        targets = batch.parts[0].content[1]
-        if type(targets) is torch.Tensor:  # not the planned step on fake tensors
-            if not found.begun:
-                found.begun += [p.detach().float().clone() for p in self.parts.model.parameters()]
-            found.targets += targets.tolist()
-        return plain_step(self, batch)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Mnist, "loss", loss)
-        patched.setattr(Trainer, "optimizer_step", step)
-        run(f"precision={mode}", name=mode)
-    return found
-
-
-def test_c3_outputs_and_loss_are_float32() -> None:
-    for mode in ("bf16_mixed", "fp16_mixed", "bf16_true", "half_sr"):
-        assert seen(mode).dtypes == {(torch.float32, torch.float32)}, mode
 
 
 def test_c5_the_mnist_recipe_is_the_published_one() -> None:
@@ -136,29 +75,6 @@ def test_c6_the_published_run_stands_beside_the_measured_one() -> None:
             assert f"{figure:.4f}" in text
         assert "about 12 us" in text
     assert "0.8749" in shown
-
-
-def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples() -> None:
-    first = seen("fp32")
-    assert len(first.targets) == 3 * 32
-    for mode in ("bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"):
-        low = {"bf16_sr": torch.bfloat16, "half_sr": torch.float16}.get(mode, torch.float32)
-        for mine, exact in zip(seen(mode).begun, first.begun, strict=True):
-            assert torch.equal(mine, exact.to(low).float()), mode
-        assert seen(mode).targets == first.targets
-
-
-def test_c8_warm_up_steps_are_left_out_of_the_step_time_and_counted() -> None:
-    summary = run("train.epochs=4", steps=16)
-    times = [x["step_time_ms"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    timing = summary.step_time_ms
-    assert timing.warmup >= 1
-    assert timing.warmup + timing.n == 16
-    kept = sorted(times[timing.warmup :])
-    middle = len(kept) // 2
-    expected = kept[middle] if len(kept) % 2 else (kept[middle - 1] + kept[middle]) / 2
-    # A line holds microseconds.
-    assert timing.median == pytest.approx(expected, abs=2e-3)
 
 
 def test_c9_the_number_of_units_can_be_set() -> None:

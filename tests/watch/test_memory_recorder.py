@@ -19,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from mprun.config import compose
-from mprun.precision.convert import convert
+from mprun.precision.layers import convert
 from mprun.train.assemble import (
     Plan,
     build_parts,

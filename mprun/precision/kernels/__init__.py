@@ -85,11 +85,6 @@ def load(source: str, defines: Defines) -> ctypes.CDLL:
 def functions(source: str, defines: Defines) -> tuple[Callable[..., None], ...]:
     """The functions of `source`, compiled for these macros here, or else those of the wheel.
 
-    Args:
-        source: `update.c`, which has `update`, or `round.c`: `round_stochastic`,
-            `round_stochastic_twice`, `round_nearest_twice`.
-        defines: see `load`.
-
     Raises:
         NoCompilerError: there are neither.
     """

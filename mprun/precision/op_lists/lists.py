@@ -1,31 +1,15 @@
 """Op lists: which ops compute in the lower dtype, in float32, in the widest of their inputs.
 
-A list is data: names, one to an op, from a configuration or a file (`records/op_list_files.py`). A
-name that no op has is listed in `OpLists.unknown` with the nearest known one. The reader of a file
-or configuration (`Entry`) reports it; a name in a program's code gives a warning. An op on two
-lists is an error.
+A list is data: names, one to an op, from a configuration or a file (`records/op_list_files.py`); a
+name that no op has is in `OpLists.unknown` with the nearest known one. People write an op's name in
+many ways (`F.relu`, `aten::relu.default`, `__add__`). Casts are decided where Python calls PyTorch,
+so each spelling is mapped to the name of that call, the *canonical* name: `ALIASES`. `INNER` has
+functions that are one C++ call and hide the op that a list names (an einsum is a bmm). The shipped
+lists are `conf/op_lists/*.yaml`.
 
-People write an op's name in many ways: `relu`, `F.relu`, `Tensor.relu`, `aten::relu.default`,
-`__add__`, `iadd`, `truediv`, `max_pool2d_with_indices`. Casts are decided where Python calls
-PyTorch, so each of these names is mapped to the name of that call, the *canonical* name. Names of
-in-place ops end in `_` and are separate ops.
-
-There are two tables. `ALIASES` has other spellings, and the ATen ops that Python functions end in.
-`INNER` has functions that are one C++ call and hide the op that a list names (an einsum is a bmm,
-an LSTM a sequence of linear layers). If such a function is on no list itself, the entry of its
-inner op applies.
-
-The lists that ship with mprun are `conf/op_lists/*.yaml`, here without a configuration.
-
-**Custom autograd functions** get what `torch.amp` does for them under autocast. A `Function`
-computes its gradients by its own Python code. Its forward pass is cast like any other code, so its
-backward pass gets tensors of several dtypes: a bfloat16 gradient, a float32 weight that it has
-saved. Under autocast the decorators `torch.amp.custom_fwd` and `custom_bwd` run that code with
-casts again. They check for autocast, which is off in a region of op lists. So the same is done here
-for functions with these decorators: backward runs in the region of forward; with `cast_inputs`
-forward runs on inputs of that dtype, and nothing is cast in either.
-
-A function without them fails under autocast too. Its error is raised with the remedy.
+**Custom autograd functions** get what `torch.amp` does for them: with the decorators `custom_fwd`
+and `custom_bwd`, backward runs in the region of forward; with `cast_inputs` forward runs on inputs
+of that dtype, and nothing is cast in either. Without them the error is raised with the remedy.
 """
 
 from __future__ import annotations
@@ -286,14 +270,9 @@ SHIPPED = ("hmp", "hmp_resnet50", "native", "native_uniform")
 
 
 def shipped_lists(name: str, device_type: str) -> OpLists:
-    """The shipped lists of a name, as `op_lists=NAME` has them.
+    """The shipped lists of a name; PyTorch's own differ between the device types cpu and cuda.
 
-    Args:
-        name: one of `SHIPPED`.
-        device_type: "cpu" or "cuda": PyTorch's own lists differ between them.
-
-    Raises:
-        ValueError: no lists have this name.
+    Raises `ValueError` if no lists have this name.
     """
     if name not in SHIPPED:
         legal = ", ".join(SHIPPED)
@@ -329,9 +308,8 @@ def custom_functions_cast(
 ) -> Iterator[None]:
     """Inside, `Function.apply` takes custom functions' backward passes into regions.
 
-    Args:
-        current: makes the region that a backward pass would run in; None: nothing is cast now.
-        off: a region without casts.
+    `current` makes the region that a backward pass would run in (None: nothing is cast now), `off`
+    one without casts.
     """
     before = vars(Function)["apply"]
 

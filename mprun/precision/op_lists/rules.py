@@ -1,25 +1,18 @@
 """The cast rules: which dtype an op's floating inputs get before it runs.
 
-    in-place     an argument the op writes into is never cast; the others go to its dtype (HMP: an
-                 op whose output and first input share storage runs in the dtype of the first)
+    in-place     an argument the op writes into is never cast; the others go to its dtype
     lower, fp32  the op is on that list: its inputs go to the lower dtype, or to float32
     promote      its inputs go to the widest dtype among them (float16 with bfloat16: float32)
     first input  on no list: its inputs go to the dtype of the first floating one
     as it is     on no list, and the lists leave such ops to PyTorch's own type promotion
 
-The first rule that applies decides. float64, integer and bool tensors are never cast. A listed op
-with a float64 input is not cast either, because float64 is used on purpose. Normalisations take
-their activation in the lower dtype and their few weights uncast; running statistics are written
-into and never cast.
+The first rule that applies decides. float64, integer and bool tensors are never cast, nor is a
+listed op with a float64 input. Normalisations take their activation in the lower dtype and their
+few weights uncast. A *handler* carries a rule out: it gets the call and calls the op. Sources:
+Habana, "Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `autocast_mode.h`.
 
-A *handler* carries a rule out: it gets the call and calls the op. Source of the rules: Habana,
-"Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
-
-Without a cache a weight would be cast by each op that takes it: twice for tied layers, at every
-step of a recurrent loop, for every micro-batch. As in torch.autocast, `Casts` stores the cast copy
-until the region ends (until the step ends, if a step has several forward passes). A copy is not
-used for a weight that was written to since, or for a recorded graph if the copy was cast without
-one: no gradient would flow back through it.
+As in torch.autocast, `Casts` stores the cast copy of a weight until the region (or step) ends. A
+copy is not used for a weight that was written to since, or for a graph if it was cast without one.
 """
 
 from __future__ import annotations

@@ -1,23 +1,16 @@
 """Which handler casts for which function: op lists and a dtype as a table.
 
-A `Table` has a handler for every PyTorch function that Python can call; the mode below looks it up.
-The handlers are those of `rules.py`.
+A `Table` has a handler of `rules.py` for every PyTorch function that Python can call. In a region a
+`TorchFunctionMode` sees every call from Python before autograd does, so casts are part of the graph
+and gradients of float32 weights are float32. (In PyTorch's dispatcher, where torch.autocast works,
+Inductor's cache would not notice kernels that are replaced.)
 
-PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
-(`F.multi_head_attention_forward`) would therefore hide the ops inside it. Such a function is
-*opened*: its body runs with the mode on. That costs microseconds a call, and most Python functions
-call one op of the same name (`F.relu` calls `torch.relu` and nothing else). So a function is opened
-only if its code names a listed op.
+PyTorch switches a mode off while it handles a call. So a function written in Python that hides
+listed ops (`F.multi_head_attention_forward`) is *opened*: its body runs with the mode on. That
+costs microseconds a call, so a function is opened only if its code names a listed op.
 
-In a region each call of PyTorch is cast by its rule. A `TorchFunctionMode` sees every call from
-Python (functions, methods, operators, modules through the functions they call) before autograd
-does, so casts are part of the graph and gradients of float32 weights are float32. Below autograd it
-would be too late. In PyTorch's dispatcher, where torch.autocast works, kernels can be replaced, but
-Inductor's cache does not notice it.
-
-The backward pass follows the dtypes of the forward one. Python code in it (hooks, custom autograd
-functions) is not cast, with two exceptions: activation checkpointing runs forward code again and
-must cast it as before, and custom autograd functions can have torch.amp's decorators (`lists.py`).
+The backward pass follows the dtypes of the forward one; Python code in it is not cast, but for
+recomputation by activation checkpointing and custom functions with torch.amp's decorators.
 """
 
 from __future__ import annotations
@@ -104,15 +97,7 @@ class CastLog:
 
 
 class Table:
-    """A handler for each function, made from lists and a dtype.
-
-    Args:
-        lists: which op is on which list.
-        dtype: what ops of the lower list compute in: bfloat16 or float16.
-        casts: does the casts.
-        device_type: cpu or cuda, whose kernels will run.
-        watcher: is called for each op and cast, or None.
-    """
+    """A handler for each function, made from lists and a dtype; `casts` does the casts."""
 
     def __init__(
         self,
@@ -289,11 +274,8 @@ class OpenedFunction:
     """A handler that runs the body of a Python function with the mode on.
 
     Such a function first asks whether a mode is active, and hands itself to it. In the copy that
-    runs here the answer is always no.
-
-    Args:
-        whole: the handler if the body hands the function itself on again; then the mode cannot see
-            inside it.
+    runs here the answer is always no. `whole` handles it where the body hands the function itself
+    on.
     """
 
     def __init__(self, function: Any, whole: Handler) -> None:

@@ -11,9 +11,14 @@ from mprun.config import Config
 from mprun.config.schema import OpListsConfig
 from mprun.errors import UsageError, as_usage_error
 from mprun.precision import Policy
-from mprun.precision.convert import convert
 from mprun.precision.gemms import model_gemms
-from mprun.precision.layers import check_rounding, layer_precisions, resolve, with_layer_formats
+from mprun.precision.layers import (
+    check_rounding,
+    convert,
+    layer_precisions,
+    resolve,
+    with_layer_formats,
+)
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.lists import of_this_version, spelled
 from mprun.precision.policy import torch_dtype

@@ -33,11 +33,10 @@ from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
 from mprun.errors import UsageError, first_line, hint
 from mprun.optim import engines
-from mprun.optim.by_policy import low_precision, with_masters
+from mprun.optim.optimizers import low_precision, with_masters
 from mprun.precision import Policy
 from mprun.precision._torch import eager_optimizer
-from mprun.precision.convert import convert
-from mprun.precision.layers import layer_precisions
+from mprun.precision.layers import convert, layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes

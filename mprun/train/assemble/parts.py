@@ -23,18 +23,17 @@ from torch.optim import Optimizer
 
 from mprun.config import Config
 from mprun.config.validate import GUARD, loss_scale_kind, without_inert
-from mprun.optim.by_policy import rounding_columns
+from mprun.optim.optimizers import rounding_columns
 from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision, devices
+from mprun.precision._torch_switches import tf32_is_on
 from mprun.precision.caster import caster_of
-from mprun.precision.convert import dtype_of
 from mprun.precision.execution import arithmetic_for
 from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
-from mprun.precision.loss_scale import loss_scale_of_kind
+from mprun.precision.layers import dtype_of
+from mprun.precision.loss_scale import ALONE, Combine, loss_scale_of_kind
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.op_lists import CastLog, Watcher
 from mprun.precision.policy import dtype_name, torch_dtype
-from mprun.precision.switches import tf32_is_on
-from mprun.precision.update import ALONE, Combine
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
     BackendRow,

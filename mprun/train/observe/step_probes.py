@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.errors import first_line
-from mprun.optim.by_policy import rounding_columns
+from mprun.optim.optimizers import rounding_columns
 from mprun.precision import Precision
 from mprun.precision._torch import is_compiled, storage_key, stored_values, tree_leaves
+from mprun.precision._torch_switches import tf32_is_on
 from mprun.precision.policy import Policy, dtype_name, policy
-from mprun.precision.switches import tf32_is_on
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import PrecisionRow
 from mprun.watch.audit import Audit, audit

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from mprun.errors import RunFailedError
 from mprun.precision import devices
+from mprun.precision.loss_scale import ALONE, Combine
 from mprun.precision.policy import Policy, torch_dtype
-from mprun.precision.update import ALONE, Combine
 from mprun.train.data import Batch
 from mprun.train.data.batches import NOTHING_COUNTS, Whole
 from mprun.train.parallel.ranks import Ranks

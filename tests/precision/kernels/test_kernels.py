@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 import json
 import os
@@ -28,10 +27,7 @@ from mprun.precision.rounding import (
     DTYPES,
     OVERFLOWS,
     SERIAL,
-    merge,
-    round_nearest,
     round_stochastic,
-    split,
     stochastic,
 )
 from tests.each import each
@@ -223,77 +219,6 @@ def test_tensors_of_several_blocks_take_the_key_of_each(
     for start in (1, 63, 1023, 1024, 2_999):  # of a shard
         found = stochastic(x[start:], torch.float16, KEY, start=start)
         assert_same(found, whole[start:])
-
-
-FORMATS = """
-#include "{header}"
-#define ALL(T)                                                                            \\
-  void all_##T(const float *from, int64_t n, T *nearest, float *loaded, T *rounded,       \\
-               int16_t *rest, float *merged) {{                                           \\
-    float scratch[BLOCK];                                                                 \\
-    for (int64_t i = 0; i < n; i += BLOCK) {{                                             \\
-      int m = (int)(n - i < BLOCK ? n - i : BLOCK);                                       \\
-      store(nearest, FORMAT_##T, SATURATES, i, m, from + i, scratch, NULL);               \\
-      load(nearest, FORMAT_##T, i, m, loaded + i);                                        \\
-      split(rounded, rest, FORMAT_##T, i, m, from + i, scratch);                          \\
-      merge(rounded, rest, FORMAT_##T, i, m, merged + i);                                 \\
-    }}                                                                                    \\
-  }}                                                                                      \\
-  void merge_all_##T(const T *rounded, const int16_t *rest, int64_t n, float *merged) {{  \\
-    for (int64_t i = 0; i < n; i += BLOCK)                                                \\
-      merge(rounded, rest, FORMAT_##T, i, (int)(n - i < BLOCK ? n - i : BLOCK), merged + i); \\
-  }}
-ALL(F16)
-ALL(BF16)
-"""
-
-
-def formats(folder: Path, overflow: str) -> ctypes.CDLL:
-    source = folder / "all.c"
-    source.write_text(FORMATS.format(header=kernels.SOURCES / "blocks.h"), encoding="utf-8")
-    # The loader takes sources of its own folder; an absolute path replaces that folder.
-    return kernels.load(str(source), {"SATURATES": str(int(overflow == "saturate"))})
-
-
-@needs_compiler
-@pytest.mark.usefixtures("compiled")
-@cases
-def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
-    dtype: torch.dtype, overflow: str, tmp_path: Path
-) -> None:
-    """Nearest, loading, split and merge, which the optimizers' kernel is made of."""
-    library = formats(tmp_path, overflow)
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    x = torch.cat([random_patterns(500_000), in_float16s_range(500_000), edges(), every])
-    nearest, rounded = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=dtype)
-    loaded, merged = torch.empty_like(x), torch.empty_like(x)
-    rest = torch.empty_like(x, dtype=torch.int16)
-    function: Any = library[f"all_{rounding_module.C_TYPES[dtype]}"]
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (nearest, loaded, rounded, rest, merged)]
-    function(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), *pointers)
-
-    assert_same(nearest, round_nearest(x, dtype, overflow))
-    assert_same(loaded, nearest.float())
-    if overflow == "infinity":  # the only rule that split has
-        expected = split(x, dtype)
-        assert_same(rounded, expected[0])
-        assert torch.equal(rest, expected[1])
-        assert_same(merged, merge(*expected))
-
-
-@needs_compiler
-@pytest.mark.usefixtures("compiled")
-@each("dtype", DTYPES, ids=str)
-def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Every number of the dtype, sixteen times, with remainders that are not its own."""
-    rounded = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).repeat(16)
-    generator = torch.Generator().manual_seed(3)
-    rest = torch.randint(-(2**15), 2**15, rounded.shape, generator=generator, dtype=torch.int16)
-    merged = torch.empty(rounded.shape)
-    function: Any = formats(tmp_path, "infinity")[f"merge_all_{rounding_module.C_TYPES[dtype]}"]
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (rounded, rest, merged)]
-    function(*pointers[:2], ctypes.c_int64(rest.numel()), pointers[2])
-    assert_same(merged, merge(rounded.view(dtype), rest))
 
 
 # ---- without a compiler ----

@@ -110,29 +110,19 @@ def test_names_only_a_backend_knows_are_reported_once_with_the_nearest() -> None
     assert lists.rules["relu"] == "lower"
 
 
-TEN_THOUSAND: dict[str, list[str]] = {
-    "known names": ["relu", "linear", "aten::mm.default", "# comment", "", "  bmm  "],
-    "a few unknown names": ["relu", "habana_op", "lineer", "xla_fused_thing", "softmacks"],
-    "unknown names, no two the same": [f"foreign_operation_{i}" for i in range(10_000)],
-}
-
-
-@each("name", TEN_THOUSAND)
-def test_ten_thousand_lines_are_read_without_a_search_for_each(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_no_unknown_name_is_compared_with_all_known_ones_until_asked(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some fifty milliseconds, as no unknown name is compared with all known ones until asked."""
-    texts = TEN_THOUSAND[name]
-    path = file("\n".join(texts[i % len(texts)] for i in range(10_000)))
+    """Ten thousand lines take some fifty milliseconds."""
+    path = file("\n".join(f"foreign_operation_{i}" for i in range(10_000)))
     searches: list[str] = []
     module = sys.modules[Unknown.__module__]
     monkeypatch.setattr(module, "nearest", lambda word, known: searches.append(word))
     lists = op_lists(read_list(path, "lower"), [])
     assert not searches
+    assert len(lists.unknown) == 10_000
     str(Unknown(Entry("lineer", "")))  # what asks for it
-    assert set(searches) == {"lineer"}
-    unknown = {text for text in texts if "_" in text or text in ("lineer", "softmacks")}
-    assert {u.entry.text for u in lists.unknown} == unknown
+    assert searches == ["lineer"]
 
 
 @given(st.lists(st.sampled_from(["relu", "F.linear", "aten::mm.default", "", "#", " # x"])))
@@ -190,22 +180,15 @@ def test_what_is_no_list_is_reported_with_file_and_line(name: str) -> None:
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.representative("a NUL", "no UTF-8", "a program")
-@pytest.mark.parametrize("name", BROKEN)
 def test_the_command_says_it_with_status_2_and_makes_no_folder(
-    name: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    content, _ = BROKEN[name]
-    file(content)
+    file(BROKEN["a program"][0])
     assert main(["recipe=mnist", "op_lists=hmp", "op_lists.fp32_file=ops.txt", "run.dir=run"]) == 2
     error = capsys.readouterr().err
     assert "op_lists.fp32_file: ops.txt:" in error
     assert error.count("\n") == 1
     assert not Path("run").exists()
-
-
-def test_a_name_as_long_as_names_may_be_is_read() -> None:
-    assert names("a" * MAX_NAME) == ["a" * MAX_NAME]
 
 
 @each("name", ["missing.txt", "missing.yaml", "no/such/folder.txt"])
@@ -229,13 +212,6 @@ def test_a_file_that_may_not_be_read_is_reported() -> None:
     path.chmod(stat.S_IWUSR)
     with pytest.raises(ValueError, match="cannot be read: Permission denied"):
         read_list(path, "lower")
-
-
-def test_a_file_with_a_name_full_of_blanks_is_read() -> None:
-    file("relu\n", "my ops of today.txt")
-    lists = chosen("op_lists.lower_file='my ops of today.txt'")
-    assert lists.rules["relu"] == "lower"
-    assert "linear" not in lists.rules
 
 
 # ---- YAML ----------------------------------------------------------------------------------------
@@ -349,11 +325,6 @@ def test_aliases_that_multiply_do_not_fill_the_memory() -> None:
         tracemalloc.stop()
 
 
-def test_the_ending_decides_and_not_what_is_inside() -> None:
-    with pytest.raises(ValueError, match="is not the name of an op"):
-        names("- relu\n", "ops.txt")
-
-
 # ---- two lists -----------------------------------------------------------------------------------
 
 
@@ -368,25 +339,11 @@ def test_an_op_in_two_files_is_reported_with_both_places() -> None:
     assert "fp32.yaml.txt:3" in message
 
 
-def test_an_op_in_a_file_leaves_the_shipped_list() -> None:
-    file("log\nrelu\n")
-    rules = chosen("op_lists.fp32_file=ops.txt").rules
-    assert rules["relu"] == rules["log"] == "fp32"
-    assert rules["mm"] == "lower"
-
-
 def test_an_op_set_on_one_list_and_shipped_on_another_is_reported_with_both_places() -> None:
     with pytest.raises(UsageError) as caught:
         chosen("op_lists.lower=[mm,div]")
     assert "div" in str(caught.value)
     assert "op_lists=hmp" in str(caught.value)
-
-
-def test_an_op_on_a_file_s_list_and_on_promote_is_the_file_s() -> None:
-    file("add\nsub\n")
-    rules = chosen("op_lists.fp32_file=ops.txt").rules
-    assert rules["add"] == rules["sub"] == "fp32"
-    assert rules["cat"] == "promote"
 
 
 def test_strict_lists_every_unknown_name() -> None:

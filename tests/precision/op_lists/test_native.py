@@ -289,7 +289,6 @@ def test_modules_give_autocast_s_outputs_and_gradients(name: str, dtype: torch.d
 
 
 A, B, C = (normal(5, 5, seed=i) for i in range(3))
-SPD = A @ A.T + 5 * torch.eye(5)
 LOW = A.to(BF16)
 
 
@@ -306,63 +305,35 @@ def of(make: Callable[[], nn.Module], *inputs: Tensor) -> Callable[[], Any]:
 HIDING: dict[str, Callable[[], Any]] = {
     "einsum": lambda: torch.einsum("ij,jk", A, B),
     "tensordot": lambda: torch.tensordot(A, B, 1),
-    "inner": lambda: torch.inner(A, B),
     "chain_matmul": lambda: torch.chain_matmul(A, B, C),
     "multi_dot": lambda: torch.linalg.multi_dot([A, B, C]),
     "matrix times vector": lambda: A @ B[0],
-    "vector times vector": lambda: A[0] @ B[0],
-    "mv": lambda: torch.mv(A, B[0]),
     "dot": lambda: torch.dot(A[0], B[0]),
-    "addmv": lambda: torch.addmv(A[0], A, B[0]),
-    "outer": lambda: torch.outer(A[0], B[0]),
-    "vecdot": lambda: torch.linalg.vecdot(A, B),
     "sdpa": lambda: nn.functional.scaled_dot_product_attention(*(x[None, None] for x in (A, B, C))),
     "attention": of(lambda: nn.MultiheadAttention(6, 2), *[normal(4, 3, 6)] * 3),
     "RNN": of(lambda: nn.RNN(6, 5), normal(4, 3, 6)),
-    "RNNCell": of(lambda: nn.RNNCell(6, 5), normal(4, 6)),
     "circular convolution": of(
         lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), normal(1, 2, 5, 5)
     ),
-    "same convolution": of(lambda: nn.Conv2d(2, 3, 3, padding="same"), normal(1, 2, 5, 5)),
     "weight norm": of(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), normal(4, 6)),
-    "spectral norm": of(
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), normal(4, 6)
-    ),
     "cross entropy": lambda: nn.functional.cross_entropy(LOW, torch.arange(5)),
     "softmin": lambda: nn.functional.softmin(LOW, 1),
     "kl_div": lambda: nn.functional.kl_div(LOW, LOW.abs(), reduction="sum"),
-    "gaussian nll": lambda: nn.functional.gaussian_nll_loss(LOW, LOW, LOW.abs()),
     "cdist": lambda: torch.cdist(LOW, LOW),
     "cosine similarity": lambda: nn.functional.cosine_similarity(A, LOW),
     "grid_sample": lambda: nn.functional.grid_sample(
         normal(1, 2, 4, 4).to(BF16), normal(1, 3, 3, 2).to(BF16), align_corners=False
     ),
     "interpolate": lambda: nn.functional.interpolate(normal(1, 2, 4, 4).to(BF16), scale_factor=2),
-    "max_unpool2d": lambda: nn.functional.max_unpool2d(
-        *nn.functional.max_pool2d(normal(1, 2, 4, 4).to(BF16), 2, return_indices=True), 2
-    ),
-    "prod": lambda: LOW.prod(1),
     "quantile": lambda: torch.quantile(LOW, 0.5),
-    "stft": lambda: torch.stft(normal(64).to(BF16), 16, return_complex=True, window=torch.ones(16)),
     "rfft2": lambda: torch.fft.rfft2(LOW),
-    "inv": lambda: torch.linalg.inv(SPD.to(BF16)),
-    "Tensor.inverse": lambda: SPD.to(BF16).inverse(),
-    "cholesky": lambda: torch.linalg.cholesky(SPD.to(BF16)),
-    "qr": lambda: torch.linalg.qr(LOW),
-    "svd": lambda: torch.svd(LOW),
     # Before, two calls on the same numbers gave different bits.
     **({"lstsq": lambda: torch.linalg.lstsq(LOW, B.to(BF16))} if torch_is(2, 14) else {}),
-    "matrix_rank": lambda: torch.linalg.matrix_rank(LOW),
-    "sum of three": lambda: torch.baddbmm(LOW[None], B[None], C[None]),
     "out=": lambda: torch.mm(A, B, out=torch.empty(5, 5)),
     "in place": lambda: A.clone().addmm_(B, C),
     "float64": lambda: torch.mm(A.double(), B.double()),
     "float64 beside float32": lambda: torch.mm(A.double(), B),
-    "whole numbers": lambda: torch.mm(torch.ones(2, 2).long(), torch.ones(2, 2).long()),
-    "pad": lambda: nn.functional.pad(LOW, (1, 1)),
     "matrix_power": lambda: torch.linalg.matrix_power(A, 3),
-    "matrix_power, none": lambda: torch.linalg.matrix_power(A, 0),
-    "matrix_power, one": lambda: torch.linalg.matrix_power(A, 1),
     "matrix_power, an inverse": lambda: torch.linalg.matrix_power(A, -1),
     "matrix_power, an inverse squared": lambda: torch.linalg.matrix_power(A, n=-2),
     "matrix_power, lower inputs": lambda: torch.linalg.matrix_power(LOW, -3),
@@ -374,20 +345,12 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "pad, reflecting": lambda: nn.functional.pad(
         normal(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="reflect"
     ),
-    "pad, replicating": lambda: nn.functional.pad(
-        normal(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="replicate"
-    ),
     "cov": lambda: torch.cov(A),
-    "corrcoef": lambda: torch.corrcoef(A),
     "pinv": lambda: torch.linalg.pinv(A),
-    "inner of vectors": lambda: torch.inner(A[0], B[0]),
     "einsum, nothing summed": lambda: torch.einsum("ij,ij->ij", A, B),
-    "einsum, a diagonal": lambda: torch.einsum("ii->i", A),
     "max_pool3d with indices": lambda: nn.functional.max_pool3d(
         normal(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
     ),
-    "einsum, a sum": lambda: torch.einsum("ij->", A),
-    "tensordot of vectors": lambda: torch.tensordot(A[0], B[0], 1),
     **({"linalg.polar": lambda: torch.linalg.polar(A)} if torch_is(2, 14) else {}),
     "fused attention by name": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(normal(1, 2, 4, 8, seed=i) for i in range(3))
@@ -395,7 +358,6 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "bilinear": lambda: nn.functional.bilinear(A, B, normal(3, 5, 5)),
     "GRU": of(lambda: nn.GRU(6, 5), normal(4, 3, 6)),
     "LSTMCell": of(lambda: nn.LSTMCell(6, 5), normal(4, 6)),
-    "GRUCell": of(lambda: nn.GRUCell(6, 5), normal(4, 6)),
 }
 """One call each, in which autocast meets the listed ops one by one."""
 
@@ -467,34 +429,14 @@ def copied(x: Any) -> Any:
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-RECIPES = {
-    "linear": ["recipe=linear", "recipe.model.in_features=64", "recipe.model.out_features=16"],
-    "mnist": [
-        *("recipe=mnist", "recipe.model.units=32", "data.source=generated"),
-        "data.train_limit=128",
-    ],
-    "fashion_mnist": [
-        *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
-    ],
-}
-SMALL = ["speed=plain", "device=cpu", "train.max_steps=8", "train.batch_size=16"]
-SMALL += ["data.eval_limit=32"]
 
-
-@pytest.mark.representative("linear-bf16_mixed", "mnist-fp16_mixed")
-@pytest.mark.parametrize(
-    ("recipe", "mode"),
-    [*((name, "bf16_mixed") for name in RECIPES), ("mnist", "fp16_mixed")],
-)
-def test_a_run_is_that_of_autocast_bit_for_bit(recipe: str, mode: str) -> None:
-    words = [*RECIPES[recipe], *SMALL, f"precision={mode}"]
-    if mode == "fp16_mixed":
-        words.append("loss_scale.growth_interval=3")
+def test_a_run_is_that_of_autocast_bit_for_bit() -> None:
+    words = ["recipe=mnist", "recipe.model.units=32", "data.source=generated", "speed=plain"]
+    words += ["data.train_limit=128", "data.eval_limit=32", "device=cpu", "train.max_steps=8"]
+    words += ["train.batch_size=16", "precision=fp16_mixed", "loss_scale.growth_interval=3"]
     assert main([*words, "run.dir=autocast"]) == 0
     assert main([*words, "op_lists=native", "run.dir=native"]) == 0
     theirs, ours = Path("autocast"), Path("native")
     assert_equal(trained(ours), trained(theirs))
     assert exact_lines(ours) == exact_lines(theirs)
     assert len([x for x in exact_lines(ours) if x["kind"] == "step"]) == 8
-    assert main([*RECIPES[recipe], *SMALL, "precision=fp32", "run.dir=fp32"]) == 0
-    assert exact_lines(Path("fp32"))[-1] != exact_lines(ours)[-1]
