@@ -52,8 +52,7 @@ OWN_RECIPE = (
 OUTRO = """\
 Options: -m (run every combination of the values listed), --config-dir FOLDER
 (a folder with recipe/*.yaml of your own), --show-config (print the resolved
-configuration and stop), --completion SHELL (a script for bash, zsh or fish),
---version, --help.
+configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
 condition, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
