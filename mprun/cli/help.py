@@ -29,14 +29,7 @@ what it saves.
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
   mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
   mprun recipe=my.py                        (a model of your own)
-  mprun check recipe=my.py                  (does each mode train? for CI)
-  mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
-  mprun advise recipe=mnist                 (which mode to take here)
-  mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
-  mprun memory precision=fp32,half_sr       (what a step's memory holds)
-  mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=last                     (resume the newest run)
-  mprun ls                                  (runs and studies so far)
 """
 
 OTHER_NAMES = """\

@@ -57,8 +57,6 @@ COMMANDS = sorted(
     key=lambda x: ORDER.index(x.name) if x.name in ORDER else len(ORDER),
 )
 BY_NAME = {command.name: command for command in COMMANDS}
-# Commands of earlier versions, and what does their work now
-FORMER = {"capture": "mprun diff RUN --save FILE"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,8 +111,6 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return train_command(args[1:], started_at)
     if first in BY_NAME:
         return BY_NAME[first].run(args[1:])
-    if first in FORMER:
-        raise UsageError(f"there is no command '{first}': write {FORMER[first]}")
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)

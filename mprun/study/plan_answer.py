@@ -22,7 +22,7 @@ from mprun.records.listing import RUNS, resolved_last
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.result import Result
 from mprun.records.run_record import read_summary
-from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
+from mprun.study.report.snippets import ListsAnswer, ScaleAnswer, TrainingAnswer
 from mprun.study.study import Study
 from mprun.train.assemble import Plan, make_plan, recipe_of
 from mprun.train.assemble.optimizer import class_of, import_path, options_of

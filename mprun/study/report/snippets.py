@@ -20,18 +20,75 @@ What neither can do, a comment in the file reports: `no equivalent: ...` or `dif
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
+from typing import Any
 
 import jinja2
-
-from mprun.records.training_answer import TrainingAnswer
 
 FOLDER = "snippets"
 NAMES = ("pytorch.py", "lightning.py", "accelerate.py", "trainer.py", "fsdp2.py")
 # A growth interval that no training reaches; GradScaler counts steps in int32
 MAX_INTERVAL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ScaleAnswer:
+    """The loss scale."""
+
+    kind: str  # none, static or dynamic
+    value: float  # The static factor, or the initial one
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+
+@dataclass(frozen=True)
+class ListsAnswer:
+    """Ops cast by name: `mprun.precision.op_lists`."""
+
+    lower: tuple[str, ...]
+    fp32: tuple[str, ...]
+    promote: tuple[str, ...]
+    first_input: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAnswer:
+    """Everything that code for another loop needs."""
+
+    title: str  # `bf16_sr for recipe mnist`
+    notes: tuple[str, ...]  # Where it comes from: comments at the top of the code
+    device: str  # What it was measured on: cpu or cuda
+    execution: str  # native or emulated
+    mode: str  # The mode's name
+    columns: Mapping[str, Any]  # The whole row of the mode, without its name
+    is_shipped: bool  # Whether `mprun.policy(mode)` exists
+    changes: Mapping[str, Any]  # Columns that differ from those of the shipped mode
+    lists: ListsAnswer | None
+    layers: Mapping[str, str]  # Modules in a precision of their own
+    scale: ScaleAnswer
+    optimizer: str | None
+    """The import path of PyTorch's or another class; None: the recipe makes its own."""
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)  # Without `lr`
+    lr: float
+    clip_norm: float | None
+    compile: bool = False
+    left_out: tuple[str, ...] = ()
+    """Parts of the training that the code does not contain: `train.accumulate=4`."""
+
+    @property
+    def stores_low(self) -> bool:
+        """Whether parameters or moments have 16 bits, so that the optimizer has to round."""
+        stored = ("param_dtype", "momentum_dtype", "variance_dtype")
+        return any(self.columns[key] != "float32" for key in stored)
+
+    @property
+    def casts(self) -> bool:
+        """Whether ops cast their inputs."""
+        return bool(self.columns["casting"] != "none")
 
 
 def snippets(answer: TrainingAnswer) -> dict[str, str]:

@@ -23,9 +23,8 @@ from mprun.config import compose
 from mprun.precision import op_lists
 from mprun.precision._torch import tree_leaves
 from mprun.precision._torch_switches import backend_switches, set_backend_switches
-from mprun.records.training_answer import TrainingAnswer
 from mprun.study.plan_answer import plan_answer
-from mprun.study.report.snippets import snippets
+from mprun.study.report.snippets import TrainingAnswer, snippets
 from mprun.train.assemble import make_plan
 
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true", "bf16_sr", "half_sr")
