@@ -36,8 +36,7 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
-from mprun.records.launch import Launch, launch_of
+from mprun.records.files import Launch, launch_of, leave_if_forked, own_records, reserve_descriptors
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.records.console import RunProgress, print_line, print_table, stdout_console, warn
-from mprun.records.launch import launch_of
+from mprun.records.files import launch_of
 from mprun.records.result import Result, show
 from mprun.records.run_record import Summary, read_summary
 from mprun.study.report import tables

@@ -36,7 +36,7 @@ from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, as_usage_error, did_you_mean, hint, nearest
-from mprun.records.launch import launch_of
+from mprun.records.files import launch_of
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list

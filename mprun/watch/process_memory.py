@@ -18,8 +18,13 @@ from typing import NamedTuple
 import torch
 
 from mprun.precision.policy import dtype_name
-from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
+from mprun.records.run_record import (
+    MEMORY_CATEGORIES,
+    MemoryPeak,
+    MemoryTimeline,
+    ModuleMemory,
+    StorageMemory,
+)
 
 
 @dataclass(slots=True)
