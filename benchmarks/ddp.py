@@ -39,7 +39,7 @@ from benchmarks.raw_loop import in_turns, of_full_batches, raw_optimizer
 from mprun.config.compose import compose
 from mprun.precision import backend_flags
 from mprun.precision.nested import map_tensors, to_dtype
-from mprun.records.launch import launch_of
+from mprun.records.files import launch_of
 from mprun.train.assemble import Plan, build_parts, make_plan
 from mprun.train.assemble.optimizer import build_schedule
 from mprun.train.assemble.parts import batch_form

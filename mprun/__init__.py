@@ -20,8 +20,7 @@ In anyone's own loop:
     mprun.optim                  # optimizers that keep parameters and state in 16 bits
     mprun.numerics               # a close look at one training step
 
-Importing this package is cheap. torch is imported when one of these names is first used, so that
-`mprun --help` and shell completion stay fast.
+Importing this package is cheap: torch is imported when one of these names is first used.
 """
 
 from __future__ import annotations

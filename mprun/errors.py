@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import NamedTuple
 
 EXIT_OK = 0
@@ -188,15 +188,9 @@ def place_of(error: BaseException) -> Place | None:
     """The innermost line of the user's code that an error came through; None without one."""
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return Place(error.filename, error.lineno or 1)
-    users = [place for place in _places(error.__traceback__) if is_users(place.file)]
-    return users[-1] if users else None
-
-
-def _places(trace: TracebackType | None) -> Iterator[Place]:
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        yield Place(code.co_filename, trace.tb_lineno, _name(code))
-        trace = trace.tb_next
+    trace = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [x for x in trace if is_users(x[0].co_filename)]
+    return Place(users[-1][0].co_filename, users[-1][1], _name(users[-1][0])) if users else None
 
 
 def definition(function: object) -> Place | None:

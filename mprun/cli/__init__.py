@@ -2,9 +2,9 @@
 
 Doors: `main.main` (the process `mprun`), and `functions` (`mprun.run`, `compare` and `check` of
 Python, which take the same arguments). Commands that measure are the questions of `inspect`, which
-`questions.py` asks; each other one is a `*_command.py` with a `COMMAND`, whose help is the
-docstring of its module. Arguments are parsed without torch, so that help and mistakes are answered
-at once; a command imports what it needs when it runs.
+`questions.py` asks; each other one is a function with a `Command`, whose help is its docstring.
+Arguments are parsed without torch, so that help and mistakes are answered at once; a command
+imports what it needs when it runs.
 
 How data goes through: arguments become overrides and settings (`config`), these a plan (`train`) or
 a study (`study`), and what comes back is a `Result` (`records/result.py`), which is printed and

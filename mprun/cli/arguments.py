@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,33 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """`COMMAND` of a module NAME_command.py, which has its function and, as docstring, its help."""
+    """A command of the command line."""
 
     name: str
+    run: Callable[[list[str]], int]
+    """Runs it with the arguments after its name; the exit status."""
+    help: str
     settings: tuple[str | type, ...] = ()
     """The sections that it takes, as in `config.settings.fields`."""
-    instead: tuple[str, ...] | None = None
-    """What it takes in place of the overrides of a run; None if it takes those."""
+    takes_run: bool = True
+    """Whether it takes the overrides of a run."""
     folders_of: tuple[str, ...] = ()
     """Of which commands it takes folders: `last` is then the newest of them."""
 
     @property
-    def _function(self) -> str:
-        return f"{self.name.replace('-', '_')}_command"
-
-    @property
     def text(self) -> str:
         """Its help."""
-        return (sys.modules[f"mprun.cli.{self._function}"].__doc__ or "").strip()
+        return cleandoc(self.help)
 
     @property
     def summary(self) -> str:
         """The first line of its help, without the command's name."""
         return self.text.partition("\n")[0].partition(": ")[2].rstrip(".")
-
-    def run(self, args: Sequence[str]) -> int:
-        """Run it with the arguments after its name; the exit status."""
-        return int(getattr(sys.modules[f"mprun.cli.{self._function}"], self._function)(args))
 
 
 class Arguments(argparse.Namespace):
@@ -88,26 +83,6 @@ OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
 }
 CONFIG_DIR = ("--config-dir", "-cd")  # Of every command that takes the overrides of a run
-# Options of Hydra's programs that mprun has in another form
-HYDRAS = {
-    ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
-    "folder are added",
-    ("--config-name", "-cn"): "mprun has one primary configuration; put NAME.yaml, with the first "
-    "line '# @package _global_', into FOLDER/preset/, and write --config-dir FOLDER preset=NAME",
-    ("--experimental-rerun",): "write run.resume=FOLDER",
-    ("--hydra-help",): "write mprun --help",
-    ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
-}
-
-
-class _Instead(argparse.Action):
-    """An option of Hydra's programs: refused, with what to write instead."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs="?")
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        raise argparse.ArgumentError(None, f"{option_string}: {HYDRAS[tuple(self.option_strings)]}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 
-def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
+def parse_arguments(command: Command | Question, args: Sequence[str]) -> Arguments:
     """Separate the options of a command, in the arguments after its name, from its overrides.
 
     Raises:
@@ -125,15 +100,13 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
     parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     taken = {names: spec for names, (spec, by) in OPTIONS.items() if command.name in by}
-    if command.instead is None:
+    if command.takes_run:
         taken = {CONFIG_DIR: {"type": _folder}, **taken}
-        for names in HYDRAS:
-            parser.add_argument(*names, action=_Instead)
     for names, spec in taken.items():
         parser.add_argument(*names, **spec)
     legal = [*(names[0] for names in taken), "--help"]
-    if command.name == "train":  # `main` answers these two before a command is chosen
-        legal += ["--version", "--completion"]
+    if command.name == "train":  # `main` answers it before a command is chosen
+        legal.append("--version")
     # intermixed: options may stand between overrides
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
@@ -142,7 +115,7 @@ def parse_arguments(command: Command, args: Sequence[str]) -> Arguments:
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
             f"{hint(unknown[0], legal)}"
         )
-    if command.instead is None:
+    if command.takes_run:
         _note_repeated(known.overrides)
     return known
 

@@ -1,11 +1,4 @@
-"""`mprun compare`: what many runs show together.
-
-    mprun compare outputs/DATE/TIME [compare.margin=0.01 ...] [--verbose]
-
-Takes folders of runs, folders that contain such folders, and globs. Prints the answer in words, a
-line for each variant and at most five notes (--verbose or -v: all figures and notes), and writes a
-report into a folder. An argument that is a path, or that matches one, is never a setting.
-"""
+"""`mprun compare`, and the comparison and report that the studies have as well."""
 
 from __future__ import annotations
 
@@ -27,7 +20,6 @@ if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
     from mprun.study.compare.comparison import Comparison
 
-COMMAND = Command("compare", ("compare",), instead=(), folders_of=STUDIES)
 EXAMPLE = "mprun compare outputs/DATE/TIME"
 # The verdicts that each `compare.fail_if` accepts
 ACCEPTED = {
@@ -43,6 +35,24 @@ def compare_command(args: Sequence[str]) -> int:
     report(comparison, settings, default_folder(paths), any(x in VERBOSE for x in args))
     check(comparison, settings.fail_if)
     return EXIT_OK
+
+
+COMPARE = Command(
+    "compare",
+    compare_command,
+    """`mprun compare`: what many runs show together.
+
+        mprun compare outputs/DATE/TIME [compare.margin=0.01 ...] [--verbose]
+
+    Takes folders of runs, folders that contain such folders, and globs. Prints the answer in words,
+    a line for each variant and at most five notes (--verbose or -v: all figures and notes), and
+    writes a report into a folder. An argument that is a path, or that matches one, is never a
+    setting.
+    """,
+    ("compare",),
+    False,
+    STUDIES,
+)
 
 
 def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:

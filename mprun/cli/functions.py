@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import with_last
-from mprun.cli.compare_command import COMMAND as COMPARE
+from mprun.cli.compare_command import COMPARE, compared, parse
 from mprun.cli.compare_command import check as check_condition
-from mprun.cli.compare_command import compared, parse
-from mprun.cli.train_command import COMMAND as TRAIN
+from mprun.cli.train_command import TRAIN
 from mprun.errors import UsageError, printable
 from mprun.inspect.check import QUESTION as CHECK
 from mprun.inspect.check.check_result import CheckSettings

@@ -29,14 +29,7 @@ what it saves.
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
   mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
   mprun recipe=my.py                        (a model of your own)
-  mprun check recipe=my.py                  (does each mode train? for CI)
-  mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
-  mprun advise recipe=mnist                 (which mode to take here)
-  mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
-  mprun memory precision=fp32,half_sr       (what a step's memory holds)
-  mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=last                     (resume the newest run)
-  mprun ls                                  (runs and studies so far)
 """
 
 OTHER_NAMES = """\
@@ -52,8 +45,7 @@ OWN_RECIPE = (
 OUTRO = """\
 Options: -m (run every combination of the values listed), --config-dir FOLDER
 (a folder with recipe/*.yaml of your own), --show-config (print the resolved
-configuration and stop), --completion SHELL (a script for bash, zsh or fish),
---version, --help.
+configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
 condition, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.

@@ -12,16 +12,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-from mprun import cli
-from mprun.cli.arguments import Command, with_last
+from mprun.cli.arguments import with_last
+from mprun.cli.compare_command import COMPARE
+from mprun.cli.file_commands import DATA, EXPORT, NEW_RECIPE
 from mprun.cli.questions import questions
+from mprun.cli.record_commands import LS, SHOW
 from mprun.cli.standard_streams import patient_streams
-from mprun.cli.train_command import train_command
+from mprun.cli.study_commands import ADVISE, DOUBLE, SWEEP
+from mprun.cli.train_command import TRAIN, train_command
 from mprun.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -35,35 +36,26 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
-from mprun.records.launch import Launch, launch_of
+from mprun.records.files import Launch, launch_of, leave_if_forked, own_records, reserve_descriptors
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:
     from mprun.train.parallel.coordinator import GroupCoordinator
 
-# The commands as help lists them; one that is not named here comes behind these
+# The commands in the order of help; a question that is not named here comes behind these
 ORDER = (
     *("train", "sweep", "compare", "advise", "double", "check", "ls", "show", "trace"),
     *("doctor", "memory", "numerics", "search-ops", "diff", "replay", "export", "data"),
     "new-recipe",
 )
-
-
-def _discovered() -> Iterator[Command]:
-    """`COMMAND` of each module `*_command.py` of this package, and each question of `inspect`."""
-    for module in iter_modules(cli.__path__, "mprun.cli."):
-        if module.name.endswith("_command"):
-            yield import_module(module.name).COMMAND
-    yield from questions()
-
-
 COMMANDS = sorted(
-    _discovered(), key=lambda x: ORDER.index(x.name) if x.name in ORDER else len(ORDER)
+    [
+        *(TRAIN, SWEEP, COMPARE, ADVISE, DOUBLE, LS, SHOW, EXPORT, DATA, NEW_RECIPE),
+        *(command for command, _ in questions()),
+    ],
+    key=lambda x: ORDER.index(x.name) if x.name in ORDER else len(ORDER),
 )
 BY_NAME = {command.name: command for command in COMMANDS}
-# Commands of earlier versions, and what does their work now
-FORMER = {"capture": "mprun diff RUN --save FILE"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,26 +105,14 @@ def _dispatch(args: list[str], started_at: float) -> int:
 
         print(f"mprun {__version__}")
         return EXIT_OK
-    if "--completion" in args:
-        return _print_completion(args)
-    args = with_last(BY_NAME.get(first, BY_NAME["train"]), args)  # train needs not be named
+    args = with_last(BY_NAME.get(first, TRAIN), args)  # train needs not be named
     if first == "train":
         return train_command(args[1:], started_at)
     if first in BY_NAME:
         return BY_NAME[first].run(args[1:])
-    if first in FORMER:
-        raise UsageError(f"there is no command '{first}': write {FORMER[first]}")
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)
-
-
-def _print_completion(args: list[str]) -> int:
-    from mprun.cli.completion import completion_script
-
-    shell = next(iter(args[args.index("--completion") + 1 :]), "")
-    print(completion_script(shell, COMMANDS), end="")
-    return EXIT_OK
 
 
 def _is_no_override(text: str) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,43 +18,16 @@ from mprun.records.result import measuring, show
 from mprun.train.signals import StopSignals, interruptible
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuestionCommand(Command):
-    """The command of a question."""
-
-    question: Question
-    module: str
-
-    @property
-    def text(self) -> str:
-        return (sys.modules[self.module].__doc__ or "").strip()
-
-    def run(self, args: Sequence[str]) -> int:
-        given = self._given(args)
-        return interruptible(
-            lambda stop: _answered(self.question.prepare(given), stop),
-            " before the first result",
-            self.question.signals(given),
-        )
-
-    def _given(self, args: Sequence[str]) -> Given:
-        from mprun.config.settings import Settings, take
-
-        known = parse_arguments(self, args)
-        settings, overrides = Settings(), known.overrides
-        if self.instead is None:  # else the arguments are files, whose names may have a =
-            settings, overrides = take(known.overrides, *self.question.settings)
-        return Given(overrides, known.config_dir, known, known.overrides, settings)
-
-
-def questions() -> Iterator[QuestionCommand]:
-    """A command for `QUESTION` of each module of `inspect`, and of each package in it."""
+def questions() -> Iterator[tuple[Command, Question]]:
+    """`QUESTION` of each module of `inspect`, and of each package in it, with its command."""
     for module in iter_modules(inspect.__path__, "mprun.inspect."):
         # Only these are imported: most others import torch, which takes seconds
         if _has_question(module.name):
-            asked: Question = import_module(module.name).QUESTION
-            taken = (asked.settings, asked.instead, asked.folders_of)
-            yield QuestionCommand(asked.name, *taken, question=asked, module=module.name)
+            imported = import_module(module.name)
+            asked: Question = imported.QUESTION
+            taken = (asked.settings, asked.takes_run, asked.folders_of)
+            ask = partial(_ask, asked)
+            yield Command(asked.name, ask, imported.__doc__ or "", *taken), asked
 
 
 def _has_question(module: str) -> bool:
@@ -64,6 +36,21 @@ def _has_question(module: str) -> bool:
     if spec is None or spec.origin is None:  # a folder without __init__.py
         return False
     return b"\nQUESTION = " in Path(spec.origin).read_bytes()
+
+
+def _ask(question: Question, args: Sequence[str]) -> int:
+    from mprun.config.settings import Settings, take
+
+    known = parse_arguments(question, args)
+    settings, overrides = Settings(), known.overrides
+    if question.takes_run:  # else the arguments are files, whose names may have a =
+        settings, overrides = take(known.overrides, *question.settings)
+    given = Given(overrides, known.config_dir, known, known.overrides, settings)
+    return interruptible(
+        lambda stop: _answered(question.prepare(given), stop),
+        " before the first result",
+        question.signals(given),
+    )
 
 
 def _answered(prepared: Prepared, stop: StopSignals) -> int:

@@ -23,10 +23,11 @@ class PatientStream:
 
     Args:
         stream: where it is written; None for a stream that was closed.
+        is_output: whether a line on standard error says that something was dropped.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None, is_output: bool = False) -> None:
+        self._stream, self._is_output = stream, is_output
         self.error: OSError | None = None
         """Why something was dropped."""
 
@@ -63,34 +64,28 @@ class PatientStream:
             self.error = error
             with contextlib.suppress(OSError, ValueError):  # Python flushes once more at its end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self.on_error(error)
+            if self._is_output and self._is_incomplete:
+                print(
+                    f"mprun: standard output cannot be written ({error.strerror}); what mprun "
+                    "prints is incomplete",
+                    file=sys.stderr,
+                )
 
-    def on_error(self, error: OSError) -> None:
-        """Something could not be written, for the first time."""
-
-
-class PatientOutput(PatientStream):
-    """Standard output; one line on standard error says that it cannot be written."""
-
-    def on_error(self, error: OSError) -> None:
-        if not isinstance(error, BrokenPipeError):  # the reader left on purpose: `| head`
-            print(
-                f"mprun: standard output cannot be written ({error.strerror}); what mprun prints "
-                "is incomplete",
-                file=sys.stderr,
-            )
+    @property
+    def _is_incomplete(self) -> bool:
+        # not if the reader left on purpose: `| head`
+        return self.error is not None and not isinstance(self.error, BrokenPipeError)
 
     def status(self, of_command: int) -> int:
         """The exit status of a command that printed to it."""
-        is_incomplete = self.error is not None and not isinstance(self.error, BrokenPipeError)
-        return EXIT_FAILED if is_incomplete and of_command == EXIT_OK else of_command
+        return EXIT_FAILED if self._is_incomplete and of_command == EXIT_OK else of_command
 
 
 @contextlib.contextmanager
-def patient_streams() -> Iterator[PatientOutput]:
+def patient_streams() -> Iterator[PatientStream]:
     """Inside, standard output and error drop what cannot be written."""
     out, err = sys.stdout, sys.stderr
-    patient, errors = PatientOutput(out), PatientStream(err)
+    patient, errors = PatientStream(out, True), PatientStream(err)
     sys.stdout, sys.stderr = patient, errors
     try:
         yield patient

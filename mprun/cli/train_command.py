@@ -1,9 +1,4 @@
-"""`mprun [train]`: train one recipe in one precision; the default command.
-
-    mprun recipe=fashion_mnist precision=bf16_mixed
-
-With `-m` it trains once for every combination of the listed values.
-"""
+"""`mprun train`, the default command: one run, or with `-m` one for each combination."""
 
 from __future__ import annotations
 
@@ -16,31 +11,60 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import Arguments, Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
-from mprun.records.console import print_line, print_table, stdout_console, warn
-from mprun.records.launch import launch_of
+from mprun.records.console import RunProgress, print_line, print_table, stdout_console, warn
+from mprun.records.files import launch_of
 from mprun.records.result import Result, show
+from mprun.records.run_record import Summary, read_summary
+from mprun.study.report import tables
+from mprun.train.callbacks import Progress
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from mprun.config import Composed
-    from mprun.records.run_record import Summary
+    from rich.console import Console
+    from torch import nn
 
-COMMAND = Command("train")
+    from mprun.config import Composed
+    from mprun.train.assemble import Plan
+
+
+class RunView(Progress):
+    """Prints a header before the run, its progress and its messages.
+
+    Args:
+        console: where it is printed.
+        plan: the run.
+    """
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        limits, steps = plan.limits, plan.planned_steps
+        super().__init__(RunProgress(console, limits.epochs, steps), steps, limits.max_time_s)
+        self._console, self._plan = console, plan
+
+    def on_start(self, summary: Summary, folder: Path) -> None:
+        super().on_start(summary, folder)
+        for line in (*tables.header(summary), f"record: {folder}"):
+            print_line(self._console, line)
+        if self._plan.weights.state:
+            print_line(self._console, f"weights: {self._plan.config.train.init_from}")
+
+    def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
+        if rows := self._plan.layer_rows(model):
+            print_table(self._console, tables.layers(rows))
+        super().on_train_start(model, elapsed_s)
+
+    def on_message(self, text: str) -> None:
+        print_line(self._console, text)
 
 
 def train_command(args: Sequence[str], started_at: float | None = None) -> int:
-    """Run `mprun train`; the exit status.
-
-    Args:
-        args: the command's.
-        started_at: the `time.perf_counter` at which the user began to wait; None for now.
-    """
+    """Run `mprun train`; the exit status."""
+    # started_at: the `time.perf_counter` at which the user began to wait; None for now
     from mprun.config import compose
     from mprun.config.compose import with_run_dir
 
     watch = Stopwatch(started_at)
-    known = parse_arguments(COMMAND, args)
+    known = parse_arguments(TRAIN, args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if known.multirun:
@@ -55,6 +79,18 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     return _run(composed, watch)
 
 
+TRAIN = Command(
+    "train",
+    train_command,
+    """`mprun [train]`: train one recipe in one precision; the default command.
+
+        mprun recipe=fashion_mnist precision=bf16_mixed
+
+    With `-m` it trains once for every combination of the listed values.
+    """,
+)
+
+
 def _run(composed: Composed, watch: Stopwatch) -> int:
     # torchrun passes on Ctrl-C, which the processes had from the terminal already
     signals = StopSignals(patient=not launch_of().is_alone)
@@ -63,9 +99,7 @@ def _run(composed: Composed, watch: Stopwatch) -> int:
 
 
 def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
-    from mprun.cli.run_view import RunView
     from mprun.study.planned_run import plan_or_resume
-    from mprun.study.report.tables import closing
     from mprun.train.run import run
 
     plan, saved = plan_or_resume(composed)
@@ -73,10 +107,9 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     console = stdout_console()
     if plan.speed_reason is not None:
         print_line(console, plan.speed_reason)
-    init_from = plan.config.train.init_from if plan.weights.state else None
-    view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
+    view = RunView(console, plan)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
-    show(Result(summary, closing(summary, folder)))
+    show(Result(summary, tables.closing(summary, folder)))
     if summary.status == "completed":
         return EXIT_OK
     again = shlex.quote(f"run.resume={folder}")
@@ -109,9 +142,8 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 
 
 def show_sweep(folder: Path) -> int:
+    """Print the table of a sweep's runs; the exit status."""
     from mprun.records.run_folder import TRACKERS
-    from mprun.records.run_record import read_summary
-    from mprun.study.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
     # hydra.sweep.subdir may nest them
@@ -124,6 +156,6 @@ def show_sweep(folder: Path) -> int:
             summaries[name] = read_summary(run)
         except MprunError:
             summaries[name] = None  # the run ended before it had a record
-    print_table(stdout_console(), sweep_table(folder, summaries))
+    print_table(stdout_console(), tables.sweep_table(folder, summaries))
     done = all(s is not None and s.status == "completed" for s in summaries.values())
     return EXIT_OK if done else EXIT_FAILED

@@ -35,8 +35,7 @@ from mprun.config.reference import GROUPS, as_text, keys_called, leaves, options
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, as_usage_error, did_you_mean, first_line, hint, nearest
-from mprun.records.files import refuse_links
-from mprun.records.launch import launch_of
+from mprun.records.files import launch_of, refuse_links
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list

@@ -125,4 +125,4 @@ def difference_values(difference: Difference) -> dict[str, Any]:
     }
 
 
-QUESTION = Question("diff", prepare, instead=(), folders_of=RUNS)
+QUESTION = Question("diff", prepare, takes_run=False, folders_of=RUNS)

@@ -27,8 +27,9 @@ from mprun.records.console.fitted_table import (
 )
 from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
 from mprun.records.policy_columns import Count, Legal, WorldSize
-from mprun.records.run_record import MEMORY_CATEGORIES, BatchRow
-from mprun.records.step_records import (
+from mprun.records.run_record import (
+    MEMORY_CATEGORIES,
+    BatchRow,
     MemoryPeak,
     MemoryTimeline,
     ModuleMemory,

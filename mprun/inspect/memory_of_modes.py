@@ -28,8 +28,7 @@ from mprun.records.console import ReportPart, report_nothing
 from mprun.records.files import json_text
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.result import Result
-from mprun.records.run_record import BatchRow
-from mprun.records.step_records import ParallelKind, ProcessLayout
+from mprun.records.run_record import BatchRow, ParallelKind, ProcessLayout
 from mprun.study.double import largest_size
 from mprun.study.planned_run import unused_fields
 from mprun.train.assemble import (

@@ -24,7 +24,7 @@ from mprun.records.console.fitted_table import FittedTable, figure_column, text_
 from mprun.records.console.formatting import listed, share_text
 from mprun.records.mode_names import FURTHER_FORMATS
 from mprun.records.policy_columns import Count, Legal, NotNegative, Number
-from mprun.records.step_records import Float32Gradients, LostShares, Reference
+from mprun.records.run_record import Float32Gradients, LostShares, Reference
 
 
 @dataclass

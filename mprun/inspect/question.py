@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Given:
     """The arguments of a question."""
 
-    overrides: list[str]  # Without settings; or what the question takes instead
+    overrides: list[str]  # Without settings; or names of files and folders
     config_dir: Path | None
     options: argparse.Namespace  # `--save`, `--update`: an option not given has its default
     texts: list[str]  # Overrides and settings, as they were typed
@@ -85,8 +85,8 @@ class Question:
     """Checks the arguments and plans, before a folder is made."""
     settings: tuple[type, ...] = ()
     """The classes of its settings: `TraceSettings` has `trace.ops`."""
-    instead: tuple[str, ...] | None = None
-    """What it takes in place of the overrides of a run; None if it takes those."""
+    takes_run: bool = True
+    """Whether it takes the overrides of a run; else names of files and folders."""
     folders_of: tuple[str, ...] = ()
     """Of which commands it takes folders: `last` is then the newest of them."""
     saved: SavedResult | None = None

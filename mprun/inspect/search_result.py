@@ -21,7 +21,7 @@ from mprun.records.console.formatting import joined, listed
 from mprun.records.layer_values import layers_file
 from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Count, Legal, Number, Positive
-from mprun.records.step_records import Reference
+from mprun.records.run_record import Reference
 
 FILE = "search_ops.json"
 OPS, LAYERS = "ops.yaml", "layers.yaml"

@@ -1,7 +1,8 @@
-"""Writing files and making folders. No torch.
+"""Writing files and making folders, and which process does it. No torch.
 
 A file is replaced as a whole, so readers see the old content or the new one, never a part of it,
-even after a crash. Only the process that began a command writes: see `leave_if_forked`.
+even after a crash. Of the processes that torchrun starts together the first one keeps the record
+(`Launch`), and only the process that began a command writes (`leave_if_forked`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from os import _exit
 from pathlib import Path
@@ -224,6 +226,47 @@ def new_folder(wanted: str | None) -> Path:
     if taken is not None:
         raise UsageError(f"run.dir={folder} already contains {taken.name}; choose another folder")
     return folder
+
+
+# ---- which process writes ------------------------------------------------------------------------
+
+# What torch.distributed reads; torchrun sets all of them
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among those that were started together."""
+
+    rank: int = 0  # The process's number; the first process, 0, keeps the record
+    world_size: int = 1  # How many processes there are, on all machines
+    local_rank: int = 0  # Its number on its machine: the GPU that it uses
+    restarts: int = 0  # How often torchrun has started all processes again after a failure
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.world_size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the process that keeps the record and prints."""
+        return self.rank == 0
+
+
+def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The launch that the environment describes; one process where torchrun set nothing."""
+    if not all(environment.get(name) for name in NEEDED):
+        return Launch()
+    try:
+        return Launch(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except ValueError:  # another program's variables
+        return Launch()
 
 
 _owners: list[int] = []  # The process that began the last command

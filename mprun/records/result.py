@@ -2,8 +2,7 @@
 
 A function that measures returns a `Result`, and `show` puts it on the terminal and writes
 its files. In Python it is also JSON, CSV, Markdown, and HTML in a notebook. So a command is three
-steps: parse the arguments, measure (`mprun.inspect`), show. The other modules of this package have,
-for each question, the record for programs and the tables and sentences made of it. No torch.
+steps: parse the arguments, measure (`mprun.inspect`), show. No torch.
 """
 
 from __future__ import annotations
@@ -132,21 +131,16 @@ def show(result: Result, folder: Path | None = None) -> int:
         RunFailedError: a file cannot be written.
     """
     for part in result.parts:
-        show_part(part)
+        if isinstance(part, str):
+            print_text(stdout_console(), part)
+        else:
+            print_table(stdout_console(), part)
     if folder is not None and result.files:
         names = write_files(folder, result.files)
         print_line(stdout_console(), f"written: {folder}/{', '.join(names)}")
     for warning in result.warnings:
         print_line(stderr_console(), warning)
     return result.status
-
-
-def show_part(part: FittedTable | str) -> None:
-    """Show a table or a sentence."""
-    if isinstance(part, str):
-        print_text(stdout_console(), part)
-    else:
-        print_table(stdout_console(), part)
 
 
 @contextmanager
@@ -168,13 +162,10 @@ def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
             show(error.result, folder)
         if error.__cause__ is None or folder is None:
             raise
-        raise RunFailedError(f"{error} ({_with_traceback(error.__cause__, folder)})") from None
-
-
-def _with_traceback(error: BaseException, folder: Path) -> str:
-    """Write a traceback into a folder; where it is."""
-    try:
-        write_atomic(folder / TRACEBACK, traceback_text(error).encode(errors="replace"))
-    except OSError:
-        return "its traceback could not be written"
-    return f"the traceback is in {folder / TRACEBACK}"
+        text = traceback_text(error.__cause__)
+        try:
+            write_atomic(folder / TRACEBACK, text.encode(errors="replace"))
+            where = f"the traceback is in {folder / TRACEBACK}"
+        except OSError:
+            where = "its traceback could not be written"
+        raise RunFailedError(f"{error} ({where})") from None

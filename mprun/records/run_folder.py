@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -239,13 +239,29 @@ def read_study_plan(folder: Path) -> StudyPlan:
         ) from None
 
 
-class _EpochLine(msgspec.Struct):
-    kind: Literal["epoch", "validation"]
-    epoch: int
+class _ScoreLine(msgspec.Struct):
+    """A line `epoch` or `validation`."""
+
+    kind: str
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # Whole numbers are exact in float64 so far
     loss: Number | None
-    accuracy: float | None
+    epoch: int = 0
+    accuracy: float | None = None
     samples: int | None = None
     metrics: dict[str, Number | None] | None = None
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(
+            loss=self.loss, accuracy=self.accuracy, samples=self.samples, metrics=self.metrics
+        )
+
+
+def _score_lines(run: Path, kinds: Sequence[str], having: bytes) -> Iterator[_ScoreLine]:
+    """The lines of these kinds; only lines with the bytes `having` are parsed."""
+    for line in read_json_lines(run / METRICS, having):
+        if line.get("kind") in kinds:
+            yield converted(run / METRICS, line, _ScoreLine)
 
 
 def epoch_lines(epoch: Epoch, step: int) -> list[dict[str, Any]]:
@@ -268,18 +284,13 @@ def read_epochs(run: Path) -> Iterator[Epoch]:
         UsageError: a line about an epoch is damaged.
     """
     validations: dict[int, Scores] = {}
-    for line in read_json_lines(run / METRICS, having=b'"accuracy"'):  # lines of steps have none
-        if line.get("kind") not in ("epoch", "validation"):
-            continue
-        row = converted(run / METRICS, line, _EpochLine)
-        scores = Scores(
-            loss=row.loss, accuracy=row.accuracy, samples=row.samples, metrics=row.metrics
-        )
+    # lines of steps have no accuracy
+    for row in _score_lines(run, ("epoch", "validation"), having=b'"accuracy"'):
         if row.kind == "validation":
-            validations[row.epoch] = scores
+            validations[row.epoch] = row.scores
         else:
             validation = validations.pop(row.epoch, Scores(loss=None, accuracy=None))
-            yield Epoch(epoch=row.epoch, train=scores, validation=validation)
+            yield Epoch(epoch=row.epoch, train=row.scores, validation=validation)
 
 
 class ValidationLoss(NamedTuple):
@@ -287,12 +298,6 @@ class ValidationLoss(NamedTuple):
 
     step: int
     loss: float
-
-
-class _ValidationLine(msgspec.Struct):
-    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # Whole numbers are exact in float64 so far
-    loss: Number | None
-    samples: int | None = None
 
 
 def read_validation_losses(run: Path) -> list[ValidationLoss]:
@@ -304,10 +309,8 @@ def read_validation_losses(run: Path) -> list[ValidationLoss]:
         FileNotFoundError: there is no file.
         UsageError: it cannot be read, or a line about a validation is damaged.
     """
-    path, losses = run / METRICS, dict[int, float]()
-    for line in read_json_lines(path, having=b'"validation"'):
-        if line.get("kind") == "validation":
-            row = converted(path, line, _ValidationLine)
-            if row.loss is not None and row.samples is None:
-                losses[row.step] = number(row.loss)
+    losses: dict[int, float] = {}
+    for row in _score_lines(run, ("validation",), having=b'"validation"'):
+        if row.loss is not None and row.samples is None:
+            losses[row.step] = number(row.loss)
     return [ValidationLoss(step, losses[step]) for step in sorted(losses)]

@@ -31,7 +31,7 @@ from mprun.config.multirun import check_hydra_launcher, launch, launcher_fields,
 from mprun.config.settings import PROCESSES, LauncherSettings
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
 from mprun.records.console.formatting import counted
-from mprun.records.launch import launch_of
+from mprun.records.files import launch_of
 from mprun.study.advise import screened
 from mprun.study.budget import Budget, BudgetSignals
 from mprun.study.compare.comparison import Run

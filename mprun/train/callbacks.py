@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.records.console import Moment, ProgressView
 from mprun.records.run_record import Epoch, Scores, Status, Summary, number
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class StepLine(NamedTuple):

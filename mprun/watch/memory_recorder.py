@@ -40,8 +40,13 @@ from mprun.precision._torch import (
     without_compiled_code,
 )
 from mprun.precision.policy import dtype_name
-from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.records.step_records import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
+from mprun.records.run_record import (
+    MEMORY_CATEGORIES,
+    MemoryPeak,
+    MemoryTimeline,
+    ModuleMemory,
+    StorageMemory,
+)
 from mprun.watch._torch_fakes import FakeTensorMode, conversions_replace_parameters
 from mprun.watch.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
 from mprun.watch.step_events import OpContext, StepListener

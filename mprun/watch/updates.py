@@ -25,7 +25,7 @@ from mprun.errors import first_line
 from mprun.precision import devices
 from mprun.precision.loss_scale import MasteredOptimizer, ScaledOptimizer
 from mprun.precision.rounding import merge, merged, split, sums_db
-from mprun.records.step_records import Float32Gradients, LostShares, Reference
+from mprun.records.run_record import Float32Gradients, LostShares, Reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}  # The bits of the largest finite number

@@ -54,7 +54,6 @@ for words in sys.argv[1:]:
 CALLS: dict[str, tuple[int, list[str]]] = {
     "--help": (0, ["  width           how wide numbers are\n", "  new-recipe "]),
     "width --help": (0, ["mprun width recipe=mnist", "  width.bits = 16  Bits of a number."]),
-    "--completion bash": (0, [" new-recipe width)", "width.bits="]),
     "width recipe=mnist width.bits=8": (0, ["mnist is narrow\n", "\nbits\n", "\n   8\n"]),
     "width recipe=mnist width.bits=0": (2, ["width.bits=0: legal is 1 or more"]),
     "width recipe=mnist width.bit=1": (2, ["there is no field 'width.bit'; did you mean"]),
@@ -62,7 +61,7 @@ CALLS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def test_help_completion_and_settings_find_it() -> None:
+def test_help_and_settings_find_it() -> None:
     Path("new").mkdir()
     Path("new/width.py").write_text(QUESTION, encoding="utf-8")
     command = [sys.executable, "-c", START, *CALLS]

@@ -133,11 +133,6 @@ def test_mistakes_are_one_line(
     assert "Traceback" not in error
 
 
-def test_the_former_name_of_saving_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capture", "outputs"]) == 2
-    assert "write mprun diff RUN --save FILE" in capsys.readouterr().err
-
-
 def test_a_side_is_saved_only_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "side.json").write_text("{}")
     assert main(["diff", f"{tmp_path}/side.json", "--save", f"{tmp_path}/other.json"]) == 2

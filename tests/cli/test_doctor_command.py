@@ -10,7 +10,6 @@ import pytest
 from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.inspect.machine_examination import examine
-from mprun.precision import devices
 from mprun.records.console import ReportPart
 from mprun.train.machine.doctor_result import Examination
 from tests.schema import conforms
@@ -52,16 +51,6 @@ def test_tables_are_printed_and_nothing_is_left(capsys: pytest.CaptureFixture[st
     assert list(Path().iterdir()) == []
 
 
-def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *QUICK, "doctor.json=true"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert err == ""
-    assert conforms(found, Examination)
-    assert found["budget_s"] == 0.3
-    assert found["machine"]["hardware"]["device"] == "cpu"
-
-
 RECIPE = ["recipe=mnist", "precision=bf16_mixed", "train.batch_size=16", "doctor.steps=4"]
 
 
@@ -75,12 +64,15 @@ def test_a_recipe_is_held_against_the_rates(capsys: pytest.CaptureFixture[str]) 
     assert list(Path().iterdir()) == []
 
 
-def test_json_has_the_roofline_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_a_recipe_s_roofline(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", *QUICK, *RECIPE, "doctor.json=true"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     found = json.loads(out)
     assert conforms(found, Examination)
+    assert (found["budget_s"], found["machine"]["hardware"]["device"]) == (0.3, "cpu")
     assert found["roofline"]["step_time_ms"]["n"] == 4
     assert found["formats"] == []
 
@@ -110,25 +102,12 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
                 "legal: device, recipe, doctor.",
             ],
         ),
-        (["recipe=mnits"], ["'recipe=mnits'", "did you mean 'mnist'?"]),
         (["recipe=mnist", "precision=bf17"], ["'precision=bf17'"]),
-        (["recipe=mnist", "doctor.steps=-1"], ["doctor.steps=-1: legal is"]),
-        (["recipe=mnist", "doctor.world_size=8"], ["no field 'doctor.world_size'"]),
         (["recipe=mnist", "run.resume=x"], ["run.resume=x"]),
         (["devise=cpu"], ["'devise=cpu'", "did you mean 'device'?"]),
-        (["device=gpu"], ["device=gpu", "legal: auto, cpu, cuda, xpu, mps, hpu"]),
         (["device"], ["'device' is neither a command nor an override"]),
         (["device=cpu,cuda"], ["'device=cpu,cuda' lists several values"]),
-        (["doctor.jsn=true"], ["no field 'doctor.jsn'", "did you mean 'doctor.json'?"]),
-        (["doctor.json=maybe"], ["doctor.json is true or false"]),
-        (["doctor.budget_s=0"], ["doctor.budget_s=0: legal is above 0 and at most 600"]),
-        (["doctor.budget_s=1000"], ["doctor.budget_s=1000: legal is above 0 and at most 600"]),
-        (["doctor.budget_s=soon"], ["doctor.budget_s is a number"]),
         (["doctor=1"], ["doctor"]),
-        (["-m"], ["mprun doctor has no option '-m'"]),
-        (["--show-config"], ["mprun doctor has no option '--show-config'"]),
-        (["--config-dir=x"], ["--config-dir x cannot be read"]),
-        (["--json"], ["mprun doctor has no option '--json'"]),
     ],
     ids=str,
 )
@@ -145,18 +124,3 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
     assert err.startswith("mprun: ")
     assert err.count("\n") == 1
     assert [text for text in fragments if text not in err] == [], err
-
-
-def test_a_gpu_that_is_not_there_is_a_mistake(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "accelerator", lambda: None)
-    assert main(["doctor", "device=cuda"]) == 2
-    assert (
-        "device=cuda: PyTorch finds no CUDA here; legal here: auto, cpu" in capsys.readouterr().err
-    )
-
-
-def test_it_is_among_the_commands_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "doctor" in capsys.readouterr().out

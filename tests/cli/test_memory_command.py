@@ -101,14 +101,10 @@ def test_every_figure_of_the_file_adds_up() -> None:
         assert mode["fits"] is None
 
 
-def test_one_low_mode_is_set_against_fp32() -> None:
-    assert [m["label"] for m in planned("recipe=mnist", "precision=half_sr", QUIET)["modes"]] == [
-        "fp32",
-        "half_sr",
-    ]
-
-
-def test_fp32_stands_alone() -> None:
+def test_one_low_mode_is_set_against_fp32_and_fp32_stands_alone() -> None:
+    _, half = planned("recipe=mnist", "precision=half_sr", QUIET)["modes"]
+    assert half["label"] == "half_sr"
+    Path("plan/memory.json").unlink()
     (mode,) = planned("recipe=mnist", QUIET)["modes"]
     assert (mode["label"], mode["ratio"]) == ("fp32", 1.0)
 
@@ -149,22 +145,10 @@ def test_any_list_makes_columns_named_by_what_differs() -> None:
     assert [m["batch"]["micro"] for m in found["modes"]] == [8, 16, 8, 16]
 
 
-@pytest.mark.representative(0, 5)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["recipe=fashion_mnist", "precision=half_sr", "train.batch_size=24"],
-        ["recipe=fashion_mnist", "precision=half_sr", "train.accumulate=2"],
-        ["recipe=fashion_mnist", "precision=half_sr", "recipe.model.image_size=28"],
-        ["recipe=fashion_mnist", "precision=half_sr", "precision.accum_dtype=float32"],
-        ["recipe=fashion_mnist", "precision=bf16_sr"],
-        ["recipe=fashion_mnist", "precision=bf16_mixed,half_sr"],
-        ["recipe=mnist", "precision=half_sr", "train.batch_size=12"],
-    ],
-    ids=" ".join,
-)
-def test_the_published_figure_is_shown_for_the_published_step_alone(words: list[str]) -> None:
-    assert planned(*words, QUIET)["published"] is None
+@pytest.mark.parametrize("words", ["half_sr train.batch_size=24", "bf16_mixed,half_sr"])
+def test_the_published_figure_is_shown_for_the_published_step_alone(words: str) -> None:
+    found = planned("recipe=fashion_mnist", *f"precision={words}".split(), QUIET)
+    assert found["published"] is None
 
 
 def test_the_largest_batch_that_fits_is_that(capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,22 +374,6 @@ def test_the_mlp_of_a_recipe_in_several_processes(world_size: int) -> None:
         assert counts in (0, 4 * len(MLP_SHAPES))
     # Layers are the blocks: the peak is where the gathered parameters are, not at the bucket.
     assert fsdp2["peak"] < ddp["peak"]
-
-
-@pytest.mark.exhaustive  # the rows that do not divide are the MLP's as well
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_the_transformer_in_several_processes(world_size: int) -> None:
-    pytest.importorskip("transformers")
-    words = ["recipe=transformer", "train.batch_size=2", QUIET]
-    whole = of_processes(words, 1, "ddp")
-    ddp, fsdp2 = (of_processes(words, world_size, kind) for kind in ("ddp", "fsdp2"))
-    assert ddp["parameters"] == whole["parameters"]
-    assert ddp["optimizer_state"] == whole["optimizer_state"]
-    # All rows of this model divide by 8, except the 65 of the characters.
-    width = 128
-    rest = whole["parameters"] - 2 * 65 * width * 4
-    rows = -(-65 // world_size)
-    assert fsdp2["parameters"] == rest // world_size + 2 * rows * width * 4
 
 
 def test_checkpointed_blocks_hold_less() -> None:

@@ -67,8 +67,12 @@ def _saved(*words: str) -> tuple[str, str, str]:
 
 
 def of_mnist() -> dict[str, Any]:
-    """`numerics.json` of MNIST in float16, with every loss scale tried."""
-    made: dict[str, Any] = json.loads(_saved(*MNIST_IN_FP16)[0])
+    """`numerics.json` of MNIST in float16, with every loss scale tried: the largest has -inf dB."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    made: dict[str, Any] = json.loads(_saved(*MNIST_IN_FP16)[0], parse_constant=refuse)
     return made
 
 
@@ -148,13 +152,7 @@ def own(in_empty_folder: Path) -> None:
 @pytest.mark.representative("recipe=linear precision=fp16_mixed")
 @pytest.mark.parametrize(
     "words",
-    [
-        ["recipe=linear", "device=cpu", "precision=fp16_mixed"],
-        [*MNIST, "precision=fp16_mixed"],
-        [*MNIST, "precision=fp32"],
-        [*MNIST, "precision=half_sr"],
-        [*FASHION, "precision=fp16_mixed"],
-    ],
+    [["recipe=linear", "device=cpu", "precision=fp16_mixed"], [*FASHION, "precision=fp16_mixed"]],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_the_recommended_loss_scale_is_within_four_of_the_best_tried(words: list[str]) -> None:
@@ -168,12 +166,10 @@ def test_the_recommended_loss_scale_is_within_four_of_the_best_tried(words: list
     assert tried[best * 4] == -math.inf
 
 
-@pytest.mark.representative("fp16_mixed")
 @pytest.mark.usefixtures("own")
-@pytest.mark.parametrize("precision", ["fp32", "fp16_mixed", "bf16_mixed"])
-def test_a_model_that_underflows(precision: str) -> None:
+def test_a_model_that_underflows() -> None:
     """Its gradients fall by 1e-7 between the layers: the scale in use does not matter."""
-    words = [*OWN, "recipe.model.between=tiny", f"precision={precision}"]
+    words = [*OWN, "recipe.model.between=tiny", "precision=fp16_mixed"]
     made = found(*words, "numerics.try_scales=true")
     scale = made["loss_scale"]
     assert scale["best_tried"] / 4 <= scale["recommended"] <= scale["best_tried"] * 4
@@ -187,7 +183,6 @@ def test_a_model_that_underflows(precision: str) -> None:
     assert first["loss_scaled"]["fp16_db"] > first["sqnr_db"]["fp16"]
 
 
-@pytest.mark.representative("fp32-large*", "fp32-cancelling*")
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("between", "word"),
@@ -197,9 +192,8 @@ def test_a_model_that_underflows(precision: str) -> None:
         ("cancelling", "needs precision: fp16"),  # of 1000 + x bfloat16 keeps no x: steps of 4
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
-def test_range_or_precision(between: str, word: str, precision: str) -> None:
-    words = [f"recipe.model.between={between}", f"precision={precision}", "numerics.steps=3"]
+def test_range_or_precision(between: str, word: str) -> None:
+    words = [f"recipe.model.between={between}", "precision=fp32", "numerics.steps=3"]
     verdict = found(*OWN, *words)["verdict"]
     assert verdict["word"] == word
     # A bias before BatchNorm changes nothing: its gradient is noise.
@@ -211,10 +205,7 @@ def test_range_or_precision(between: str, word: str, precision: str) -> None:
     )
 
 
-@pytest.mark.representative(0, 2)
-@pytest.mark.parametrize(
-    ("value", "word"), [("1e-6", "too low"), ("1024", "fine"), ("1e9", "too high")]
-)
+@pytest.mark.parametrize(("value", "word"), [("1e-6", "too low"), ("1e9", "too high")])
 def test_the_scale_in_use_is_judged(value: str, word: str) -> None:
     words = ["precision=fp16_mixed", "loss_scale=static", f"loss_scale.value={value}"]
     made = found(*MNIST, *words)
@@ -275,25 +266,14 @@ def test_shares_follow_from_the_histogram() -> None:
             assert row["loss_scaled"]["fp16"]["below_normal"] == below(-14 - 16) / total
 
 
-@pytest.mark.representative(2, 3)
-@pytest.mark.parametrize(
-    ("words", "dtype", "rule"),
-    [
-        (["precision=bf16_true"], "bf16", "nearest"),
-        (["precision=fp16_true"], "fp16", "nearest"),
-        (["precision=bf16_true", "precision.rounding=kahan"], "bf16", "kahan"),
-        (["precision=bf16_sr"], "bf16", "stochastic"),
-    ],
-    ids=str,
-)
-def test_what_a_run_really_loses_is_what_its_rule_is_said_to_lose(
-    words: list[str], dtype: str, rule: str
-) -> None:
-    lost = found(*MNIST, *words)["lost_updates"]["all"]
+@pytest.mark.parametrize("rule", ["nearest", "kahan", "stochastic"])
+def test_what_a_run_really_loses_is_what_its_rule_is_said_to_lose(rule: str) -> None:
+    mode = "precision=bf16_sr" if rule == "stochastic" else "precision=bf16_true"
+    lost = found(*MNIST, mode, f"precision.rounding={rule}")["lost_updates"]["all"]
     # Stochastic: four standard deviations of 20,000 coins are 0.014.
     allowed = 0.014 if rule == "stochastic" else 0
-    assert lost["lost_in_run"] == pytest.approx(lost[dtype][rule], abs=allowed)
-    if dtype == "bf16" and rule != "kahan":
+    assert lost["lost_in_run"] == pytest.approx(lost["bf16"][rule], abs=allowed)
+    if rule != "kahan":
         assert lost["lost_in_run"] > 0.02
 
 
@@ -307,19 +287,14 @@ def test_steps_of_several_micro_batches() -> None:
     assert sum(rows["updates", "2.weight"]["histogram"]["exponents"].values()) <= 2 * 256
 
 
-@pytest.mark.representative(1, 2, 4, 5, 6)
 @pytest.mark.parametrize(
     "words",
     [
-        ["precision=tf32"],
         ["precision=bf16_mixed", "op_lists=hmp"],
         ["precision=half_sr_full", "train.optimizer.name=adamw"],
-        ["precision=half_sr", "precision.output_dtype=float16"],
         ["precision=fp16_mixed", "precision.layers={0: fp32}", "train.clip_norm=0.1"],
         ["precision=bf16_sr", "precision.layers={0: bf16_sr, 2: half_sr}"],
         ["precision=bf16_mixed", "precision.layers={2: {forward: fp8}}"],
-        ["precision=fp32", "precision.layers={2: fp16}"],
-        ["precision=fp16_true", "precision.accum_dtype=float32", "loss_scale=none"],
     ],
     ids=str,
 )
@@ -366,19 +341,9 @@ def weights_of(parts: TrainingComponents) -> dict[str, Tensor]:
     return {**parts.model.state_dict(), **tensors, "random": torch.get_rng_state()}
 
 
-@pytest.mark.representative(1, 3)
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
-    "words",
-    [
-        [*OWN, "precision=fp32"],
-        [*OWN, "precision=fp16_mixed"],
-        [*OWN, "precision=half_sr"],
-        [*MNIST, "precision=half_sr_full"],
-        [*MNIST, "precision=bf16_mixed", "op_lists=hmp"],
-        [*FASHION, "precision=fp16_mixed"],
-    ],
-    ids=str,
+    "words", [[*OWN, "precision=fp16_mixed"], [*MNIST, "precision=half_sr_full"]], ids=str
 )
 def test_weights_are_bit_equal_with_and_without(
     words: list[str], monkeypatch: pytest.MonkeyPatch
@@ -437,13 +402,6 @@ def test_pictures_and_file_are_left(capsys: pytest.CaptureFixture[str]) -> None:
         "numerics.svg",
     ]
     assert "written: run/numerics.json, numerics.png, numerics.svg" in capsys.readouterr().out
-
-
-def test_json_has_no_number_that_is_none() -> None:
-    def refuse(word: str) -> None:
-        raise AssertionError(word)
-
-    json.loads(_saved(*MNIST_IN_FP16)[0], parse_constant=refuse)  # -inf dB at the largest scale
 
 
 def test_the_file_says_what_was_looked_at_and_where() -> None:

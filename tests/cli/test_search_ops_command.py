@@ -413,39 +413,17 @@ def test_a_budget_ends_it_with_what_was_measured(
 
 
 @pytest.mark.parametrize(
-    ("more", "fragments"),
+    ("more", "said"),
     [
-        (
-            ["precision=fp32"],
-            ["precision=fp32 casts no op", "precision=bf16_mixed, precision=fp16"],
-        ),
-        (["precision=half_sr"], ["precision=half_sr casts no op"]),
-        (["precision.layers={first: fp32}"], ["leave out precision.layers"]),
-        (["run.resume=x"], ["run.resume"]),
-        (["-m"], ["mprun search-ops has no option '-m'"]),
-        (["--show-config"], ["mprun search-ops has no option '--show-config'"]),
-        (["search_ops.tolerance=0"], ["search_ops.tolerance=0", "legal is above 0"]),
-        (["search_ops.tolerence=1"], ["did you mean 'search_ops.tolerance'?"]),
-        (["search_ops.batches=none"], ["search_ops.batches is a whole number"]),
-        (["search_ops.batches=0"], ["legal is 1 or more"]),
-        (["seeds=2"], ["seeds"]),
-        (["search_ops.steps=5"], ["no field 'search_ops.steps'"]),
-        (["compare.margin=1"], ["no field 'compare.margin'"]),
-        (["search_ops.always=[sofmax]"], ["no op is named 'sofmax'; did you mean 'softmax'?"]),
-        (["recipe=plantd"], ["did you mean 'planted'?"]),
+        ("precision.layers={first: fp32}", "leave out precision.layers"),
+        ("search_ops.always=[sofmax]", "no op is named 'sofmax'; did you mean 'softmax'?"),
     ],
-    ids=str,
 )
-def test_a_mistake_ends_with_status_2_and_one_line(
-    more: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_mistake_that_needs_the_model_is_one_line(
+    more: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = words("none", *QUICK)
-    overrides = [w for w in overrides if not more[0].startswith(w.partition("=")[0] + "=")]
-    assert main(["search-ops", *overrides, *more, "run.dir=found"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    (err,) = (line for line in lines if not line.startswith("note: recipe.target="))
-    assert err.startswith("mprun: ")
-    assert [text for text in fragments if text not in err] == [], err
+    assert main(["search-ops", *words("none", *QUICK), more, "run.dir=found"]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
     assert not Path("found/search_ops.json").exists()
 
 
@@ -460,14 +438,8 @@ def test_a_model_that_is_not_finite_in_float32_cannot_be_measured(
     assert "the model cannot be measured: in float32 the loss of batch 0 is nan" in err
 
 
-@pytest.mark.parametrize("word", ["search_ops", "search-op", "searchops", "serch-ops"])
-def test_a_mistyped_command_is_put_right(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word, "recipe=mnist"]) == 2
-    assert "did you mean 'search-ops'?" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_finds_the_same() -> None:
     overrides = [w for w in words("exp_reciprocal", *QUICK) if w != "device=cpu"]
     assert main(["search-ops", *overrides, "device=cuda", "run.dir=found"]) == 0
-    assert sorted(read()["search"]["ops"]["fp32"]) == ["exp", "reciprocal"]
+    assert sorted(read()["search"]["ops"]["high"]) == ["exp", "reciprocal"]

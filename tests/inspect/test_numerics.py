@@ -29,7 +29,7 @@ from mprun.inspect.numerics import (
 )
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.records.step_records import Reference
+from mprun.records.run_record import Reference
 from mprun.watch.updates import RULES as KNOWN_RULES
 
 SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)

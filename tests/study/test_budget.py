@@ -113,10 +113,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return outcome
 
     monkeypatch.setattr(Trials, "run", run)
-    for command in ("sweep", "advise"):
-        monkeypatch.setattr(
-            f"mprun.cli.{command}_command.Budget", functools.partial(Budget, clock=clock)
-        )
+    budget = functools.partial(Budget, clock=clock)
+    monkeypatch.setattr("mprun.cli.study_commands.Budget", budget)
     return clock
 
 

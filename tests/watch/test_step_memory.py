@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.records.step_records import MemoryPeak, ModuleMemory, StorageMemory
+from mprun.records.run_record import MEMORY_CATEGORIES, MemoryPeak, ModuleMemory, StorageMemory
 from mprun.watch.memory_recorder import LiveStorage, MemoryPoint, StepMemory
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")

@@ -129,13 +129,26 @@ class FittedTable:
 
     @property
     def markdown(self) -> str:
-        """The headings and the rows as a table of Markdown."""
-        return markdown_table(self._texts(), [x.is_right for x in self.columns])
+        """The headings and the rows as a table of Markdown, without a line end."""
+        lines = [
+            f"| {' | '.join(markdown_text(one_line(x)) for x in row)} |" for row in self._texts()
+        ]
+        sides = ["---:" if column.is_right else "---" for column in self.columns]
+        lines.insert(1, f"|{'|'.join(sides)}|")
+        return "\n".join(lines)
 
     @property
     def html(self) -> str:
-        """Title, headings and rows as a table of HTML."""
-        return html_table(self._texts(), [x.is_right for x in self.columns], self.title)
+        """Title, headings and rows as a table of HTML, escaped, without style sheet or script."""
+        sides = ["right" if column.is_right else "left" for column in self.columns]
+        body = ""
+        for number, row in enumerate(self._texts()):
+            tag = "td" if number else "th"
+            texts = [escape(cell).replace("\n", "<br>") for cell in row]
+            cells = zip(sides, texts, strict=True)
+            line = "".join(f'<{tag} style="text-align:{x}">{y}</{tag}>' for x, y in cells)
+            body += f"<tr>{line}</tr>\n"
+        return f"<table>\n<caption>{escape(self.title)}</caption>\n{body}</table>"
 
     def __str__(self) -> str:
         file = io.StringIO()
@@ -149,12 +162,13 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width if console.is_terminal else None
-        places = self._places(width)
+        places = self._places_in(width)
         if self.title:
             yield Text()
             yield from (Text(line, "bold") for line in broken(self.title, width))
         # Rich would cut figures where the width is too small for them.
-        least, whole = self._total(places, NARROWEST), self._total(places, None)
+        whole = _total(self._width(place, None) for place in places)
+        least = _total(self._width(place, NARROWEST) for place in places)
         room = whole if width is None else max(width, least)
         table = self._table(places, room, "-" if options.ascii_only else "\u2500")
         for line in console.render_lines(table, options.update_width(room), pad=False):
@@ -190,28 +204,23 @@ class FittedTable:
             table.add_row(*(row.cells[place].styled for place in places), style=row.style)
         return table
 
-    def _places(self, width: int | None) -> list[int]:
-        """Which columns are shown."""
+    def _places_in(self, width: int | None) -> list[int]:
+        """Which columns are shown in this width."""
         places = list(range(len(self.columns)))
-        by_importance = sorted(places, key=lambda place: self.columns[place].importance)
-        for place in by_importance if width is not None else ():
-            kept = sum(self._width(x, self.columns[x].narrow) + BETWEEN for x in places) - BETWEEN
-            if self.columns[place].importance < ALWAYS and kept > (width or 0):
-                places.remove(place)
+        for place in sorted(places, key=lambda place: self.columns[place].importance):
+            kept = _total(self._width(x, self.columns[x].narrow) for x in places)
+            if width is None or kept <= width or self.columns[place].importance == ALWAYS:
+                break
+            places.remove(place)
         return places
 
     def _widths(self, places: Sequence[int], room: int) -> dict[int, int]:
         """The widths, before text is broken: the longest headings of figures are, as needed."""
         widths = {place: self._width(place, None) for place in places}
         for place in sorted(places, key=lambda place: -widths[place]):
-            is_wide = sum(widths.values()) + BETWEEN * (len(places) - 1) > room
-            if is_wide and not self.columns[place].is_text:
+            if _total(widths.values()) > room and not self.columns[place].is_text:
                 widths[place] = self._width(place, 0)
         return widths
-
-    def _total(self, places: Sequence[int], most: int | None) -> int:
-        """The width of a table of these columns; arguments as `_width`."""
-        return sum(self._width(place, most) for place in places) + BETWEEN * (len(places) - 1)
 
     def _width(self, place: int, most: int | None) -> int:
         """How wide a column is.
@@ -235,6 +244,11 @@ class FittedTable:
         return f"hidden to fit the width: {hidden}; all is in {self._elsewhere}" if hidden else ""
 
 
+def _total(widths: Iterable[int]) -> int:
+    """The width of a table with columns of these widths."""
+    return sum(width + BETWEEN for width in widths) - BETWEEN
+
+
 def broken(text: str, width: int | None) -> list[str]:
     """The lines of a text, broken at blanks; a word longer than `width` has a line of its own."""
     # not by rich, which would break such a word: a path could not be copied
@@ -249,27 +263,17 @@ def broken(text: str, width: int | None) -> list[str]:
     return lines
 
 
-# ---- rows as Markdown, CSV and HTML --------------------------------------------------------------
+# ---- cells as Markdown and CSV -------------------------------------------------------------------
 
 # A cell that begins with one is a formula in a spreadsheet, which can start programs
 FORMULA = ("=", "+", "-", "@")
 NUMBER = re.compile(r"[-+](\d+\.?\d*(e[-+]?\d+)?|inf|nan)", re.IGNORECASE)
-
-# Rows of cells, the headings first; lines of a cell after the first are secondary
-Rows = Sequence[Sequence[str]]
 
 
 def markdown_text(text: str) -> str:
     """Text escaped for Markdown, and for the HTML in it."""
     escaped = re.sub(r"([\\`*_\[\]<>|#~$])", r"\\\1", text)
     return escaped.replace("&", "&amp;")
-
-
-def markdown_table(rows: Rows, is_right: Sequence[bool]) -> str:
-    """A table of Markdown, without a line end; the columns with `is_right` are aligned so."""
-    lines = [f"| {' | '.join(markdown_text(one_line(x)) for x in row)} |" for row in rows]
-    lines.insert(1, f"|{'|'.join('---:' if right else '---' for right in is_right)}|")
-    return "\n".join(lines)
 
 
 def one_line(cell: str) -> str:
@@ -288,15 +292,3 @@ def csv_text(rows: Iterable[Sequence[object]]) -> str:
 def _shown(cell: object) -> object:
     is_formula = isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell)
     return f"'{cell}" if is_formula else cell
-
-
-def html_table(rows: Rows, is_right: Sequence[bool], title: str) -> str:
-    """A table of HTML without style sheet or script; everything in it is escaped."""
-    lines = []
-    for tag, row in zip(["th", *["td"] * len(rows)], rows, strict=False):
-        texts = [escape(cell).replace("\n", "<br>") for cell in row]
-        sides = ["right" if right else "left" for right in is_right]
-        cells = zip(sides, texts, strict=True)
-        lines.append("".join(f'<{tag} style="text-align:{x}">{y}</{tag}>' for x, y in cells))
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>\n<caption>{escape(title)}</caption>\n{body}\n</table>"

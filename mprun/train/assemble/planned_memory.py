@@ -18,7 +18,7 @@ from mprun.precision._torch import is_fake
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
-from mprun.records.step_records import ProcessLayout
+from mprun.records.run_record import ProcessLayout
 from mprun.train.assemble.parts import batch_form, build_parts
 from mprun.train.assemble.plan import Plan, batch_sizes, data_request
 from mprun.train.assemble.recipe_loading import NO_DATA, load_data

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from mprun.errors import MachineFailedError, first_line, text_of
 from mprun.precision import devices
-from mprun.records.launch import Launch
+from mprun.records.files import Launch
 from mprun.train.parallel.layouts import Layout, ReplicaLayout
 from mprun.train.parallel.ranks import GroupRanks, PeerLostError, lost
 

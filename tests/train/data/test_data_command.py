@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.cli.data_command import NAMES
+from mprun.cli.file_commands import NAMES
 from mprun.cli.main import main
 from mprun.train.data import sources
 from tests.train.data.conftest import Server

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FORKING = """
 import functools, gc, importlib, json, os, sys
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, mprun.train.run
-import mprun.train.assemble.speed_trial, mprun.cli.run_view, mprun.study.planned_run
+import mprun.train.assemble.speed_trial, mprun.cli.train_command, mprun.study.planned_run
 import mprun.train.parallel.shards, mprun.recipes.mnist, mprun.study.report.tables
 from mprun.config import compose
 from mprun.train.data import sources

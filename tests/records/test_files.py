@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mprun.records.launch import Launch, launch_of
+from mprun.records.files import Launch, launch_of
 
 SET = {
     "RANK": "3",
