@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mprun.errors import UsageError
-from mprun.inspect.question import Given, Prepared, Question
+from mprun.inspect.question import Given, Measuring, Prepared, Question
 from mprun.records.listing import RUNS
 from mprun.records.result import Result
 
@@ -40,13 +40,13 @@ def prepare(given: Given) -> Prepared:
         folder = save.parent
     else:
         folder = paths[1] if paths[1].is_dir() else paths[1].parent
-    return Prepared(lambda _: _asked(paths, save), folder=folder)
 
+    def measure(_: Measuring) -> Result:
+        from mprun.inspect.divergence.runs import diff_paths, saved_side  # imports torch
 
-def _asked(paths: list[Path], save: Path | None) -> Result:
-    from mprun.inspect.divergence.runs import diff_paths, saved_side  # imports torch
+        return diff_paths(*paths) if save is None else saved_side(paths[0], save.name)
 
-    return diff_paths(*paths) if save is None else saved_side(*paths, save.name)
+    return Prepared(measure, folder=folder)
 
 
 QUESTION = Question("diff", prepare, instead=(), folders_of=RUNS)

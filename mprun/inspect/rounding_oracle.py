@@ -177,8 +177,9 @@ def boundary_error(
 
 def half_step(rounding: torch.dtype | BlockFormat) -> float:
     """By which share of itself rounding moves a number at most."""
-    is_block = isinstance(rounding, BlockFormat)
-    return rounding.half_step if is_block else torch.finfo(rounding).eps / 2
+    if isinstance(rounding, BlockFormat):
+        return rounding.half_step
+    return torch.finfo(rounding).eps / 2
 
 
 def rms(x: Tensor) -> float:

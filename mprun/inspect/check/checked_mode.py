@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -213,8 +213,8 @@ class StepPasses:
     ) -> Figures:
         @contextmanager
         def inside(model: nn.Module) -> Iterator[None]:
-            with ExitStack() as stack:
-                for region in (partial(ready, seed=seed), *regions):
+            with ready(model, seed), ExitStack() as stack:
+                for region in regions:
                     stack.enter_context(region(model))
                 yield
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from mprun.inspect.rounding_oracle import half_step, relative_rms
 from mprun.precision._torch import (
     DispatchMode,
     in_backward,
-    is_compiled,
     no_dispatch,
     op_name,
     original_module,
@@ -85,42 +84,6 @@ class Recording:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     loss: float
-
-
-def record(
-    model: nn.Module,
-    run: Callable[[], Any],
-    loss: Callable[[Any], Tensor],
-    region: AbstractContextManager[object],
-    low: torch.dtype | None,
-) -> Recording:
-    """Run a step of a model forward and backward.
-
-    Args:
-        model: in training, without gradients. Of a compiled one only the model's own boundary is
-            seen.
-        run: calls it once.
-        loss: of what `run` returns.
-        region: the casts around the call.
-        low: the dtype that the region casts to; None for autocast's, or without casts.
-    """
-    plain, boundaries = original_module(model), Boundaries(low)
-    compiled = any(map(is_compiled, model.modules()))
-    # hooks inside a compiled model would break its graph, and so change what is compared
-    followed = [("", model)] if compiled else plain.named_modules()
-    with calls_followed(followed, boundaries.begin, boundaries.end):
-        with region:
-            output = run()
-        value = loss(output)
-        value.backward()
-    named = dict(plain.named_parameters())
-    return Recording(
-        boundaries.ended,
-        {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None},
-        {n: p.detach() for n, p in named.items()},
-        dict(plain.named_buffers()),
-        float(value.detach()),
-    )
 
 
 @contextmanager
@@ -514,40 +477,23 @@ class OpErrors(OpWatcher):
         self.ops: list[OpError] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        spec, saved = op_spec(func), dict[int, Tensor]()
-        if not spec.makes_numbers or spec.listwise or not spec.runs_again:
-            return run()  # nothing to compare with: copies, the optimizer's lists, random numbers
-        if spec.reads_written:  # `add_` reads what it overwrites: its exact result needs a copy
-            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
-            with self.muted(), torch.no_grad():
-                saved = {id(x): x.clone() for x in targets}
-        result = run()
-        with self.muted(), torch.no_grad():
-            self._compare(OpCall(func, args, kwargs, result, saved=saved))
-        return result
-
-    def _compare(self, call: OpCall) -> None:
-        context = self.tracker.context()
+        (phase, module), spec = self.tracker.context(), op_spec(func)
         # without a module: of the loss or the caller, which the rows do not have
-        exact = None if context.module is None else recomputed(call)
-        if exact is None:
-            return
-        with no_dispatch():
-            pairs = zip((x for _, _, x in call.outputs()), exact, strict=False)
+        if module is None or not spec.makes_numbers or spec.listwise:
+            return run()
+        targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
+        call = OpCall(func, args, kwargs, None, saved={id(x): x for x in targets})
+        with self.muted():  # before the op, which may overwrite what it reads
+            exact = recomputed(call)
+        result = run()
+        with self.muted(), no_dispatch(), torch.no_grad():
+            made = (x for _, _, x in call._replace(result=result).outputs())
             errors = [
-                (relative_rms(x, y), x.dtype)
-                for x, y in pairs
+                (relative_rms(x, y), dtype_name(x.dtype))
+                for x, y in zip(made, exact or (), strict=False)
                 if x.is_floating_point() and x.shape == y.shape
             ]
         if errors:
             error, dtype = max(errors, key=lambda pair: pair[0])
-            where = context.phase, context.module or ""
-            self.ops.append(OpError(*where, call.name, dtype_name(dtype), error))
-
-
-def op_errors(model: nn.Module, step: Callable[[], object]) -> list[OpError]:
-    """The ops of `model` in a step, in the order they ran."""
-    watcher = OpErrors()
-    with watcher.following(model), watcher:
-        step()
-    return watcher.ops
+            self.ops.append(OpError(phase, module, call.name, dtype, error))
+        return result

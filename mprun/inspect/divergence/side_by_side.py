@@ -28,13 +28,14 @@ from torch import Tensor, nn
 
 from mprun.errors import first_line
 from mprun.inspect.divergence.boundaries import (
+    Boundaries,
     OpError,
+    OpErrors,
     Place,
     Recording,
     Results,
+    calls_followed,
     floating,
-    op_errors,
-    record,
     run_forced,
     true_outputs,
 )
@@ -238,23 +239,35 @@ class SharedStep:
         return self._forward(model, inputs)
 
     def record(self, side: Side) -> Recording:
-        """A step of a side."""
-        run = partial(self.run, side.device, side.dtype, side.model)
-        with ready(original_module(side.model), SEED):
-            return record(side.model, run, self._loss, side.around(), side.low)
+        """A step of a side, forward and backward; of a compiled one the model's own boundary."""
+        plain, boundaries = original_module(side.model), Boundaries(side.low)
+        # hooks inside a compiled model would break its graph, and so change what is compared
+        followed = [("", side.model)] if side.is_compiled else plain.named_modules()
+        with ready(plain, SEED), calls_followed(followed, boundaries.begin, boundaries.end):
+            loss = self._take(side)
+            named = dict(plain.named_parameters())
+            return Recording(
+                boundaries.ended,
+                {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None},
+                {n: p.detach() for n, p in named.items()},
+                dict(plain.named_buffers()),
+                loss,
+            )
 
     def ops(self, side: Side) -> list[OpError]:
         """The ops of a side; none of a compiled one."""
-        if side.is_compiled:
-            return []
+        watcher = OpErrors()
+        if not side.is_compiled:
+            with ready(side.model, SEED), watcher.following(side.model), watcher:
+                self._take(side)
+        return watcher.ops
 
-        def step() -> None:
-            with side.around():
-                output = self.run(side.device, side.dtype, side.model)
-            self._loss(output).backward()
-
-        with ready(side.model, SEED):
-            return op_errors(side.model, step)
+    def _take(self, side: Side) -> float:
+        with side.around():
+            output = self.run(side.device, side.dtype, side.model)
+        loss = self._loss(output)
+        loss.backward()
+        return float(loss.detach())
 
 
 def own_loss(output: Any) -> Tensor:
