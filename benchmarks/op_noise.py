@@ -2,7 +2,7 @@
 
     python -m benchmarks.op_noise
 
-What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/inspect/tolerance.py).
+What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/inspect/rounding_oracle.py).
 Models of several kinds, drawn at random, on random batches; none of their ops is hostile. For each
 the SQNR of the parameter that fares worst, both ways, and the ops that a search keeps in float32.
 """

@@ -24,7 +24,7 @@ from mprun.cli.compare_command import check as check_condition
 from mprun.cli.train_command import TRAIN
 from mprun.errors import UsageError, printable
 from mprun.inspect.check import QUESTION as CHECK
-from mprun.inspect.check.check_result import CheckSettings
+from mprun.inspect.check.check_result import CheckSettings, write_reports
 from mprun.records.result import Result
 
 if TYPE_CHECKING:
@@ -148,7 +148,6 @@ def check(
     """
     from mprun.config.settings import take
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.inspect.check.check_reports import write_reports
     from mprun.records.files import own_records
     from mprun.train.data.random_numbers import untouched
 

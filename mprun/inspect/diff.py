@@ -13,22 +13,13 @@ the second side. Nothing is trained. `--save` writes the errors of one run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from mprun.errors import UsageError
-from mprun.inspect.question import Given, Prepared, Question
-from mprun.records.files import json_text
+from mprun.inspect.question import Given, Measuring, Prepared, Question
 from mprun.records.listing import RUNS
 from mprun.records.result import Result
 
-if TYPE_CHECKING:
-    from mprun.inspect.divergence.difference import Difference
-    from mprun.records.console.fitted_table import FittedTable
-
 USAGE = "mprun diff RUN_A RUN_B, or mprun diff RUN --save FILE"
-SHOWN = 5  # Weights furthest apart that are shown; diff.json has all
 
 
 def prepare(given: Given) -> Prepared:
@@ -46,83 +37,16 @@ def prepare(given: Given) -> Prepared:
     if save is not None:
         if not paths[0].is_dir():
             raise UsageError(f"{paths[0]} is not a run's folder: {USAGE}")
-        return Prepared(lambda _: saved_side(paths[0], save.name), folder=save.parent)
-    folder = paths[1] if paths[1].is_dir() else paths[1].parent
-    return Prepared(lambda _: diff_paths(*paths), folder=folder)
+        folder = save.parent
+    else:
+        folder = paths[1] if paths[1].is_dir() else paths[1].parent
 
+    def measure(_: Measuring) -> Result:
+        from mprun.inspect.divergence.runs import diff_paths, saved_side  # imports torch
 
-def saved_side(path: Path, name: str) -> Result:
-    """One side of a comparison, as a file of this name.
+        return diff_paths(*paths) if save is None else saved_side(paths[0], save.name)
 
-    Raises:
-        UsageError: `path` is no run with a checkpoint.
-        RunFailedError: its step raises an error.
-    """
-    from mprun.inspect.divergence.difference import bounded
-    from mprun.inspect.divergence.runs import capture_run, load_run
-
-    record = bounded(msgspec.to_builtins(capture_run(load_run(path))))
-    return Result(record, files={name: json_text(record)})
-
-
-def diff_paths(a: Path, b: Path) -> Result:
-    """Where two runs, or saved sides, part; `diff.json` has all rows.
-
-    Raises:
-        UsageError: one is neither, or they are of other recipes, data or batches.
-        RunFailedError: a step raises an error.
-    """
-    from mprun.inspect.divergence.difference import bounded
-    from mprun.inspect.divergence.runs import (
-        capture_run,
-        diff_captures,
-        load_run,
-        read_capture,
-        weight_differences,
-    )
-
-    runs = [load_run(path) if path.is_dir() else None for path in (a, b)]
-    sides = [
-        read_capture(path) if run is None else capture_run(run)
-        for path, run in zip((a, b), runs, strict=True)
-    ]
-    difference = diff_captures(*sides)
-    first, second = runs
-    weights: list[tuple[str, float]] = []
-    if first is not None and second is not None:
-        weights = weight_differences(first.model, second.model)
-    parts: list[FittedTable | str] = [
-        f"{name}: {path} ({side.precision}, step {side.step})"
-        for name, path, side in zip("ab", (a, b), sides, strict=True)
-    ]
-    if weights:
-        parts.append("weights furthest apart (rms of the difference over rms of a):")
-    parts += [f"  {name}  {relative:.1e}" for name, relative in weights[:SHOWN]]
-    record = bounded(
-        {
-            "sides": [str(a), str(b)],
-            "weights": [{"name": name, "relative": relative} for name, relative in weights],
-            **difference_values(difference),
-        }
-    )
-    parts += difference.parts()
-    return Result(record, parts, {"diff.json": json_text(record)})
-
-
-def difference_values(difference: Difference) -> dict[str, Any]:
-    """Plain values for JSON."""
-    from mprun.inspect.divergence.difference import SCHEMA_VERSION
-
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "losses": list(difference.losses),
-        "rows": [
-            {**vars(row), "a": vars(row.a), "b": vars(row.b), "explained": row.is_explained}
-            for row in difference.rows
-        ],
-        "first": None if difference.first is None else difference.first.module,
-        "notes": list(difference.notes),
-    }
+    return Prepared(measure, folder=folder)
 
 
 QUESTION = Question("diff", prepare, takes_run=False, folders_of=RUNS)

@@ -5,25 +5,8 @@ float64, and several times in the dtype with each result rounded stochastically,
 (`Emulated16`). The differences e of those passes from float64 are errors that a sound kernel may
 have.
 
-*Spread of an element.* The passes are few, so an element shares its spread with `GROUP` elements of
-like magnitude, as far as they are alike: with the group's mean square V, and S the sum of squares
-of the element's P errors,
-
-    sigma^2 = (d V + S) / (d + P),   d = 4 + 2 / c^2
-
-the mean under an inverse gamma distribution of d degrees of freedom (Smyth, "Linear models and
-empirical Bayes methods", 2004). c^2 is the relative variance of the true squares in a group.
-
-*Bound.* An element fails if its error is beyond `limit * sigma` and half a step of the dtype. Each
-pass has a largest ratio M of |e| / sigma, with a sigma from the other passes. Elements may be
-rounded together (the root of a row's mean square): M has this effect, sigma does not. The limit is
-the largest M, and at least the prediction limit of one more pass, by Student's t,
-
-    (mean(M) + t(P - 1; FALSE_ALARMS) sqrt(1 + 1 / P) std(M)) / sqrt(2)
-
-for a kernel that rounds to nearest where the reference rounds. So a sound tensor fails with a
-chance of about `FALSE_ALARMS`, and one that rounds in fewer places, as kernels do that add up in
-float32, with less. More passes make the limit tighter, most of all for few elements.
+*Elements.* An element fails if its error is beyond half a step of the dtype and the bound that
+`element_bounds` (`rounding_oracle.py`) makes of those errors.
 
 *Parts.* A factor of 1.01 hides in the roundings of each element, not in those of a row. So the
 whole tensor, its rows and its slices along each dimension are judged in the same way, by one number
@@ -42,14 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.divergence.boundaries import exact_arithmetic, floating
+from mprun.inspect.rounding_oracle import element_bounds
 from mprun.precision.emulate import Emulated16
 from mprun.precision.nested import all_tensors, map_tensors, to_dtype
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW, unfused
 from mprun.watch.updates import own_random_numbers
-
-FALSE_ALARMS = 1e-6  # The chance that a tensor of a sound kernel fails
-GROUP = 64  # Elements of like magnitude that share a spread: with 17 passes it is then known to 2 %
 
 Function = Callable[..., Any]
 
@@ -235,7 +216,7 @@ def _judged(
     # where: an infinity times 0 would be NaN
     sums = torch.where(along != 0, numbers * along, 0).sum_to_size(len(numbers), *size)
     error, steps = sums[2].abs(), (step * along.abs()).sum_to_size(size)
-    spread = _spread_bound(sums[3:], length)
+    spread = element_bounds(sums[3:], length)
     # in a part the half steps may all have one sign, so they are added to the spread
     bound = torch.maximum(steps, spread) if size == shape else steps + spread
     ratio = (error / bound).nan_to_num(math.inf, math.inf)  # one that is not finite is beyond all
@@ -255,39 +236,3 @@ def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
     info, single = torch.finfo(dtype), torch.finfo(torch.float32)
     exponent = torch.frexp(x).exponent.clamp_min(round(math.log2(info.tiny)) + 1)
     return torch.ldexp(torch.full_like(x, info.eps / 4), exponent).clamp_min(single.tiny)
-
-
-def _spread_bound(errors: Tensor, sizes: Tensor) -> Tensor:
-    """The largest error of each element that roundings make: see the module's text.
-
-    Args:
-        errors: [P, *shape], the one to nearest last.
-        sizes: of that shape; elements of like size share their spread.
-
-    Returns:
-        That shape; infinite where no pass is finite.
-    """
-    from scipy.special import stdtrit  # 0.1 s
-
-    count, elements = len(errors), sizes.numel()
-    finite = errors.isfinite().reshape(count, -1)
-    squares = torch.where(finite, errors.reshape(count, -1), 0).square()
-    known, total = finite.sum(0), squares.sum(0)
-    group = sizes.flatten().argsort().argsort() * max(1, elements // GROUP) // elements
-
-    def shared(x: Tensor) -> Tensor:
-        return torch.zeros_like(total).index_add_(0, group, x.double())[group]
-
-    mean = shared(total) / shared(known).clamp_min(1)
-    # of two halves of the passes: chance cannot make their squares alike, spreads that differ can
-    halves = [(squares[i : count - 1 : 2].mean(0) / mean)[mean > 0] for i in (0, 1)]
-    alike = float((halves[0] * halves[1]).mean() / (halves[0].mean() * halves[1].mean()) - 1)
-    prior = 4 + 2 / max(1e-6, alike)  # NaN where a half has no error: not alike
-    spread = ((prior * mean + total) / (prior + known)).sqrt()
-    others = ((prior * mean + total - squares) / (prior + known - 1)).sqrt()
-    largest = torch.where(others > 0, squares.sqrt() / others, 0).amax(1)
-    rare = -stdtrit(count - 1, FALSE_ALARMS) * math.sqrt(1 + 1 / count) * float(largest.std())
-    # sqrt(2): errors of rounding to nearest have half the variance of stochastic ones, on average
-    # (a step^2 / 12 and / 6)
-    limit = max(float(largest.max()), (float(largest.mean()) + rare) / math.sqrt(2))
-    return torch.where(known > 0, limit * spread, math.inf).reshape(sizes.shape)

@@ -27,8 +27,8 @@ from torch import nn
 from mprun.inspect.cast_probe import LOSS_SCALES, CastProbe
 from mprun.inspect.op_candidates import OpCandidates, float32_share, forward_calls, op_candidates
 from mprun.inspect.passes import Batch, CastPlan, Loss, Passes
+from mprun.inspect.rounding_oracle import DEFAULT, Tolerance
 from mprun.inspect.search_result import Deviation, Selection
-from mprun.inspect.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
 from mprun.records.console import ReportPart, report_nothing
 

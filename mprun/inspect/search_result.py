@@ -72,7 +72,7 @@ class Deviation:
     """The loss difference minus the difference between batches; None if that is unknown."""
     beyond_db: float | None = None
     """The lowest SQNR of a parameter if only the error counts that is larger than the difference
-    between batches (`inspect/tolerance.py`); None if that difference is unknown."""
+    between batches (`inspect/rounding_oracle.py`); None if that difference is unknown."""
     beyond_parameter: str = ""  # The parameter with that SQNR
 
     @property

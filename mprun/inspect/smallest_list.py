@@ -30,6 +30,7 @@ from mprun.inspect.format_search import (
 from mprun.inspect.op_candidates import op_candidates
 from mprun.inspect.op_search import CandidateSearch, Sensitivity
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes
+from mprun.inspect.rounding_oracle import Tolerance
 from mprun.inspect.search_result import (
     CastResult,
     OpSearch,
@@ -38,7 +39,6 @@ from mprun.inspect.search_result import (
     Selection,
     SensitivityRow,
 )
-from mprun.inspect.tolerance import Tolerance
 from mprun.precision.gemms import model_gemms
 from mprun.precision.policy import dtype_name, torch_dtype
 from mprun.records.console.formatting import counted

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mprun.config import Composed, Config, compose
 from mprun.config.reference import as_text, quoted
 from mprun.errors import MprunError, NotMeasurableError, RunFailedError, UsageError
-from mprun.precision import Arithmetic, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision import Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.apply import forward_backward
 from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.nested import to_dtype
@@ -148,10 +148,9 @@ class PolicyProbe:
     Args:
         plan: the plan of the run.
         policy: the precision; float32 ignores the plan's layers and op lists.
-        arithmetic: whose kernels compute; None: PyTorch's.
     """
 
-    def __init__(self, plan: Plan, policy: Policy, arithmetic: Arithmetic | None = None) -> None:
+    def __init__(self, plan: Plan, policy: Policy) -> None:
         is_float32 = policy.name == FLOAT32_MODE
         # The rounding of updates is the run's, and no part of a probe. Nor are product formats.
         layers = {n: in_rounding(x, "nearest") for n, x in without_formats(plan.layers).items()}
@@ -172,7 +171,7 @@ class PolicyProbe:
         self._precision = Precision(
             policy,
             device=plan.device,
-            execution=arithmetic or build_arithmetic(self._plan),
+            execution=build_arithmetic(self._plan),
             loss_scale=self._scale,
             layers=self._plan.layers,
             op_lists=build_caster(self._plan),

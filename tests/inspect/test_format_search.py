@@ -26,7 +26,7 @@ from mprun.inspect.format_search import (
 )
 from mprun.inspect.op_search import CandidateSearch
 from mprun.inspect.passes import FLOAT32, Passes
-from mprun.inspect.tolerance import DEFAULT, Tolerance
+from mprun.inspect.rounding_oracle import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
 from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
 from mprun.records.policy_columns import FORMAT_MODES

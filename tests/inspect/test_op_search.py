@@ -21,8 +21,8 @@ from mprun.inspect.op_candidates import (
     promoted,
 )
 from mprun.inspect.op_search import Sensitivity, sensitivity
+from mprun.inspect.rounding_oracle import Tolerance
 from mprun.inspect.search_result import Deviation
-from mprun.inspect.tolerance import Tolerance
 from mprun.precision import OpListCaster
 from mprun.precision.op_lists.lists import known, spelled
 

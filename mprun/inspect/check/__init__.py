@@ -23,7 +23,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mprun.errors import UsageError
-from mprun.inspect.check.check_result import CheckSettings
+from mprun.inspect.check.check_result import CheckSettings, refuse_folder, write_reports
 from mprun.inspect.question import Given, Prepared, Question
 from mprun.records.result import Result
 
@@ -41,7 +41,6 @@ def prepare(given: Given) -> Prepared:
         check_observed,
         environment_with,
     )
-    from mprun.inspect.check.check_reports import refuse_folder, write_reports
 
     settings, known = given.settings(CheckSettings), given.options
     refuse_folder(settings.junit)

@@ -19,7 +19,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
-from mprun.inspect.check.check_agreement import agrees
+from mprun.inspect.check.check_agreement import agrees, trains
 from mprun.inspect.check.check_baseline import (
     Baseline,
     changes,
@@ -38,7 +38,6 @@ from mprun.inspect.check.check_result import (
     check_parts,
 )
 from mprun.inspect.check.check_targets import on_targets, target_lines
-from mprun.inspect.check.check_training import trains
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.console.formatting import UNITS, size_text
@@ -117,7 +116,7 @@ def plan_check(
         plan = make_plan(composed.config, composed.given, load=cache, recipe=recipe)
         return PlannedRun("check", composed, plan)
 
-    checked, shared = [], defaultdict[int, dict[str, Any]](dict)
+    checked, shared = [], defaultdict[int, dict[Any, Any]](dict)
     for combination in combinations(parsed):
         run, exact = planned(*combination), planned(*_in_float32(combination)).plan
         checks = ModeChecks(variant_label(run.plan), run.plan.policy.name)
@@ -166,6 +165,7 @@ def check_modes(
                 _carry_out(mode, name, examine)
             else:
                 mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
+        vars(mode).pop("passes", None)  # two models, which later modes do not need
     checks = [mode.checks for mode in modes]
     notes = [*target_lines(settings.targets, checks)]
     if new:

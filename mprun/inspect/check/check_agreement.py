@@ -1,73 +1,195 @@
-"""Is a step's error that of its format's roundings, and in which module is it not?
+"""Does a mode train as float32 does: does its loss fall, and are its errors only roundings?
 
-*Modules.* Each module's own code is compared with float64 on the same inputs that the mode gave it
-(`inspect/divergence`). A module whose error is beyond the bound must have such an error on another
-batch too, and float32 must not have the same.
+*Falls.* The same few batches are visited again and again. The losses of the last third of visits
+are subtracted from those of the same batches in the first third; the mean is the fall.
 
-*The whole step.* Passes with stochastic roundings at the places where the mode rounds have an
-unbiased error, and float32 passes with weights moved by up to half a unit have errors of the same
-size. If the means of both differ by more than Student's t allows, it is no rounding. The first
-passes give the direction in which a parameter's gradients differ, further ones are compared along
-it, so that the test is one of a few numbers.
+*Curve.* The mode and float32 take the same steps in pairs, from starts that are moved at random,
+alike in both. This noise cancels within a pair, so the mean difference is what the mode changes.
 
-*Derivative.* In float64 the loss is moved along a random direction by small steps, and its slopes
-are compared with the gradient.
+*Modules.* Each module's own code is compared with float64 on the same inputs that the mode gave it.
+
+*The whole step.* Passes of the mode with stochastic roundings are compared with float32 passes of
+moved weights: if the means of both differ, it is no rounding. The first passes give the direction
+in which a gradient differs, further ones are compared along it, so one number is tested.
+
+*Derivative.* In float64 the slopes of the loss along a random direction are compared with the
+gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean, variance
+from statistics import fmean, stdev
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
-from mprun.inspect.check.check_passes import LOSS, Figures, StepPasses, is_finite, line_of
 from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.check_training import COARSEST, LEVEL
-from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.inspect.check.checked_mode import (
+    LOSS,
+    CheckedMode,
+    Curve,
+    Figures,
+    StepPasses,
+    is_finite,
+)
 from mprun.inspect.divergence import DifferenceRow, Side
-from mprun.inspect.divergence.boundaries import COPIES, relative_rms
-from mprun.inspect.divergence.difference import OpError, SideError, error_ratio
-from mprun.inspect.divergence.side_by_side import (
-    MARGIN,
-    MARGINS,
-    Captured,
-    SharedStep,
-    capture,
-    compare,
+from mprun.inspect.divergence.boundaries import COPIES, OpError
+from mprun.inspect.divergence.side_by_side import Captured, SharedStep, capture, compare
+from mprun.inspect.rounding_oracle import (
+    ALIKE,
+    COARSEST,
+    DIFFERENCE_MARGIN,
+    FALL_LEVEL,
+    FLOAT32_ERROR,
+    KINKS,
+    LEVEL,
+    SLOPE_MARGIN,
+    SPREADS,
+    SUSPECT_CURVE,
+    SUSPECT_STEP,
+    TF32_ERROR,
+    SideError,
+    mean_bound,
+    mean_ratio,
+    relative_rms,
 )
 from mprun.precision.emulate import Emulated16
 from mprun.precision.nested import to_dtype
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rounding import sums_db
 from mprun.study.planned_run import FLOAT32_MODE
+from mprun.train.data.random_numbers import untouched
 from mprun.train.loss_terms import LossTerms
+from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
+FEW, MANY = 3, 8  # Pairs of curves: at first, and where the mean of these is suspect
+# How many times as many steps are taken before a loss counts as flat: a small learning rate or a
+# warm-up is no fault
+LONGER = 4
+VISITS = 3  # Of each batch at least: fewer have no thirds
 # Passes of each kind: for the direction, compared at first, and compared where they differ. A few
 # passes give the distribution of one number along a direction, not that of a million numbers.
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
-SUSPECT = 1e-3  # The chance of a difference below which more passes are taken
-# The relative error that float32 itself may have: its sums may have another order
-FLOAT32 = MARGINS[torch.float32] * torch.finfo(torch.float32).eps / 2
-# The relative error that products of TF32 make in a float32 result; it has the digits of float16
-TF32 = MARGIN * torch.finfo(torch.float16).eps / 2
-# Noise changes the mean of what is not linear, most where a gradient jumps (ReLU, max-pooling). The
-# mean of a jump at a random place, blurred by normal noise, is off by this many standard deviations
-# of a pass (root mean square over places), however small the noise is. So that much is allowed.
-KINKS = math.sqrt(math.sqrt(2) - 1)
 ROUNDED = 4  # Rounded passes of each module; the largest of their errors counts
 SCALE = 2.0**16  # The first loss scale of PyTorch's GradScaler
 # Of the derivative, as shares of the weights: several, as kinks make slopes differ between steps
 STEPS = (1e-5, 3e-6, 1e-6)
 
 
+# ---- training ------------------------------------------------------------------------------------
+
+
+def trains(mode: CheckedMode) -> Iterator[Finding]:
+    """The findings of `trains`, and the curve of `agrees`."""
+    own, count = Curve(mode), len(mode.batches)
+    own.until(2)  # the first step is slower
+    # steps for which all pairs fit into the budget
+    affordable = mode.left_s / (2 * FEW * own.step_s)
+    steps = int(min(mode.settings.steps, max(VISITS * count, affordable)))
+    losses = own.until(steps)
+    mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1], "steps": len(losses)}
+    floor = _moved_by_roundings(mode)
+    for taken in (steps, LONGER * steps):
+        losses = own.until(taken)
+        if not own.is_finite:
+            yield _not_finite(mode, len(losses))
+            return
+        fall, noise = _fall(losses, count)
+        if fall > noise + floor:
+            break
+        text = f"{losses[0]:.5g} falls by {fall:.1e} in {taken} steps; "
+        text += f"its noise is {noise + floor:.1e}"
+        if mode.left_s < (LONGER * steps - taken) * own.step_s:
+            mode.checks.not_done["trains"] = f"{text}; no time for {LONGER * steps} steps"
+            break
+    else:
+        yield Finding("loss_does_not_fall", "", text)
+    if mode.plan is not mode.exact:  # float32 has no other curve
+        yield from _other_curve(mode, steps, own.step_s)
+
+
+def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
+    """How much the losses of the same batches fall, and the most that is noise.
+
+    Args:
+        losses: of steps.
+        count: batches that they cycle through.
+    """
+    visits = len(losses) // count
+    if visits < VISITS:  # there are more batches than that many steps visit
+        return losses[0] - losses[-1], 0.0
+    third = visits // 3 * count
+    falls = [x - y for x, y in zip(losses, losses[visits * count - third :], strict=False)][:third]
+    # twice the chance: only falls count, `mean_bound` is two-sided
+    return fmean(falls), mean_bound(falls, 2 * FALL_LEVEL) if third > 1 else 0.0
+
+
+def _moved_by_roundings(mode: CheckedMode) -> float:
+    """How much float32's first loss moves with the weights, by up to half a unit of bfloat16.
+
+    A smaller fall is none in any format.
+    """
+    (own,) = mode.losses(1, exact=True)
+    others = (Curve(mode, n, exact=True, moves_inputs=False).until(1)[0] for n in range(1, FEW))
+    return math.sqrt(fmean((x - own) ** 2 for x in others))
+
+
+def _not_finite(mode: CheckedMode, steps: int) -> Finding:
+    """The op that first made a number that is not finite, in the step that shows it."""
+    curve = Curve(mode)  # again up to this step: watching every op of all steps would be slow
+    curve.until(steps - 1)
+    parts = curve.trainer.parts
+    text = f"the loss or a gradient of step {steps} is not finite, at any loss scale"
+    try:
+        with untouched(), fp_exceptions(parts.model, parts.optimizer, "halt", halt_after=1):
+            curve.step()
+    except FpExceptionError as error:
+        report = error.report
+        all_of_step = [*report.findings, *report.expected, *report.of("absorbed")]
+        first = next((x for x in all_of_step if x.phase == "forward"), error.exception)
+        if first is not None:
+            return Finding("not_finite", first.module, text, first.op, first.location or "")
+    return Finding("not_finite", "", text)
+
+
+def _other_curve(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
+    """Whether the mean loss differs from float32's by more than roundings move it."""
+    differences, exact = list[float](), list[float]()
+    for number in range(MANY):
+        if number == FEW and abs(fmean(differences)) <= mean_bound(differences, SUSPECT_CURVE):
+            return
+        if mode.left_s / 2 < 2 * steps * step_s:  # half is for the checks that follow
+            text = f"no time for more than {number} of {MANY} starts of {steps} steps"
+            mode.checks.not_done["curve"] = text
+            break
+        own, of_float32 = (mode.losses(steps, number, exact=x) for x in (False, True))
+        if not (math.isfinite(own[-1]) and math.isfinite(of_float32[-1])):
+            return
+        exact.append(fmean(of_float32))
+        differences.append(fmean(own) - exact[-1])
+    if len(exact) < FEW:  # too few for a standard deviation
+        return
+    # lower losses count too: they may be a regularization that is lost
+    distance = abs(fmean(differences))
+    bound = max(mean_bound(differences, LEVEL), SPREADS * stdev(exact))
+    mode.checks.figures |= {"curve_distance": distance, "curve_bound": bound}
+    if distance > bound:
+        reference = fmean(exact)
+        text = f"its mean loss of {steps} steps is {reference + fmean(differences):.5g}, float32's "
+        text += f"{reference:.5g} from the same {len(exact)} starts; roundings move it by at most "
+        text += f"{bound:.1e}"
+        yield Finding("other_curve", "", text, at=distance / bound if bound else 1.0)
+
+
+# ---- agreement -----------------------------------------------------------------------------------
+
+
 def agrees(mode: CheckedMode) -> Iterator[Finding]:
-    """The findings of this check."""
-    passes = StepPasses(mode)
+    """The findings of `agrees`, without the curve."""
+    passes = mode.passes
     named = list(_by_module(passes))
     if passes.is_16_bit:
         named += _no_gradient(passes)
@@ -80,13 +202,10 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
         yield from _wrong_derivative(passes)
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
-
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
     """The first module, forward or backward, with an error beyond its bound."""
     mode, is_exact = passes.mode, passes.mode.plan.policy.name == FLOAT32_MODE
-    least = TF32 if mode.plan.policy.tf32 else 0.0
+    least = TF32_ERROR if mode.plan.policy.tf32 else 0.0
     own = _captured(mode, 0, passes.scale)
     known = _suspects(own, least)
     if known and len(mode.batches) > 1:
@@ -96,13 +215,12 @@ def _by_module(passes: StepPasses) -> Iterator[Finding]:
     exact = own if is_exact else _captured(mode, 0, 1.0, exact=True)
     for row in compare(own, exact).rows:
         # an ill-conditioned formula exceeds the bound in float32 too, and is no fault of the mode
-        same = not is_exact and error_ratio(row.a) <= 2 * error_ratio(row.b)
+        is_worse = is_exact or row.a.exceeds(row.b)
         suspect = _is_suspect(row.a, least) and (row.phase, row.module) in known
-        if suspect and not same and not _is_of_a_kernel(row, own.ops, is_exact):
-            text = f"{row.phase}, {row.what}: its own error is {row.a.arising:.1e}; rounding to "
-            text += f"{row.a.dtype} makes at most {row.a.explained:.1e}"
-            line = line_of(passes.model, row.module)
-            yield Finding("larger_error", row.module, text, row.op, line, error_ratio(row.a))
+        if suspect and is_worse and not _is_of_a_kernel(row, own.ops, is_exact):
+            text = f"{row.phase}, {row.what}: {row.a.sentence}"
+            line = passes.line_of(row.module)
+            yield Finding("larger_error", row.module, text, row.op, line, row.a.ratio)
             return  # later modules inherit it
 
 
@@ -201,14 +319,14 @@ def _far_ratios(passes: StepPasses) -> dict[str, float]:
             noise[x] = math.sqrt(math.fsum(scatter) / (len(drawn) - 1))  # the mean is estimated
     series: dict[str, list[float]] = {x: [] for x in along}
     for n in range(MOST_PASSES):
-        if n == FIRST_PASSES and all(_t(v, SUSPECT) <= 1 for v in series.values()):
+        if n == FIRST_PASSES and all(mean_ratio(v, SUSPECT_STEP) <= 1 for v in series.values()):
             return {}
         # other seeds than those that gave the direction, else it would fit their noise
         difference = _difference(passes, DIRECTION_PASSES + n)
         for x, values in series.items():
             values.append(float((difference[x] * along[x]).sum()))
     level = LEVEL / max(1, len(series))  # Bonferroni: one chance for all parameters
-    ratios = {x: _t(v, level) for x, v in series.items() if fmean(v) > KINKS * noise[x]}
+    ratios = {x: mean_ratio(v, level) for x, v in series.items() if fmean(v) > KINKS * noise[x]}
     return {x: ratio for x, ratio in ratios.items() if ratio > 1}
 
 
@@ -220,13 +338,6 @@ def _difference(passes: StepPasses, n: int) -> Figures:
     low = passes.low(0, passes.scale, Emulated16("stochastic", "infinity", "float32", n), seed=n)
     exact = passes.exact(0, passes.moved(OWN_SEED - n), rounded=True, seed=OWN_SEED - n)
     return {x: low[x] - exact[x] for x in exact if x in low}
-
-
-def _t(differences: Sequence[float], level: float) -> float:
-    """The mean of independent differences, over the most that chance makes it at a level."""
-    error = math.sqrt(variance(differences) / len(differences))
-    most = float(stdtrit(len(differences) - 1, 1 - level / 2)) * error
-    return fmean(differences) / most if most else math.inf
 
 
 # ---- float32 and float64 alone -------------------------------------------------------------------
@@ -241,8 +352,9 @@ def _scale_changes(passes: StepPasses) -> Iterator[Finding]:
     if not is_finite(scaled):
         return
     changes = {x: relative_rms(scaled[x], y) for x, y in plain.items()}
-    # `again`: two equal passes differ where a kernel adds up in no fixed order
-    known = [x for x, y in plain.items() if changes[x] > FLOAT32 + 2 * relative_rms(again[x], y)]
+    # two equal passes differ where a kernel adds up in no fixed order
+    most = {x: FLOAT32_ERROR + ALIKE * relative_rms(again[x], y) for x, y in plain.items()}
+    known = [x for x in plain if changes[x] > most[x]]
     if known:
         worst = max(known, key=lambda x: changes[x])
         text = f"in float32 a loss scale of {SCALE:g} changes the gradient of {worst} by "
@@ -285,5 +397,6 @@ def _slope(passes: StepPasses, gradients: Figures, part: str) -> tuple[float, fl
     gap = min(abs(slope - derivative) for slope in slopes)
     rounding = float(gradients[LOSS].abs()) * torch.finfo(torch.float64).eps / STEPS[-1]
     # slopes must agree with each other before they contradict the gradient: kinks make them differ
-    error = 10 * (max(slopes) - min(slopes)) + 100 * rounding + COARSEST * scale
+    error = SLOPE_MARGIN * (max(slopes) - min(slopes)) + DIFFERENCE_MARGIN * rounding
+    error += COARSEST * scale
     return (slopes[-1], derivative) if gap > error else None

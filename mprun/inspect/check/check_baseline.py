@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -27,15 +27,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from scipy.special import stdtrit
 from torch import nn
 
 from mprun.errors import definition
 from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.check_training import curve_losses
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.divergence.boundaries import calls_followed, floating
 from mprun.inspect.passes import in_float64
+from mprun.inspect.rounding_oracle import half_step, spread_bound
 from mprun.inspect.trace import traced_step
 from mprun.precision.policy import torch_dtype
 from mprun.records.reader import read_json
@@ -218,8 +217,6 @@ def _changed_figures(
 # ---- what is measured ----------------------------------------------------------------------------
 
 DRAWS = 4  # Each one is a pass in float64; fewer degrees of freedom make Student's bound far wider
-# The chance that an unchanged figure is outside of its bound: each module and parameter has one
-MISSED = 1e-5
 STEPS = 4  # Steps of a mode whose losses are written
 
 
@@ -231,7 +228,7 @@ def reference_of(mode: CheckedMode) -> Baseline:
         recipe=mode.plan.config.recipe.name,
         machine=f"{hardware}, {torch.get_num_threads()} threads",
         versions=mode.planned.summary.versions,
-        code=dict(sorted(_code(mode.start(exact=True)))),
+        code=dict(sorted(_code(mode.float32_model))),
         reference=_reference(mode),
         modes={},
     )
@@ -239,8 +236,8 @@ def reference_of(mode: CheckedMode) -> Baseline:
 
 def figures_of(mode: CheckedMode) -> ModeBaseline:
     """The figures of a mode."""
-    unit = torch.finfo(torch_dtype(mode.plan.policy.compute_dtype)).eps / 2
-    curves = [curve_losses(mode, STEPS, number, most=unit) for number in range(DRAWS + 1)]
+    unit = half_step(torch_dtype(mode.plan.policy.compute_dtype))
+    curves = [mode.losses(STEPS, number, most=unit) for number in range(DRAWS + 1)]
     losses = curves[0]
     bounds = [spread_bound(moved, loss) for loss, *moved in zip(*curves, strict=False)]
     grown = accumulate(bounds, max)  # a difference of one step is in all later ones
@@ -249,16 +246,6 @@ def figures_of(mode: CheckedMode) -> ModeBaseline:
         ops=dict(sorted(_ops(mode).items())),
         peak_bytes=mode.memory.totals,
     )
-
-
-def spread_bound(draws: Sequence[float], middle: float) -> float:
-    """The bound for the difference of two draws, from draws around `middle`.
-
-    The two are that of the file, and that of the machine where it is read.
-    """
-    # `middle` is known, not a mean of the draws: as many degrees of freedom as there are draws
-    spread = math.sqrt(math.fsum((x - middle) ** 2 for x in draws) / len(draws))
-    return float(stdtrit(len(draws), 1 - MISSED / 2)) * spread * math.sqrt(2)
 
 
 def _code(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -285,7 +272,7 @@ def _reference(mode: CheckedMode) -> BaselineStep:
 
 def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
     """The figures of the first step in float64; seed 0 leaves the weights as they are."""
-    probe, most = mode.probe(exact=True), torch.finfo(torch.float32).eps / 2 if seed else 0.0
+    most = half_step(torch.float32) if seed else 0.0
     figures: dict[tuple[str, str], float] = {}
 
     def end(path: str, output: Any) -> None:
@@ -299,7 +286,8 @@ def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
         with weights_moved([*model.parameters()], most, seed), in_float64(model), followed:
             yield
 
-    gradients = probe.gradients(mode.start(exact=True), mode.exact_batches[0], inside=inside)
+    probe = mode.float32_probe
+    gradients = probe.gradients(mode.float32_model, mode.exact_batches[0], inside=inside)
     figures |= {("gradient", name): float(x.norm()) for name, x in gradients.items()}
     return figures | {("loss", ""): probe.loss}
 

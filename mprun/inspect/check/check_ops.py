@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.checked_mode import CheckedMode, batches_of
-from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
+from mprun.inspect.check.checked_mode import CheckedMode, Region, batches_of
+from mprun.inspect.float32_check import float32_loss, is_good_enough
 from mprun.inspect.op_trace import watched_arithmetic
 from mprun.inspect.passes import in_float64
 from mprun.inspect.step_ops import StepOp, StepOps
@@ -74,9 +74,7 @@ def robust(mode: CheckedMode) -> Iterator[Finding]:
     step = _watched(mode)
     yield from _first_of_each(_spoiled(step.ops, mode.plan.policy.is_low))
     yield from _headroom(mode, step)
-    if "float32_is_wrong" not in mode.shared:
-        mode.shared["float32_is_wrong"] = [*_float32_is_wrong(mode)]
-    yield from mode.shared["float32_is_wrong"]
+    yield from mode.once("float32_is_wrong", lambda: [*_float32_is_wrong(mode)])
 
 
 def _first_of_each(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -246,7 +244,7 @@ def _loss_in_16_bits(ops: list[StepOp]) -> Iterator[Finding]:
 
 def _in_float32(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:
     """Layers with weights that run in float32."""
-    model = mode.start()
+    model = mode.passes.model
     for op in ops:
         is_layer = op.phase == "forward" and op.name in LAYERS and op.makes == torch.float32
         if is_layer and own_parameters(model.get_submodule(op.module)):
@@ -291,11 +289,10 @@ def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
 
 
 def _float32_is_wrong(mode: CheckedMode) -> Iterator[Finding]:
-    probe, start = mode.probe(exact=True), mode.start(exact=True)
-    batch = batches_of(mode.exact, SAMPLES)[0]
+    probe, batch = mode.float32_probe, batches_of(mode.exact, SAMPLES)[0]
 
     def run(inside: Region) -> float:
-        probe.gradients(start, batch, inside=inside)
+        probe.gradients(mode.float32_model, batch, inside=inside)
         return probe.loss
 
     try:

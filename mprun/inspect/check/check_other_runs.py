@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import mprun
 from mprun.errors import MprunError, RunFailedError, UsageError
@@ -32,12 +32,12 @@ from mprun.inspect.check.check_baseline import (
     BaselineFigure,
     ModeBaseline,
     read_baseline,
-    spread_bound,
 )
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.divergence import DifferenceRow
 from mprun.inspect.divergence.runs import capture_run, diff_captures, load_run, read_capture
+from mprun.inspect.rounding_oracle import OBSERVED_LEVEL, chance_of_fall, spread_bound
 from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
 from mprun.records.run_record import Summary, read_lines, read_summary
@@ -45,7 +45,6 @@ from mprun.train.run import run
 from mprun.train.signals import StopSignals
 from mprun.watch.audit import KINDS
 
-FALLS_BY_CHANCE = 1e-3  # The chance at which losses without a trend pass as falling
 # Overrides of the runs that two environments load: only their checkpoint is used, so little is
 # evaluated
 ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
@@ -95,28 +94,13 @@ def _trained(summary: Summary, losses: Sequence[float]) -> Iterator[Finding]:
         yield Finding("not_finite", "", bad[0])
     elif summary.status != "completed":
         yield Finding("step_fails", "", f"{summary.status}: {summary.error}")
-    elif (chance := chance_of_fall(losses)) > FALLS_BY_CHANCE:
+    elif (chance := chance_of_fall(losses)) > OBSERVED_LEVEL:
         third = len(losses) // 3
         text = f"logged losses: {len(losses)}, needed: 6; run.log(loss=loss)"
         if third > 1:
             first, last = fmean(losses[:third]), fmean(losses[-third:])
             text = f"{first:.4g} to {last:.4g} over {len(losses)} steps, by chance {chance:.0%}"
         yield Finding("loss_does_not_fall", "", text)
-
-
-def chance_of_fall(losses: Sequence[float]) -> float:
-    """The chance of such a fall from the first to the last third of losses without a trend.
-
-    Welch's t-test, one-sided; 1 for fewer than six losses, and for losses that are all the same.
-    """
-    from scipy.stats import ttest_ind_from_stats  # half a second to import
-
-    third = len(losses) // 3
-    if third < 2:
-        return 1.0
-    first, last = ((fmean(x), stdev(x), third) for x in (losses[:third], losses[-third:]))
-    test = ttest_ind_from_stats(*first, *last, equal_var=False, alternative="greater")
-    return 1.0 if math.isnan(test.pvalue) else float(test.pvalue)
 
 
 def _audited(summary: Summary) -> Iterator[Finding]:
@@ -180,8 +164,7 @@ def _parted(first: DifferenceRow) -> Finding:
     """The first module whose own error is larger in one environment than in the other."""
     there = first.b.arising > first.a.arising
     error, where = (first.b, "there") if there else (first.a, "here")
-    text = f"{first.phase}: its own error is {error.arising:.1e} {where}; rounding to "
-    text += f"{error.dtype} makes at most {error.explained:.1e}"
+    text = f"{first.phase}: {where} {error.sentence}"
     return Finding("larger_error", first.module, text, first.op, at=error.arising)
 
 

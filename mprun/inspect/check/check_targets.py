@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mprun.config.validate import loss_scale_kind
-from mprun.inspect.check.check_baseline import DRAWS, spread_bound
-from mprun.inspect.check.check_passes import LOSS, StepPasses, is_finite
+from mprun.inspect.check.check_baseline import DRAWS
 from mprun.inspect.check.check_result import ERROR, Finding, ModeChecks, data_file
-from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.inspect.check.checked_mode import LOSS, CheckedMode, is_finite
+from mprun.inspect.rounding_oracle import half_step, spread_bound
 from mprun.precision._torch import in_backward, op_name, storage_key
 from mprun.precision.arithmetic import Float16Fallback
 from mprun.precision.emulate import Emulated16
@@ -174,11 +174,9 @@ def _configuration(mode: CheckedMode) -> Configuration:
     low = plan.policy.compute_dtype
     if low in uses and any(x[low].how == IN_FLOAT32 for x in lacks if low in x):
         uses[low] = _first_step(mode)
-    if any("float64" in x for x in lacks):
-        if "float64" not in mode.shared:
-            mode.shared["float64"] = _float64(mode)
-        if where := mode.shared["float64"]:
-            uses["float64"] = where
+    is_refused = any("float64" in x for x in lacks)
+    if is_refused and (where := mode.once("float64", lambda: _float64(mode))):
+        uses["float64"] = where
     scaled = loss_scale_kind(plan.config, plan.layers.values()) != "none"
     native = plan.config.execution == "native"
     return Configuration(uses, native, scaled, mode.memory.peak_bytes)
@@ -211,7 +209,7 @@ def _first_step(mode: CheckedMode) -> FormatUse:
         return FormatUse()
     if plan.execution == "emulated" or plan.fp32_fallback == "all":
         return FormatUse(measured="as in this check")
-    passes, low = StepPasses(mode), torch_dtype(policy.compute_dtype)
+    passes, low = mode.passes, torch_dtype(policy.compute_dtype)
     rounded = partial(Emulated16, overflow=policy.overflow, partials="float32")
     is_float16 = low == torch.float16
     here = passes.low()
@@ -224,7 +222,7 @@ def _first_step(mode: CheckedMode) -> FormatUse:
         mine, other = here[name], there[name]
         spread = spread_bound([float((draw[name] - other).norm()) for draw in draws], 0.0)
         # this check rounds its own result once more, to the mode's format
-        one_more = float(mine.norm()) * torch.finfo(low).eps / 2
+        one_more = float(mine.norm()) * half_step(low)
         ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
         lost = is_finite({name: mine}) and not is_finite({name: other})
         ratios[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
@@ -269,7 +267,7 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
     given = [x for part in batch.parts for x in all_tensors((part.content, part.inputs))]
     if any(x.dtype == torch.float64 for x in given):
         return FormatUse(text="float64 in the batch")
-    probe = mode.probe(exact=True)
+    probe = mode.float32_probe
     watcher = _Float64Ops([*probe.model.parameters(), *probe.model.buffers(), *given])
 
     @contextmanager
@@ -277,5 +275,5 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
         with watcher.following(model), watcher:
             yield
 
-    probe.gradients(mode.start(exact=True), batch, inside=inside)
+    probe.gradients(mode.float32_model, batch, inside=inside)
     return watcher.first

@@ -1,35 +1,36 @@
-"""One step of a model as numbers: at its modules' boundaries, and in its ops.
+"""One step of a model as numbers: at its modules' boundaries, in float64, and in its ops.
 
 *Boundaries.* A tensor may be used by several modules, and its gradient is the sum of theirs. So
 each module gets an alias of its inputs, and hands on an alias of its outputs: the gradient at an
-alias is what went through this module alone. An alias shares the memory, so no number changes.
+alias is what went through this module alone.
 
-*Exact arithmetic.* A rounding that a model's code asks for (`x.bfloat16().float()`) is an error of
-that code here, so casts between floating dtypes return float64. Each result may be rounded to a
-dtype: the error of such a pass is one that the dtype makes, cancellation and the growth of errors
-included, for which there is no formula. Sums inside a kernel are not rounded.
+*Forced runs.* An error at an output is inherited from the inputs, or is the module's own. So a
+float64 copy of the model runs with every boundary forced: a module gets the inputs that the side
+gave it, and its caller gets the outputs that the side's module returned. What the copy computes in
+between is the module's own code without rounding. Forced tensors are leaves, so each call has a
+graph of its own; it goes backward from the gradients that the side had at its ends. Once more with
+results rounded and inputs moved by up to half a unit, it shows how large errors of rounding are.
 
-*Ops.* An op's result is compared with the same op in float64 on the same inputs. A cast to fewer
-bits is compared with what it cast.
+*Ops.* An op's result is compared with the same op in float64 on the same inputs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mprun.inspect.divergence.difference import OpError
 from mprun.inspect.passes import in_float64
+from mprun.inspect.rounding_oracle import half_step, relative_rms
 from mprun.precision._torch import (
     DispatchMode,
     in_backward,
-    is_compiled,
     no_dispatch,
     op_name,
     original_module,
@@ -69,14 +70,14 @@ class Boundary:
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def half_step(self) -> float:
-        """By which share of itself rounding moves a number at most."""
-        return torch.finfo(self.dtype).eps / 2 if self.format is None else self.format.half_step
+    def rounding(self) -> torch.dtype | BlockFormat:
+        """The format, or else the dtype."""
+        return self.dtype if self.format is None else self.format
 
     @property
-    def rounding(self) -> str:
-        """The name of the format, or else of the dtype."""
-        return dtype_name(self.dtype) if self.format is None else self.format.name
+    def half_step(self) -> float:
+        """By which share of itself rounding moves a number at most."""
+        return half_step(self.rounding)
 
 
 @dataclass
@@ -89,42 +90,6 @@ class Recording:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     loss: float
-
-
-def record(
-    model: nn.Module,
-    run: Callable[[], Any],
-    loss: Callable[[Any], Tensor],
-    region: AbstractContextManager[object],
-    low: torch.dtype | None,
-) -> Recording:
-    """Run a step of a model forward and backward.
-
-    Args:
-        model: in training, without gradients. Of a compiled one only the model's own boundary is
-            seen.
-        run: calls it once.
-        loss: of what `run` returns.
-        region: the casts around the call.
-        low: the dtype that the region casts to; None for autocast's, or without casts.
-    """
-    plain, boundaries = original_module(model), Boundaries(low)
-    compiled = any(map(is_compiled, model.modules()))
-    # hooks inside a compiled model would break its graph, and so change what is compared
-    followed = [("", model)] if compiled else plain.named_modules()
-    with calls_followed(followed, boundaries.begin, boundaries.end):
-        with region:
-            output = run()
-        value = loss(output)
-        value.backward()
-    named = dict(plain.named_parameters())
-    return Recording(
-        boundaries.ended,
-        {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None},
-        {n: p.detach() for n, p in named.items()},
-        dict(plain.named_buffers()),
-        float(value.detach()),
-    )
 
 
 @contextmanager
@@ -209,29 +174,23 @@ def _copied(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
+def numbered(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
+    """`value` with another tensor for each floating one, which is made of its number and itself."""
+    numbers = count()
+    return map_tensors(lambda x: change(next(numbers), x) if x.is_floating_point() else x, value)
+
+
 def aliased(value: Any, gradients: dict[int, Tensor]) -> Any:
     """`value` with an alias for each floating tensor; `gradients` gets what arrives at them."""
-    count = -1
 
-    def alias(x: Tensor) -> Tensor:
-        nonlocal count
-        if not x.is_floating_point():
-            return x
-        count += 1
+    def alias(number: int, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
         same = x.view_as(x)  # shares the memory, so no number changes
-        same.register_hook(_storing_hook(gradients, count))
+        same.register_hook(lambda g: gradients.update({number: g.detach().clone()}))
         return same
 
-    return map_tensors(alias, value)
-
-
-def _storing_hook(gradients: dict[int, Tensor], number: int) -> Callable[[Tensor], None]:
-    def store(gradient: Tensor) -> None:
-        gradients[number] = gradient.detach().clone()
-
-    return store
+    return numbered(value, alias)
 
 
 def given_dtype(
@@ -264,9 +223,11 @@ def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 class Exact(DispatchMode):
-    """Casts return float64. Results are rounded to `dtype`, where it is not None.
+    """Casts return float64: a rounding that the code asks for is an error of that code here.
 
-    Enter it with `exact_arithmetic`.
+    Results are rounded to `dtype`, where it is not None: the error of such a pass is one that the
+    dtype makes, cancellation and the growth of errors included, for which there is no formula. Sums
+    inside a kernel are not rounded. Enter it with `exact_arithmetic`.
     """
 
     def __init__(self) -> None:
@@ -313,6 +274,207 @@ def exact_arithmetic(twin: nn.Module) -> Iterator[Exact]:
         yield exact
 
 
+# ---- each module's own code in float64 -----------------------------------------------------------
+
+
+@dataclass
+class ForcedCall:
+    """A module's own code of one call, between its boundary and those of its children."""
+
+    boundary: Boundary
+    starts: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
+    """What it reads: a name, a leaf, and the side's gradient there (None: nothing arrived)."""
+    ends: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """What it computes: a tensor, and the side's gradient there."""
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What float64 makes of a side's numbers."""
+
+    outputs: dict[Place, list[Tensor]]  # What each call's own code computes
+    gradients: dict[Place, dict[str, tuple[Tensor, Tensor]]]
+    """Call to the gradients that its backward pass computes, by name, each with the side's."""
+    parameters: dict[str, Tensor]
+    """The gradients of the parameters: sums over the calls that use them."""
+
+
+def run_forced(
+    twin: nn.Module,
+    side: Recording,
+    run: Callable[[nn.Module], object],
+    rounded: bool,
+    seed: int = 0,
+) -> Results:
+    """Run each module's own code on a side's numbers.
+
+    Args:
+        twin: a float64 copy of the model; it gets the side's parameters and buffers.
+        side: the recording.
+        run: calls the copy, with any floating numbers.
+        rounded: round to the dtype of each call.
+        seed: of the random moves.
+    """
+    set_values(twin, {**side.parameters, **side.buffers})
+    if rounded:
+        steps = {boundary.place[0]: boundary.half_step for boundary in side.boundaries.values()}
+        for path, module in twin.named_modules():
+            for p in module.parameters(recurse=False):
+                if path in steps:
+                    p.data = moved(p.data, steps[path], seed)
+    with exact_arithmetic(twin) as exact:
+        forcing = _ForcedRun(side, exact, rounded, seed)
+        with calls_followed(twin.named_modules(), forcing.begin, forcing.end):
+            run(twin)
+        return forcing.results(dict(twin.named_parameters()))
+
+
+def true_outputs(
+    twin: nn.Module, side: Recording, run: Callable[[nn.Module], object]
+) -> dict[Place, list[Tensor]]:
+    """The outputs of each call of a pass in float64, from the batch on; arguments as above."""
+    set_values(twin, {**side.parameters, **side.buffers})
+    noted = Boundaries(None)
+    followed = calls_followed(twin.named_modules(), noted.begin, noted.end)
+    with followed, torch.no_grad(), exact_arithmetic(twin):
+        run(twin)
+    return {place: boundary.outputs for place, boundary in noted.ended.items()}
+
+
+def moved(x: Tensor, most: float, seed: int = 0) -> Tensor:
+    """`x` in float64, each number moved at random by up to this share of itself.
+
+    This models sums that cancel: rounding their result to nearest does not show what they lose.
+    """
+    # the number of elements is part of the seed: tensors of one size are moved alike
+    generator = torch.Generator().manual_seed(x.numel() + (seed << 40))
+    share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return x.double() * (1 + share.to(x.device) * most)
+
+
+class _ForcedRun:
+    """The hooks of `run_forced`, and the backward passes after it."""
+
+    def __init__(self, side: Recording, exact: Exact, rounded: bool, seed: int) -> None:
+        self._side, self._exact, self._rounded, self._seed = side, exact, rounded, seed
+        self._calls: Counter[str] = Counter()
+        self._open: list[ForcedCall | None] = []
+        self._forced: list[ForcedCall] = []
+
+    def begin(self, path: str, module: nn.Module, arguments: Any) -> Any:
+        """A module is called: the arguments that the side gave it, as leaves of its graph."""
+        boundary = self._side.boundaries.get((path, self._calls[path]))
+        self._calls[path] += 1
+        given = floating(arguments)
+        if boundary is None or len(given) != len(boundary.inputs):
+            self._open.append(None)  # the side has no such call: its code belongs to the caller
+            return None
+        caller = self._caller()
+        if caller is not None:
+            caller.ends += [(x, boundary.input_gradients.get(n)) for n, x in enumerate(given)]
+        call = ForcedCall(boundary)
+        self._open.append(call)
+        self._forced.append(call)
+        self._enter(call)
+        return self._replaced(arguments, boundary.inputs, boundary.input_gradients, call, "input")
+
+    def end(self, path: str, output: Any) -> Any:
+        """It returned: the outputs that the side had, as leaves of the caller's graph."""
+        call = self._open.pop()
+        if call is None:
+            return None
+        boundary, given = call.boundary, floating(output)
+        call.outputs = [x.detach().clone() for x in given]
+        call.ends += [(x, boundary.output_gradients.get(n)) for n, x in enumerate(given)]
+        caller = self._caller()
+        self._enter(caller)
+        name = f"output of {boundary.place[0] or 'the model'}"
+        return self._replaced(output, boundary.outputs, boundary.output_gradients, caller, name)
+
+    def _caller(self) -> ForcedCall | None:
+        return next((call for call in reversed(self._open) if call is not None), None)
+
+    def _enter(self, call: ForcedCall | None) -> None:
+        if self._rounded and call is not None:
+            self._exact.dtype = call.boundary.dtype  # ops that follow are rounded to it
+
+    def _replaced(
+        self,
+        value: Any,
+        numbers: list[Tensor],
+        gradients: dict[int, Tensor],
+        reader: ForcedCall | None,
+        name: str,
+    ) -> Any:
+        """`value` with the side's numbers, as leaves of the call that reads them."""
+
+        def leaf(number: int, x: Tensor) -> Tensor:
+            if number >= len(numbers) or numbers[number].shape != x.shape:
+                return x  # float64 took another path: its own numbers go on
+            wide = numbers[number].to(x.device).double()
+            if self._rounded and reader is not None:
+                wide = moved(wide, reader.boundary.half_step, self._seed)
+            forced = wide.requires_grad_()
+            if reader is not None:
+                which = f"{name}, tensor {number}" if number else name
+                reader.starts.append((which, forced, gradients.get(number)))
+            return forced.clone()  # a module may change its input in place
+
+        return numbered(value, leaf)
+
+    def results(self, parameters: dict[str, nn.Parameter]) -> Results:
+        """Go backward through each call, the last one first."""
+        outputs = {call.boundary.place: call.outputs for call in self._forced}
+        gradients: dict[Place, dict[str, tuple[Tensor, Tensor]]] = {}
+        total: dict[str, Tensor] = {}
+        for call in reversed(self._forced):
+            self._enter(call)
+            rows = gradients.setdefault(call.boundary.place, {})
+            for name, computed, theirs in self._backward(call, parameters):
+                if theirs is not None:
+                    rows[name] = (computed, theirs)
+                elif name in parameters:
+                    total[name] = total[name] + computed if name in total else computed
+        return Results(outputs, gradients, total)
+
+    def _backward(
+        self, call: ForcedCall, parameters: dict[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """The gradients at the starts and parameters of a call, with the side's at the starts."""
+        ends = [(x, g) for x, g in call.ends if g is not None and x.requires_grad]
+        if not ends:
+            return
+        starts = [(name, x, g) for name, x, g in call.starts if g is not None]
+        trained = [(name, p, None) for name, p in parameters.items() if p.requires_grad]
+        wanted: list[tuple[str, Tensor, Tensor | None]] = [*starts, *trained]
+        most = call.boundary.half_step
+        sent = [moved(g, most, self._seed) if self._rounded else g.double() for _, g in ends]
+        computed = torch.autograd.grad(
+            [x for x, _ in ends],
+            [x for _, x, _ in wanted],
+            [g.to(x.device) for g, (x, _) in zip(sent, ends, strict=True)],
+            allow_unused=True,
+            retain_graph=True,  # calls share the graph of weights that are computed once
+        )
+        for (name, _, theirs), x in zip(wanted, computed, strict=True):
+            if x is not None:
+                yield name, x.detach(), theirs
+
+
+# ---- the errors of ops ---------------------------------------------------------------------------
+
+
+class OpError(NamedTuple):
+    """One op."""
+
+    phase: str
+    module: str
+    op: str
+    dtype: str
+    error: float  # The rms of its own error, over the rms of its exact result
+
+
 class OpErrors(OpWatcher):
     """Collects the errors of a model's ops; enter `following(model)` first."""
 
@@ -321,51 +483,23 @@ class OpErrors(OpWatcher):
         self.ops: list[OpError] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        spec, saved = op_spec(func), dict[int, Tensor]()
-        if not spec.makes_numbers or spec.listwise or not spec.runs_again:
-            return run()  # nothing to compare with: copies, the optimizer's lists, random numbers
-        if spec.reads_written:  # `add_` reads what it overwrites: its exact result needs a copy
-            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
-            with self.muted(), torch.no_grad():
-                saved = {id(x): x.clone() for x in targets}
-        result = run()
-        with self.muted(), torch.no_grad():
-            self._compare(OpCall(func, args, kwargs, result, saved=saved))
-        return result
-
-    def _compare(self, call: OpCall) -> None:
-        context = self.tracker.context()
+        (phase, module), spec = self.tracker.context(), op_spec(func)
         # without a module: of the loss or the caller, which the rows do not have
-        exact = None if context.module is None else recomputed(call)
-        if exact is None:
-            return
-        with no_dispatch():
-            pairs = zip((x for _, x in call.outputs()), exact, strict=False)
+        if module is None or not spec.makes_numbers or spec.listwise:
+            return run()
+        targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
+        call = OpCall(func, args, kwargs, None, saved={id(x): x for x in targets})
+        with self.muted():  # before the op, which may overwrite what it reads
+            exact = recomputed(call)
+        result = run()
+        with self.muted(), no_dispatch(), torch.no_grad():
+            made = (x for _, x in call._replace(result=result).outputs())
             errors = [
-                (relative_rms(x, y), x.dtype)
-                for x, y in pairs
+                (relative_rms(x, y), dtype_name(x.dtype))
+                for x, y in zip(made, exact or (), strict=False)
                 if x.is_floating_point() and x.shape == y.shape
             ]
         if errors:
             error, dtype = max(errors, key=lambda pair: pair[0])
-            where = context.phase, context.module or ""
-            self.ops.append(OpError(*where, call.name, dtype_name(dtype), error))
-
-
-def op_errors(model: nn.Module, step: Callable[[], object]) -> list[OpError]:
-    """The ops of `model` in a step, in the order they ran."""
-    watcher = OpErrors()
-    with watcher.following(model), watcher:
-        step()
-    return watcher.ops
-
-
-def rms(x: Tensor) -> float:
-    """The root of the mean square; 0 of no numbers."""
-    return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
-
-
-def relative_rms(x: Tensor, exact: Tensor) -> float:
-    """The rms of the error over that of the exact numbers; infinite if only the latter is 0."""
-    error, scale = rms(x.double() - exact.double()), rms(exact)
-    return 0.0 if error == 0 else error / scale if scale else float("inf")
+            self.ops.append(OpError(phase, module, call.name, dtype, error))
+        return result

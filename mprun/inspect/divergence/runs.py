@@ -1,4 +1,4 @@
-"""Runs as sides of a comparison: their checkpoints, each in its mode, on the same batch."""
+"""`mprun diff`: the checkpoints of two runs as sides, each in its mode, on the same batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from mprun.config import compose
 from mprun.config.reference import quoted
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.inspect.divergence.boundaries import relative_rms
-from mprun.inspect.divergence.difference import SCHEMA_VERSION, CaptureRecord, Difference
-from mprun.inspect.divergence.side_by_side import SharedStep, Side, capture, compare
+from mprun.inspect.divergence.side_by_side import (
+    Captured,
+    Difference,
+    SharedStep,
+    Side,
+    capture,
+    compare,
+)
+from mprun.inspect.rounding_oracle import relative_rms
 from mprun.precision import Precision
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import torch_dtype
 from mprun.precision.products import LOW
+from mprun.records.console.fitted_table import FittedTable
+from mprun.records.files import json_text
 from mprun.records.reader import read_json
+from mprun.records.result import Result
 from mprun.study.planned_run import plan_or_resume
 from mprun.train.assemble import Plan
 from mprun.train.assemble.parts import build_model, build_precision, first_samples
@@ -28,7 +38,27 @@ from mprun.train.loss_terms import LossTerms
 from mprun.train.machine import machine
 from mprun.train.user_code import described
 
+SCHEMA_VERSION = 1
+MAX_ERROR = 1e99  # Written for an error without a finite size: JSON has no infinity
 MAX_SAMPLES = 64  # Of the batch: each module runs four times, in float64 too
+SHOWN = 5  # Weights furthest apart that are shown; diff.json has all
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureRecord(Captured):
+    """The content of a file of `--save`."""
+
+    schema_version: int
+    recipe: str
+    data: str
+    data_source: str
+    precision: str
+    step: int  # Of the checkpoint
+    device: str
+    hardware: str
+    versions: dict[str, str | None]
+    weights_sha256: str
+    batch_sha256: str
 
 
 @dataclass(frozen=True)
@@ -93,16 +123,35 @@ def capture_run(run: LoadedRun) -> CaptureRecord:
         data_source=plan.splits.source,
         precision=plan.policy.name,
         step=run.step,
-        loss=side.loss,
         device=plan.device.type,
         hardware=machine.hardware(plan.device, []).name,
         versions=machine.versions(),
         weights_sha256=_sha256(run.model.state_dict().values()),
         batch_sha256=_sha256(all_tensors(batch)),
-        compiled=side.compiled,
-        calls=side.calls,
-        ops=side.ops,
+        **vars(side),
     )
+
+
+def saved_side(path: Path, name: str) -> Result:
+    """One side of a comparison, as a file of this name.
+
+    Raises:
+        UsageError: `path` is no run with a checkpoint.
+        RunFailedError: its step raises an error.
+    """
+    record = _bounded(msgspec.to_builtins(capture_run(load_run(path))))
+    return Result(record, files={name: json_text(record)})
+
+
+def _bounded(value: Any) -> Any:
+    """Plain values in which numbers that are not finite are the largest one."""
+    if isinstance(value, dict):
+        return {k: _bounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_bounded(v) for v in value]
+    if isinstance(value, float) and not abs(value) < MAX_ERROR:
+        return MAX_ERROR
+    return value
 
 
 def read_capture(path: Path) -> CaptureRecord:
@@ -144,12 +193,51 @@ def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:
             yield f"{name}: {a.versions.get(name)} and {b.versions.get(name)}"
 
 
-def weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
+def diff_paths(a: Path, b: Path) -> Result:
+    """Where two runs, or saved sides, part; `diff.json` has all rows.
+
+    Raises:
+        UsageError: one is neither, or they are of other recipes, data or batches.
+        RunFailedError: a step raises an error.
+    """
+    runs = [load_run(path) if path.is_dir() else None for path in (a, b)]
+    sides = [
+        read_capture(path) if run is None else capture_run(run)
+        for path, run in zip((a, b), runs, strict=True)
+    ]
+    difference, weights = diff_captures(*sides), _weight_differences(*runs)
+    parts: list[FittedTable | str] = [
+        f"{name}: {path} ({side.precision}, step {side.step})"
+        for name, path, side in zip("ab", (a, b), sides, strict=True)
+    ]
+    if weights:
+        parts.append("weights furthest apart (rms of the difference over rms of a):")
+    parts += [f"  {name}  {relative:.1e}" for name, relative in weights[:SHOWN]]
+    rows = [
+        {**vars(row), "a": vars(row.a), "b": vars(row.b), "explained": row.is_explained}
+        for row in difference.rows
+    ]
+    content = {
+        "sides": [str(a), str(b)],
+        "weights": [{"name": name, "relative": relative} for name, relative in weights],
+        "schema_version": SCHEMA_VERSION,
+        "losses": difference.losses,
+        "rows": rows,
+        "first": None if difference.first is None else difference.first.module,
+        "notes": difference.notes,
+    }
+    record = _bounded(content)
+    return Result(record, [*parts, *difference.parts()], {"diff.json": json_text(record)})
+
+
+def _weight_differences(a: LoadedRun | None, b: LoadedRun | None) -> list[tuple[str, float]]:
     """The parameters that both have, by the rms of their difference over that of the first."""
-    others = dict(b.named_parameters())
+    if a is None or b is None:
+        return []
+    others = dict(b.model.named_parameters())
     rows = [
         (name, relative_rms(others[name].detach().cpu(), p.detach().cpu()))
-        for name, p in a.named_parameters()
+        for name, p in a.model.named_parameters()
         if name in others and others[name].shape == p.shape
     ]
     return sorted(rows, key=lambda row: -row[1])

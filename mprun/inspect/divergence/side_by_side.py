@@ -2,9 +2,16 @@
 
     print(mprun.diff(model, copy.deepcopy(model).bfloat16(), batch))
 
-`difference.py` has the columns. The bound is that of the call's dtype: bfloat16 under autocast is
-no finding, and a float32 module that rounds to bfloat16 inside is one. A linear layer whose
-products have a format of 8 bits or fewer (`precision=mxfp8`) has the bound of that format.
+Of each module, forward and backward, and of each side:
+
+    arising     its own error: of what the module's own code computes from the inputs that this side
+                gave it, relative to float64
+    inherited   the error that float64 makes of these inputs: it came from earlier modules
+    bias        the mean of the own error; the rest of it is noise
+    explained   the bound (`rounding_oracle.py`), of the call's dtype: bfloat16 under autocast is no
+                finding, and a float32 module that rounds to bfloat16 inside is one
+
+A capture is made where a side runs; two captures are compared anywhere (`mprun diff`).
 """
 
 from __future__ import annotations
@@ -14,38 +21,160 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mprun.errors import first_line
 from mprun.inspect.divergence.boundaries import (
+    Boundaries,
+    OpError,
+    OpErrors,
     Place,
     Recording,
+    Results,
+    calls_followed,
     floating,
-    op_errors,
-    record,
-    relative_rms,
-    rms,
+    run_forced,
+    true_outputs,
 )
-from mprun.inspect.divergence.difference import (
-    CapturedCall,
-    CaptureRecord,
-    Difference,
-    DifferenceRow,
-    OpError,
-    SideError,
-    error_ratio,
-)
-from mprun.inspect.divergence.forced_run import run_forced, true_outputs
 from mprun.inspect.passes import ready
+from mprun.inspect.rounding_oracle import SideError, boundary_error
 from mprun.precision._torch import is_compiled, original_module
 from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.nested import map_tensors
+from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 
 SEED = 0  # Of all passes, so that both sides draw the same random numbers
+SHOWN = 12  # Rows of a printed table; diff.json has all
+BLOCK_NAMES = {form.name for form in BLOCK_FORMATS}
+
+
+# ---- the result ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """A module's own code in one pass of one side."""
+
+    phase: str
+    """forward or backward."""
+    module: str
+    """A name of `named_modules()`; empty for the model itself."""
+    call: int
+    """The number of the module's call, from 0."""
+    kind: str
+    """The module's class."""
+    errors: dict[str, SideError]
+    """By what is compared: an output, the gradient at an input, a parameter's gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What a comparison needs of a side."""
+
+    loss: float
+    compiled: bool
+    calls: list[CapturedCall]
+    ops: list[OpError]
+
+
+@dataclass(frozen=True)
+class DifferenceRow:
+    """A module's own code in one pass, on both sides; other fields are those of `CapturedCall`."""
+
+    phase: str
+    module: str
+    call: int
+    kind: str
+    what: str
+    """Where the error is largest beside its bound: an output, the gradient at an input, or a
+    parameter's gradient."""
+    a: SideError
+    b: SideError
+    op: str = ""
+    """Of a row beyond its bound: the op with the largest error, if ops are visible."""
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether both sides' errors are within their bounds."""
+        return self.a.is_explained and self.b.is_explained
+
+    @property
+    def is_divergent(self) -> bool:
+        """Whether it is beyond its bound, and the sides differ."""
+        return not self.is_explained and (self.a.exceeds(self.b) or self.b.exceeds(self.a))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two models part; printed, it is a table."""
+
+    rows: tuple[DifferenceRow, ...]
+    """In the order they ran: the forward pass, then the backward pass."""
+    ops: tuple[tuple[OpError, ...], tuple[OpError, ...]]
+    """The ops of either side."""
+    losses: tuple[float, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> DifferenceRow | None:
+        """The first row beyond its bound in which the sides differ; later ones may inherit it."""
+        return next((row for row in self.rows if row.is_divergent), None)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts()))
+
+    def parts(self) -> list[FittedTable | str]:
+        """The losses, the rows with the largest errors, where the sides part first, and notes."""
+        largest = sorted(self.rows, key=lambda r: -max(r.a.arising, r.b.arising))[:SHOWN]
+        return [
+            f"loss: {self.losses[0]:.9g} and {self.losses[1]:.9g}",
+            _table([row for row in self.rows if row in largest], len(self.rows) - len(largest)),
+            _conclusion(self.first),
+            *(f"note: {x}" for x in self.notes),
+        ]
+
+
+def _table(rows: Sequence[DifferenceRow], left_out: int) -> FittedTable:
+    table = FittedTable(
+        "",
+        text_column("pass", 3),
+        text_column("module"),
+        text_column("what", 4),
+        figure_column("own error a"),
+        figure_column("b"),
+        figure_column("inherited a", 1),
+        figure_column("b", 1),
+        text_column(""),
+        elsewhere="diff.json",
+    )
+    for row in rows:
+        errors = (row.a.arising, row.b.arising, row.a.inherited, row.b.inherited)
+        table.add_row(
+            row.phase,
+            (row.module or "the model") + (f" #{row.call}" if row.call else ""),
+            row.what,
+            *(f"{x:.1e}" for x in errors),
+            "" if row.is_explained else "beyond rounding",
+        )
+    if left_out:
+        table.caption = f"({left_out} rows with smaller errors are not shown)"
+    return table
+
+
+def _conclusion(first: DifferenceRow | None) -> str:
+    if first is None:
+        return "no error is larger than rounding to its dtype makes"
+    side, error = ("a", first.a) if first.a.ratio >= first.b.ratio else ("b", first.b)
+    where = f"{first.module or 'the model'} ({first.kind}), {first.phase}"
+    where += f", op {first.op}" if first.op else ""
+    return f"first: {where}: in {side} {error.sentence}"
+
+
+# ---- a side, and its step ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,28 +238,36 @@ class SharedStep:
         )
         return self._forward(model, inputs)
 
-    def exactly(self, side: Side) -> Callable[[nn.Module], Any]:
-        """Runs a float64 model on the device of a side."""
-        return partial(self.run, side.device, torch.float64)
-
     def record(self, side: Side) -> Recording:
-        """A step of a side."""
-        run = partial(self.run, side.device, side.dtype, side.model)
-        with ready(original_module(side.model), SEED):
-            return record(side.model, run, self._loss, side.around(), side.low)
+        """A step of a side, forward and backward; of a compiled one the model's own boundary."""
+        plain, boundaries = original_module(side.model), Boundaries(side.low)
+        # hooks inside a compiled model would break its graph, and so change what is compared
+        followed = [("", side.model)] if side.is_compiled else plain.named_modules()
+        with ready(plain, SEED), calls_followed(followed, boundaries.begin, boundaries.end):
+            loss = self._take(side)
+            named = dict(plain.named_parameters())
+            return Recording(
+                boundaries.ended,
+                {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None},
+                {n: p.detach() for n, p in named.items()},
+                dict(plain.named_buffers()),
+                loss,
+            )
 
     def ops(self, side: Side) -> list[OpError]:
         """The ops of a side; none of a compiled one."""
-        if side.is_compiled:
-            return []
+        watcher = OpErrors()
+        if not side.is_compiled:
+            with ready(side.model, SEED), watcher.following(side.model), watcher:
+                self._take(side)
+        return watcher.ops
 
-        def step() -> None:
-            with side.around():
-                output = self.run(side.device, side.dtype, side.model)
-            self._loss(output).backward()
-
-        with ready(side.model, SEED):
-            return op_errors(side.model, step)
+    def _take(self, side: Side) -> float:
+        with side.around():
+            output = self.run(side.device, side.dtype, side.model)
+        loss = self._loss(output)
+        loss.backward()
+        return float(loss.detach())
 
 
 def own_loss(output: Any) -> Tensor:
@@ -147,15 +284,6 @@ def own_loss(output: Any) -> Tensor:
     if not sums:
         raise ValueError("the model's output has no floating tensor with a gradient: give a loss")
     return torch.stack(sums).sum()
-
-
-# By how much an own error may exceed the largest of the rounded passes. The sums inside a kernel of
-# float32 are not rounded there: up to sqrt(K) units for K terms (Higham, Accuracy and Stability of
-# Numerical Algorithms, chapter 4), and 64 are enough for 4096 terms.
-MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
-MARGIN = 4.0  # Of 16-bit dtypes, whose kernels add up in float32
-BLOCK_NAMES = {form.name for form in BLOCK_FORMATS}
-FORMAT_MARGIN = 2.0  # Of formats of 8 bits or fewer: four times their steps would allow anything
 
 
 def diff(
@@ -184,58 +312,16 @@ def diff(
         if not issubclass(type(x), Side | nn.Module):
             kind = type(x).__name__
             raise TypeError(f"a side of type {kind}; legal: a model, or Side(model, ...)")
-    sides = [x if isinstance(x, Side) else Side(x) for x in (a, b)]
-    if loss is None:
-        return diff_sides(SharedStep(call, batch), *sides)
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise ValueError("with loss, batch is a pair: inputs and target")
-    inputs, target = batch
-    return diff_sides(SharedStep(call, inputs, lambda output: loss(output, target)), *sides)
-
-
-def diff_sides(step: SharedStep, a: Side, b: Side) -> Difference:
-    """`diff` for a step of any form."""
-    reference, notes = _float64_of((a, b))
+    first, second = (x if isinstance(x, Side) else Side(x) for x in (a, b))
+    step = SharedStep(call, batch)
+    if loss is not None:
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            raise ValueError("with loss, batch is a pair: inputs and target")
+        inputs, target = batch
+        step = SharedStep(call, inputs, lambda output: loss(output, target))
+    reference, notes = _float64_of((first, second))
     # one reference for both: with a copy of its own each side's fault would be in its reference
-    return compare(capture(step, a, reference), capture(step, b, reference), notes)
-
-
-class Captured(NamedTuple):
-    """What a comparison needs of a side."""
-
-    calls: list[CapturedCall]
-    ops: list[OpError]
-    loss: float
-    compiled: bool
-
-
-def capture(
-    step: SharedStep,
-    side: Side,
-    reference: nn.Module | None = None,
-    passes: int = 1,
-) -> Captured:
-    """Each module's own errors on one side.
-
-    Args:
-        step: its step.
-        side: the side.
-        reference: a float64 copy of a model with the same modules; None: of the side's own.
-        passes: rounded passes; the bound is a multiple of the largest of their errors.
-    """
-    recording = step.record(side)
-    twin = reference or _float64_of((side,))[0]
-    calls = list(_calls(_SideResults(step, side, recording, twin, passes)))
-    return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
-
-
-def compare(
-    a: Captured | CaptureRecord, b: Captured | CaptureRecord, notes: Sequence[str] = ()
-) -> Difference:
-    """Two sides beside each other."""
-    ops = (tuple(a.ops), tuple(b.ops))
-    rows = tuple(_with_op(row, ops) for row in _rows(a.calls, b.calls))
-    return Difference(rows, ops, (a.loss, b.loss), (*notes, *_notes(a, b)))
+    return compare(capture(step, first, reference), capture(step, second, reference), notes)
 
 
 def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
@@ -250,35 +336,95 @@ def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
     raise ValueError("; ".join(reasons))
 
 
-class _SideResults:
-    """A side's numbers beside float64's."""
-
-    def __init__(
-        self, step: SharedStep, side: Side, recording: Recording, twin: nn.Module, passes: int
-    ) -> None:
-        self.recording = recording
-        run = step.exactly(side)
-        with ready(twin, SEED):
-            self.exact = run_forced(twin, recording, run, rounded=False)
-            self.true = true_outputs(twin, recording, run)
-        self.rounded = []
-        for n in range(passes):
-            # other seeds than the side's: dtypes may draw different random numbers from one seed
-            with ready(twin, SEED + 1 + n):
-                self.rounded.append(run_forced(twin, recording, run, rounded=True, seed=n))
+# ---- the errors of a side ------------------------------------------------------------------------
 
 
-def _calls(side: _SideResults) -> Iterator[CapturedCall]:
+def capture(
+    step: SharedStep, side: Side, reference: nn.Module | None = None, passes: int = 1
+) -> Captured:
+    """Each module's own errors on one side.
+
+    Args:
+        step: its step.
+        side: the side.
+        reference: a float64 copy of a model with the same modules; None: of the side's own.
+        passes: rounded passes; the bound is a multiple of the largest of their errors.
+    """
+    recording = step.record(side)
+    twin = reference or _float64_of((side,))[0]
+    calls = list(_calls(step, side, recording, twin, passes))
+    return Captured(calls=calls, ops=step.ops(side), loss=recording.loss, compiled=side.is_compiled)
+
+
+# The numbers of a side, float64's, those of rounded passes, and the true ones
+Compared = tuple[Tensor, Tensor, list[Tensor], Tensor | None]
+
+
+def _calls(
+    step: SharedStep, side: Side, recording: Recording, twin: nn.Module, passes: int
+) -> Iterator[CapturedCall]:
     """The calls of a side, with their errors."""
-    boundaries = side.recording.boundaries
-    places = [place for place in boundaries if place in side.exact.outputs]
-    for phase, numbers, ordered in (
-        ("forward", _forward, places),
-        ("backward", _backward, places[::-1]),
-    ):
-        for place in ordered:
-            errors = {k: _error(side, place, x) for k, x in numbers(side, place).items()}
-            yield CapturedCall(phase, *place, boundaries[place].kind, errors)
+    run = partial(step.run, side.device, torch.float64)
+    with ready(twin, SEED):
+        exact = run_forced(twin, recording, run, rounded=False)
+        true = true_outputs(twin, recording, run)
+    rounded = []
+    for n in range(passes):
+        # other seeds than the side's: dtypes may draw different random numbers from one seed
+        with ready(twin, SEED + 1 + n):
+            rounded.append(run_forced(twin, recording, run, rounded=True, seed=n))
+    places = [place for place in recording.boundaries if place in exact.outputs]
+    forward = [(x, _outputs(recording, exact, rounded, true, x)) for x in places]
+    backward = [(x, _gradients(recording, exact, rounded, x)) for x in reversed(places)]
+    for phase, rows in (("forward", forward), ("backward", backward)):
+        for place, numbers in rows:
+            boundary = recording.boundaries[place]
+            errors = {k: boundary_error(*x, boundary.rounding) for k, x in numbers.items()}
+            yield CapturedCall(phase, *place, boundary.kind, errors)
+
+
+def _outputs(
+    recording: Recording,
+    exact: Results,
+    rounded: Sequence[Results],
+    true: Mapping[Place, Sequence[Tensor]],
+    place: Place,
+) -> dict[str, Compared]:
+    own = true.get(place, [])
+    drawn = zip(*(r.outputs[place] for r in rounded), strict=False)
+    rows = zip(recording.boundaries[place].outputs, exact.outputs[place], drawn, strict=False)
+    return {
+        f"output {n}": (x, y, [*z], own[n] if n < len(own) else None)
+        for n, (x, y, z) in enumerate(rows)
+        if {x.shape} == {y.shape, *(each.shape for each in z)}
+    }
+
+
+def _gradients(
+    recording: Recording, exact: Results, rounded: Sequence[Results], place: Place
+) -> dict[str, Compared]:
+    drawn = [r.gradients.get(place, {}) for r in rounded]
+    rows: dict[str, Compared] = {
+        f"gradient at {name}": (theirs, x, [r[name][0] for r in drawn], None)
+        for name, (x, theirs) in exact.gradients.get(place, {}).items()
+        if all(name in r for r in drawn)
+    }
+    for name, x in exact.parameters.items():
+        module, _, own = name.rpartition(".")
+        if module == place[0] and name in recording.gradients:
+            moved = [r.parameters[name] for r in rounded]
+            rows[f"gradient of {own}"] = (recording.gradients[name], x, moved, None)
+    return rows
+
+
+# ---- two sides beside each other -----------------------------------------------------------------
+
+
+def compare(a: Captured, b: Captured, notes: Sequence[str] = ()) -> Difference:
+    """Two sides beside each other."""
+    ops = (tuple(a.ops), tuple(b.ops))
+    rows = tuple(_with_op(row, ops) for row in _rows(a.calls, b.calls))
+    return Difference(rows, ops, (a.loss, b.loss), (*notes, *_notes(a, b)))
 
 
 def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[DifferenceRow]:
@@ -288,82 +434,25 @@ def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[Diff
         theirs = others.get((x.phase, x.module, x.call), {})
         pairs = [(what, x.errors[what], theirs[what]) for what in x.errors if what in theirs]
         if pairs:
-            worst = max(pairs, key=lambda p: (max(error_ratio(p[1]), error_ratio(p[2])), p[0]))
+            worst = max(pairs, key=lambda p: (max(p[1].ratio, p[2].ratio), p[0]))
             yield DifferenceRow(x.phase, x.module, x.call, x.kind, *worst)
-
-
-# A side's tensor, the exact one, those rounded to the dtype, and the true one
-Quadruple = tuple[Tensor, Tensor, list[Tensor], Tensor | None]
-Numbers = dict[str, Quadruple]  # By name
-
-
-def _forward(side: _SideResults, place: Place) -> Numbers:
-    theirs = side.recording.boundaries[place].outputs
-    rounded = zip(*(r.outputs[place] for r in side.rounded), strict=False)
-    rows = zip(theirs, side.exact.outputs[place], rounded, strict=False)
-    true = side.true.get(place, [])
-    return {
-        f"output {n}": (x, y, [*z], true[n] if n < len(true) else None)
-        for n, (x, y, z) in enumerate(rows)
-        if {x.shape} == {y.shape, *(each.shape for each in z)}
-    }
-
-
-def _backward(side: _SideResults, place: Place) -> Numbers:
-    rounded = [r.gradients.get(place, {}) for r in side.rounded]
-    rows: Numbers = {
-        f"gradient at {name}": (theirs, x, [r[name][0] for r in rounded], None)
-        for name, (x, theirs) in side.exact.gradients.get(place, {}).items()
-        if all(name in r for r in rounded)
-    }
-    path = place[0]
-    for name, x in side.exact.parameters.items():
-        if name.rpartition(".")[0] == path and name in side.recording.gradients:
-            theirs = side.recording.gradients[name]
-            rows[f"gradient of {name.rpartition('.')[2]}"] = (
-                theirs,
-                x,
-                [r.parameters[name] for r in side.rounded],
-                None,
-            )
-    return rows
-
-
-def _error(side: _SideResults, place: Place, numbers: Quadruple) -> SideError:
-    theirs, exact = (x.double().cpu() for x in numbers[:2])
-    true = None if numbers[3] is None else numbers[3].double().cpu()
-    largest = max(relative_rms(x.double().cpu(), exact) for x in numbers[2])
-    boundary = side.recording.boundaries[place]
-    margin = MARGINS.get(boundary.dtype, MARGIN) if boundary.format is None else FORMAT_MARGIN
-    scale = rms(exact)
-    # half a unit at least: a rounded pass may be exact by chance
-    explained = margin * max(largest, boundary.half_step)
-    return SideError(
-        dtype=boundary.rounding,
-        arising=relative_rms(theirs, exact),
-        inherited=0.0 if true is None or true.shape != exact.shape else relative_rms(exact, true),
-        bias=float((theirs - exact).mean()) / scale if scale and theirs.numel() else 0.0,
-        explained=explained,
-    )
 
 
 def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> DifferenceRow:
     """The row with the op that has the largest error in its module, if it is beyond its bound."""
     if row.is_explained:
         return row
-    worse, own = max((row.a, ops[0]), (row.b, ops[1]), key=lambda side: error_ratio(side[0]))
+    worse, own = max((row.a, ops[0]), (row.b, ops[1]), key=lambda side: side[0].ratio)
     if worse.dtype in BLOCK_NAMES:  # the ops inside are those of its emulation
         return replace(row, op="linear")
     inside = [x for x in own if x.phase == row.phase and x.module == row.module]
     if not inside:
         inside = [x for x in own if x.phase == row.phase and x.module.startswith(f"{row.module}.")]
     largest = max(inside, key=lambda x: x.error, default=None)
-    if largest is None or largest.error == 0:
-        return row
-    return replace(row, op=largest.op)
+    return replace(row, op=largest.op) if largest is not None and largest.error else row
 
 
-def _notes(a: Captured | CaptureRecord, b: Captured | CaptureRecord) -> Iterator[str]:
+def _notes(a: Captured, b: Captured) -> Iterator[str]:
     for name, side in (("a", a), ("b", b)):
         if side.compiled:
             yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"

@@ -1,18 +1,26 @@
-"""Errors larger than roundings are found, with their module; healthy models have none."""
+"""A mode that does not train as float32 does is found, with its module; healthy models are not."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis.extra.numpy import array_shapes, arrays
+from hypothesis.strategies import floats, integers, sampled_from
 from torch import Tensor, nn
 
 from mprun.inspect.check.check import plan_check
-from mprun.inspect.check.check_agreement import KINKS, agrees
-from mprun.inspect.check.check_result import CheckSettings, Finding
+from mprun.inspect.check.check_agreement import FEW, VISITS, agrees, trains
+from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks
+from mprun.inspect.check.checked_mode import CheckedMode, with_moved_inputs
+from mprun.inspect.rounding_oracle import KINKS
+from mprun.precision.nested import to_dtype
+from mprun.train.data import Batch, MicroBatch
 
 BF16 = torch.bfloat16
 MODES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr")
@@ -42,17 +50,132 @@ class Half(torch.autograd.Function):
         return g / 2
 
 
-def found(mode: str, change: Change, loss: Any = F.cross_entropy) -> list[Finding]:
-    """The findings for a model with a change of its hidden layer in it."""
-    g = torch.Generator().manual_seed(0)
+def planned(mode: str, change: Change, *more: str, loss: Any = F.cross_entropy) -> CheckedMode:
+    """The check of a model with a change of its hidden layer in it, called "2.1"."""
     torch.manual_seed(1)
     part = nn.Sequential(nn.Linear(32, 32), Changed(change), nn.ReLU())
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), part, nn.Linear(32, 4))
-    x = torch.randn(256, 8, generator=g)
-    given = (model, (x, x[:, :4].argmax(1)), loss)
-    (checked,) = plan_check([f"precision={mode}"], None, CheckSettings(), given)
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    batch = (x, x[:, :4].argmax(1))
+    (checked,) = plan_check(
+        [f"precision={mode}", *more], None, CheckSettings(), (model, batch, loss)
+    )
+    return checked
+
+
+def disagreeing(mode: str, change: Change, loss: Any = F.cross_entropy) -> list[Finding]:
+    """The findings of `agrees`."""
+    checked = planned(mode, change, loss=loss)
     with checked.planned.executing():
         return list(agrees(checked))
+
+
+def trained(mode: str, change: Change, *more: str) -> list[Finding]:
+    """The findings of `trains`."""
+    checked = planned(mode, change, *more)
+    with checked.planned.executing():
+        return list(trains(checked))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.representative("lr-*", "warmup-fp16_mixed")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "more", [["train.lr=0.01"], ["train.warmup_steps=200"]], ids=["lr", "warmup"]
+)
+def test_a_healthy_model_trains(mode: str, more: list[str]) -> None:
+    assert trained(mode, nn.Dropout(0.2), *more) == []
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+def test_a_loss_that_stands_still(mode: str) -> None:
+    (finding,) = trained(mode, nn.Identity(), "train.lr=1e-9")
+    assert finding.kind == "loss_does_not_fall"
+    assert "in 96 steps" in finding.text
+
+
+def test_the_op_that_makes_the_loss_infinite_is_named() -> None:
+    (finding,) = trained("fp16_mixed", lambda x: x * 1e5 if x.dtype == torch.float16 else x)
+    assert (finding.kind, finding.module, finding.op) == ("not_finite", "2.1", "mul"), str(finding)
+    assert "test_check_agreement.py" in finding.line
+
+
+def test_another_curve_than_float32s() -> None:
+    def stronger(x: Tensor) -> Tensor:
+        return x * 1.2 if x.dtype == torch.bfloat16 else x
+
+    findings = trained("bf16_mixed", stronger, "train.lr=0.01")
+    assert [x.kind for x in findings] == ["other_curve"]
+    assert trained("fp32", stronger, "train.lr=0.01") == []
+
+
+def test_inputs_that_are_rounded_alike_in_all_steps_make_no_other_curve() -> None:
+    """Eight samples of eight numbers: their rounding moves the loss by 2e-4, always the same."""
+    overrides = ["recipe=linear", "recipe.model.in_features=8", "precision=bf16_mixed"]
+    (mode,) = plan_check(overrides, None, CheckSettings(samples=8, steps=6))
+    with mode.planned.executing():
+        assert list(trains(mode)) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    value=arrays(
+        "float32",
+        array_shapes(max_dims=3, max_side=5),
+        elements=floats(-(2.0**20), 2.0**20, width=32),
+    ),
+    number=integers(0, 7),
+    share=sampled_from([2.0**-8, 2.0**-24]),
+)
+def test_inputs_are_moved_by_a_share_of_themselves_and_whole_numbers_are_not(
+    value: Any, number: int, share: float
+) -> None:
+    x = torch.from_numpy(value)
+    inputs = {"x": x, "whole": x.round(), "ids": torch.arange(3)}
+    wide = Batch((MicroBatch((inputs, x), inputs, 1, 1),))
+    own = Batch((MicroBatch((inputs, x), to_dtype(inputs, torch.bfloat16), 1, 1),))
+    (moved,), (narrow,) = (with_moved_inputs([b], [wide], share, number) for b in (wide, own))
+    (found,) = moved.parts
+    assert found.content[1] is x  # the target
+    assert torch.equal(found.inputs["whole"], inputs["whole"])
+    assert found.inputs["ids"] is inputs["ids"]
+    exact = x.double()  # the share and the product are each rounded to float32 once
+    assert ((found.inputs["x"] - exact).abs() <= (share + 2.0**-23) * exact.abs() + 1e-44).all()
+    assert (found.inputs["x"].floor() >= x.floor()).all()
+    assert (found.inputs["x"].ceil() <= x.ceil()).all()
+    same = to_dtype(found.inputs["x"], torch.bfloat16)
+    assert torch.equal(narrow.parts[0].inputs["x"], same)  # of the same numbers, in its dtype
+
+
+def test_steps_are_fewer_where_a_step_is_slow_and_what_is_left_out_is_said() -> None:
+    calls: list[Tensor] = []
+
+    def slow(x: Tensor) -> Tensor:
+        calls.append(x)
+        time.sleep(0.01)
+        return x
+
+    def counted(seconds: float) -> tuple[int, ModeChecks]:
+        mode = planned("bf16_mixed", slow, "train.lr=0.01")
+        calls.clear()
+        mode.ends = time.monotonic() + seconds
+        with mode.planned.executing():
+            assert list(trains(mode)) == []
+        return len(calls), mode.checks
+
+    steps, checks = counted(0.05)  # of five steps
+    assert checks.figures["steps"] == VISITS * 4
+    assert steps == VISITS * 4 + FEW  # and float32's first losses
+    assert checks.not_done == {"curve": "no time for more than 0 of 8 starts of 12 steps"}
+    steps, checks = counted(600)
+    assert checks.figures["steps"] == CheckSettings().steps
+    assert steps >= 2 * FEW * CheckSettings().steps
+    assert checks.not_done == {}
+
+
+# ---- agreement -----------------------------------------------------------------------------------
 
 
 def gated(x: Tensor) -> Tensor:
@@ -70,7 +193,7 @@ def gated(x: Tensor) -> Tensor:
     ids=["dropout", "gated", "noise"],
 )
 def test_a_healthy_model_has_no_findings(mode: str, change: Change) -> None:
-    assert found(mode, change) == []
+    assert disagreeing(mode, change) == []
 
 
 @pytest.mark.parametrize(
@@ -82,14 +205,14 @@ def test_a_healthy_model_has_no_findings(mode: str, change: Change) -> None:
     ],
 )
 def test_a_module_with_an_error_beyond_its_bound(mode: str, change: Change, other: str) -> None:
-    (finding,) = found(mode, change)
+    (finding,) = disagreeing(mode, change)
     assert (finding.kind, finding.module) == ("larger_error", "2.1")
     assert "test_check_agreement.py" in finding.line
-    assert found(other, change) == []
+    assert disagreeing(other, change) == []
 
 
 def test_a_path_that_is_cut_in_one_dtype() -> None:
-    (finding,) = found("bf16_mixed", lambda x: x.detach() if x.dtype == BF16 else x)
+    (finding,) = disagreeing("bf16_mixed", lambda x: x.detach() if x.dtype == BF16 else x)
     assert (finding.kind, finding.module) == ("no_gradient", "2.0")
 
 
@@ -103,10 +226,10 @@ def test_a_loss_with_another_factor_in_one_mode() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target) / (0.98 if last[0] == BF16 else 1)
 
-    (finding,) = found("bf16_mixed", noted, loss)
+    (finding,) = disagreeing("bf16_mixed", noted, loss)
     assert (finding.kind, finding.module) == ("far_from_float32", "")
     assert finding.text.startswith("the loss is")
-    assert found("fp16_mixed", noted, loss) == []
+    assert disagreeing("fp16_mixed", noted, loss) == []
 
 
 def test_a_clamp_of_scaled_gradients() -> None:
@@ -115,13 +238,15 @@ def test_a_clamp_of_scaled_gradients() -> None:
             x.register_hook(lambda g: g.clamp(-1, 1))
         return x
 
-    (finding,) = [x for x in found("fp16_mixed", clamped) if x.kind == "scale_changes_gradient"]
+    (finding,) = [
+        x for x in disagreeing("fp16_mixed", clamped) if x.kind == "scale_changes_gradient"
+    ]
     assert finding.module in ("0", "1", "2.0")
-    assert found("bf16_mixed", clamped) == []
+    assert disagreeing("bf16_mixed", clamped) == []
 
 
 def test_a_backward_pass_that_loses_a_factor() -> None:
-    (finding,) = found("fp32", Half.apply)
+    (finding,) = disagreeing("fp32", Half.apply)
     assert (finding.kind, finding.module, finding.severity) == ("wrong_derivative", "2", "warning")
 
 

@@ -16,12 +16,12 @@ from mprun.inspect.check.check import plan_check
 from mprun.inspect.check.check_baseline import read_baseline
 from mprun.inspect.check.check_other_runs import (
     ONE_STEP,
-    chance_of_fall,
     check_environment,
     check_observed,
     environment_with,
 )
 from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+from mprun.inspect.rounding_oracle import chance_of_fall
 
 
 def observed(

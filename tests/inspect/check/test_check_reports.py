@@ -10,7 +10,6 @@ import pytest
 from junitparser import JUnitXml
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.inspect.check.check_reports import github_commands, junit, refuse_folder, write_reports
 from mprun.inspect.check.check_result import (
     CHECKS,
     SCHEMA_VERSION,
@@ -18,7 +17,11 @@ from mprun.inspect.check.check_result import (
     Finding,
     ModeChecks,
     check_parts,
+    github_commands,
+    junit,
     kinds,
+    refuse_folder,
+    write_reports,
 )
 from mprun.records.result import Result
 

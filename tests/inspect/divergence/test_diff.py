@@ -319,7 +319,7 @@ def test_compiled_against_eager_in_bfloat16_reports_what_is_seen() -> None:
 
 def test_printed_it_is_a_table() -> None:
     text = str(mprun.diff(made("mlp"), plant(made("mlp"), "3", "cast"), MODELS["mlp"][1]))
-    assert "first: 3 (Linear), forward, op _to_copy: its own error in b is" in text
+    assert "first: 3 (Linear), forward, op _to_copy: in b its own error is" in text
     assert "rounding to float32 makes at most" in text
 
 
