@@ -71,42 +71,37 @@ RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
 
 PYTORCH = "PyTorch's default"
 PROGRAM = "the program"
-# Device to the names in `torch.backends` whose `fp32_precision` concerns it
-FP32_SWITCHES = {
-    "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
-    "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+ATTENTION = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
+MATMULS = "torch.get_float32_matmul_precision()"
+TF32 = "torch.backends.cuda.matmul.fp32_precision"
+ACCUMULATION = "torch.backends.cuda.matmul.allow_fp16_accumulation"
+# A switch, as a program writes it -> the device that it concerns (empty: each), PyTorch's own value
+SWITCHES = {
+    "torch.backends.mkldnn.matmul.fp32_precision": ("cpu", "none"),
+    "torch.backends.mkldnn.conv.fp32_precision": ("cpu", "none"),
+    "torch.backends.mkldnn.rnn.fp32_precision": ("cpu", "none"),
+    TF32: ("cuda", "none"),
+    "torch.backends.cudnn.conv.fp32_precision": ("cuda", "tf32"),
+    "torch.backends.cudnn.rnn.fp32_precision": ("cuda", "tf32"),
+    MATMULS: ("", "highest"),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": ("cuda", "True"),
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": ("cuda", "True"),
+    ACCUMULATION: ("cuda", "False"),
+    ATTENTION: ("", "False"),
 }
-# In `torch.backends.cuda.matmul`
-REDUCTIONS = (
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
 TF32_BY_ENVIRONMENT = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # 1: PyTorch starts with TF32 matmuls
 # BF16, TF32, ANY: oneDNN's precision of float32 ops for which PyTorch's own switch is not set. The
 # second is the older name; oneDNN reads the first that is set
 ONEDNN_MODES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 # Device to the variables that libraries below PyTorch read
 LIBRARY_VARIABLES = {
+    "cpu": ONEDNN_MODES,
     "cuda": (
         "NVIDIA_TF32_OVERRIDE",  # 0: NVIDIA's libraries use no TF32, whatever PyTorch asks for
         "CUBLAS_EMULATE_SINGLE_PRECISION",  # 1: float32 matmuls from bfloat16 products
     ),
-    "cpu": ONEDNN_MODES,
 }
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ATTENTION = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
-MATMULS = "torch.get_float32_matmul_precision()"
-# PyTorch's own; `none` for the other switches
-DEFAULTS = {
-    "torch.backends.cudnn.conv.fp32_precision": "tf32",
-    "torch.backends.cudnn.rnn.fp32_precision": "tf32",
-    f"torch.backends.cuda.matmul.{REDUCTIONS[0]}": "True",
-    f"torch.backends.cuda.matmul.{REDUCTIONS[1]}": "True",
-    f"torch.backends.cuda.matmul.{REDUCTIONS[2]}": "False",
-    ATTENTION: "False",
-    MATMULS: "highest",
-}
 
 
 @dataclass(frozen=True)
@@ -311,23 +306,16 @@ def _lost(
 
 def switch_settings(devices: set[str]) -> list[SwitchSetting]:
     """The switches that concern computations on these kinds of devices, cpu or cuda."""
-    values: dict[str, str] = {}
-    for device in sorted(devices & {*FP32_SWITCHES}):
-        for name in FP32_SWITCHES[device]:
-            values[f"torch.backends.{name}.fp32_precision"] = _precision(name)
-    if (matmuls := _matmul_precision()) is not None:
-        values[MATMULS] = matmuls
-    if "cuda" in devices:
-        for name in REDUCTIONS:
-            value = getattr(torch.backends.cuda.matmul, name)
-            values[f"torch.backends.cuda.matmul.{name}"] = str(value)
-    values[ATTENTION] = str(_attention_is_reduced())
-    rows = [_row(name, value) for name, value in values.items()]
-    for device in sorted(devices & {*LIBRARY_VARIABLES}):
-        for name in LIBRARY_VARIABLES[device]:
-            if name in os.environ:
-                rows.append(SwitchSetting(name, os.environ[name], "not set", "the environment"))
-    return rows
+    concerned = {"", *devices}
+    rows = [_setting(name) for name, (device, _) in SWITCHES.items() if device in concerned]
+    # newer switches that were set past it leave the older one without a value
+    rows = [row for row in rows if row.value]
+    return rows + [
+        SwitchSetting(name, os.environ[name], "not set", "the environment")
+        for device, names in LIBRARY_VARIABLES.items()
+        for name in names
+        if device in devices and name in os.environ
+    ]
 
 
 def switch_findings(model: nn.Module, computed: set[torch.dtype]) -> Iterator[AuditFinding]:
@@ -340,20 +328,18 @@ def switch_findings(model: nn.Module, computed: set[torch.dtype]) -> Iterator[Au
     yield from _float32(model)
     low = computed | {p.dtype for p in model.parameters() if p.dtype in LOW}
     on_cuda = any(p.device.type == "cuda" for p in model.parameters())
-    if torch.float16 in low and on_cuda and torch.backends.cuda.matmul.allow_fp16_accumulation:
-        name = "torch.backends.cuda.matmul.allow_fp16_accumulation"
-        text = f"float16 matmuls accumulate in float16, which ends at 65504: {name} is on"
-        yield _reduction("", text, name)
+    if torch.float16 in low and on_cuda and _value(ACCUMULATION) == "True":
+        text = f"float16 matmuls accumulate in float16, which ends at 65504: {ACCUMULATION} is on"
+        yield _reduction("", text, f"{ACCUMULATION} = False")
     # By name, as models have attention classes of their own
     kinds = ((name, type(module).__name__.lower()) for name, module in model.named_modules())
     attention = next((name for name, kind in kinds if "attention" in kind), None)
-    if low and attention is not None and _attention_is_reduced():
+    if low and attention is not None and _value(ATTENTION) == "True":
         text = f"attention by plain matmuls accumulates in 16 bits: {ATTENTION} is on"
         yield _reduction(attention, text, f"{ATTENTION}(False)")
 
 
-def _reduction(module: str, text: str, name: str) -> AuditFinding:
-    fix = name if name.endswith(")") else f"{name} = False"
+def _reduction(module: str, text: str, fix: str) -> AuditFinding:
     return AuditFinding("reduced_precision_reduction", module, text, f"{fix}, if it is not meant")
 
 
@@ -363,32 +349,30 @@ def _float32(model: nn.Module) -> Iterator[AuditFinding]:
     # The variable overrules PyTorch's switch inside of cuBLAS and cuDNN
     if any(map(tf32_is_on, devices)) and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         text = "float32 matmuls have 10 bits of precision instead of 23"
-        name = "torch.backends.cuda.matmul.fp32_precision"
-        yield _tf32(text, _row(name, _precision("cuda.matmul")), f"{name} = 'ieee'")
+        yield _tf32(text, _setting(TF32), TF32)
     if not any(device.type == "cpu" for device in devices):
         return
     for what, op in (("matmuls", "matmul"), ("convolutions", "conv")):
         name = f"torch.backends.mkldnn.{op}.fp32_precision"
-        setting = _onednn_setting(name, _precision(f"mkldnn.{op}"))
+        setting = _onednn_setting(name)
         bits = _onednn_bits(setting, op)
         convolves = any(isinstance(m, CONVOLUTIONS) for m in model.modules())
         if bits and (op == "matmul" or convolves):
             text = f"float32 {what} on the CPU have {bits} bits of precision instead of 23"
-            yield _tf32(text, setting, f"{name} = 'ieee'")
+            yield _tf32(text, setting, name)
 
 
-def _tf32(text: str, setting: SwitchSetting, fix: str) -> AuditFinding:
-    return AuditFinding(
-        "tf32", "", f"{text}, by {setting.set_by}: {setting.name}", f"{fix}, if it is not meant"
-    )
+def _tf32(text: str, setting: SwitchSetting, switch: str) -> AuditFinding:
+    text = f"{text}, by {setting.set_by}: {setting.name}"
+    return AuditFinding("tf32", "", text, f"{switch} = 'ieee', if it is not meant")
 
 
-def _onednn_setting(name: str, value: str) -> SwitchSetting:
+def _onednn_setting(name: str) -> SwitchSetting:
     """What decides about an op of oneDNN: PyTorch's switch, or else oneDNN's own variable."""
     variable = next((x for x in ONEDNN_MODES if x in os.environ), None)
-    if value == "none" and variable is not None:
+    if _value(name) == "none" and variable is not None:
         return SwitchSetting(variable, os.environ[variable].lower(), "strict", "the environment")
-    return _row(name, value)
+    return _setting(name)
 
 
 def _onednn_bits(setting: SwitchSetting, op: str) -> int | None:
@@ -415,32 +399,27 @@ def hardware_has(mode: str) -> bool:
     return mode == "bf16" and bool(capabilities.get("arm_bf16") or capabilities.get("bf16"))
 
 
-def _row(name: str, value: str) -> SwitchSetting:
-    default = DEFAULTS.get(name, "none")
+def _setting(name: str) -> SwitchSetting:
+    value, default = _value(name), SWITCHES[name][1]
     who = PYTORCH if value == default else PROGRAM
-    by_environment = {MATMULS: "high", "torch.backends.cuda.matmul.fp32_precision": "tf32"}
+    by_environment = {MATMULS: "high", TF32: "tf32"}
     if os.environ.get(TF32_BY_ENVIRONMENT) == "1" and by_environment.get(name) == value:
         who = f"the environment variable {TF32_BY_ENVIRONMENT}"
     return SwitchSetting(name, value, default, who)
 
 
-def _precision(name: str) -> str:
-    """`torch.backends.NAME.fp32_precision`; none: nothing was set, which is IEEE."""
-    part: object = torch.backends
-    for word in name.split("."):
-        part = getattr(part, word)
-    return str(getattr(part, "fp32_precision", "none"))
-
-
-def _matmul_precision() -> str | None:
-    """`torch.get_float32_matmul_precision()`; None where newer switches were set past it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _attention_is_reduced() -> bool:
-    return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
+def _value(name: str) -> str:
+    """The value of a switch; `none`: nothing was set, which is IEEE. Empty where it has none."""
+    if name == ATTENTION:
+        return str(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
+    if name == MATMULS:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.get_float32_matmul_precision()
+        except RuntimeError:
+            return ""
+    part: object = torch
+    for word in name.split(".")[1:]:
+        part = getattr(part, word, "none")
+    return str(part)

@@ -20,7 +20,7 @@ import platform
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -259,19 +259,14 @@ def restore_random(saved: dict[str, Any]) -> None:
 class ObservedCall:
     """A call of the model in the current step."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: SavedCall  # Its arguments and gradients are still the loop's
     writes: list[tuple[Tensor, int]]
     """The tensors in the arguments, and how often each was written to before the call.
 
     An input that is changed in place later is noted in the file, not copied at every step.
     """
-    random: dict[str, Any]
-    autocast: list[AutocastState]
     has_nan: list[Tensor | bool] = field(default_factory=list)
     """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
-    gradients: list[list[Tensor]] = field(default_factory=list)
-    """Per tensor in the output that needs a gradient: those that arrived."""
 
 
 class StepCapture(StepListener):
@@ -302,7 +297,7 @@ class StepCapture(StepListener):
     def next_step(self) -> None:
         """The step is over: forget it."""
         for call in self._calls:
-            for arrived in call.gradients:  # their graph may refer to this list in turn
+            for arrived in call.call.output_grads:  # their graph may refer to this list in turn
                 arrived.clear()
         for handle in self._of_leaves:
             handle.remove()
@@ -351,8 +346,8 @@ class StepCapture(StepListener):
         if not self._calls and not self._noted:
             self._buffers.update()
         writes = [(x, write_count(x)) for x in all_tensors((args, kwargs))]
-        random = random_snapshot(self._devices)
-        return ObservedCall(args, kwargs, writes, random, autocast_of(self._kinds))
+        random, autocast = random_snapshot(self._devices), autocast_of(self._kinds)
+        return ObservedCall(SavedCall([*args], kwargs, [], random, autocast, []), writes)
 
     def on_forward_end(self, path: str, outputs: Any) -> None:
         call, self._open = self._open, None
@@ -362,7 +357,7 @@ class StepCapture(StepListener):
             call.has_nan.append(_has_nan(x.detach()))
             if x.requires_grad:
                 arrived: list[Tensor] = []
-                call.gradients.append(arrived)
+                call.call.output_grads.append(arrived)
                 handle = x.register_hook(arrived.append)
                 if x.is_leaf:  # hooks of other tensors die with the graph
                     self._of_leaves.append(handle)
@@ -370,8 +365,8 @@ class StepCapture(StepListener):
     def _saved(self, step: int, reason: str, autocast: torch.dtype | None) -> SavedStep:
         copy, model = PlainCopy(), self._model
         parameters = dict(model.named_parameters())
-        calls = [_saved_call(call) for call in self._calls or self._noted]
-        batches = [copy.of(call.args[0]) for call in self._noted]
+        calls = [_plain(observed.call) for observed in self._calls or self._noted]
+        batches = [copy.of(observed.call.args[0]) for observed in self._noted]
         copies = [copy, *(of_call for _, of_call in calls)]
         return SavedStep(
             format=FORMAT,
@@ -471,11 +466,14 @@ def _has_nan(x: Tensor) -> Tensor | bool:
     return isnan(float(flat.dot(flat)))  # quicker; of infinities it is infinite
 
 
-def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
+def _plain(call: SavedCall) -> tuple[SavedCall, PlainCopy]:
     copy = PlainCopy()
     args, kwargs = [copy.of(x) for x in call.args], {k: copy.of(v) for k, v in call.kwargs.items()}
-    gradients = [[bare(g) for g in arrived] for arrived in call.gradients]
-    return SavedCall(args, kwargs, copy.needs_grad, call.random, call.autocast, gradients), copy
+    gradients = [[bare(g) for g in arrived] for arrived in call.output_grads]
+    made = replace(
+        call, args=args, kwargs=kwargs, needs_grad=copy.needs_grad, output_grads=gradients
+    )
+    return made, copy
 
 
 def _checked(name: str, x: Tensor) -> Tensor:
