@@ -66,20 +66,6 @@ def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> No
         resolve(model(), layers)
 
 
-def test_it_equals_autocast_switched_off_by_hand() -> None:
-    torch.manual_seed(0)
-    net, x = model(), torch.randn(3, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = net[1](net[0](x))
-        with torch.autocast("cpu", enabled=False):
-            by_hand = net[2](hidden.float())
-    layer_region = AutocastCaster("cpu", torch.bfloat16).layer_region
-    own = computing_in(net, {"2": torch.float32}, layer_region)
-    with own, torch.autocast("cpu", torch.bfloat16):
-        ours = net(x)
-    assert torch.equal(ours, by_hand)
-
-
 FASHION = ["recipe=fashion_mnist", "recipe.model.image_size=16", "data.source=generated"]
 FASHION += ["data.train_limit=16", "data.eval_limit=16", "train.batch_size=8"]
 
