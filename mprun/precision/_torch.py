@@ -3,7 +3,7 @@
 PyTorch may change these names in any release. Where a public interface does the same, mprun uses
 that one. The rest is here, but for what one package alone uses: `precision/_torch_switches.py` and
 `watch/_torch_fakes.py`. It was tried on PyTorch 2.11 and 2.15: an interface that changes breaks
-these files and no other. `tests/precision/test_torch_private.py` tries each one and names what
+these files and no other. `tests/precision/test_torch_private.py` tries most of them and names what
 broke in which version; it also checks that no other module of mprun uses a private name.
 """
 

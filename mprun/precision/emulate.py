@@ -232,8 +232,9 @@ class Emulated16(Arithmetic):
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` rounded to `dtype`."""
-        x = x.float()  # a float64 passes through float32
-        bits = self._next_key()
+        return self._rounded(x.float(), dtype, self._next_key())  # also a float64
+
+    def _rounded(self, x: Tensor, dtype: torch.dtype, bits: Key | None) -> Tensor:
         if bits is None:
             return round_nearest(x, dtype, self._overflow)
         return stochastic(x, dtype, bits, self._overflow)
@@ -249,12 +250,10 @@ class Emulated16(Arithmetic):
         wide = x if ours and is_whole(x) else torch.empty_like(x)
         bits = self._next_key()
         low = round_twice(x, dtype, bits, self._overflow, wide)
-        if low is not None:
-            self.copies.keep(low, wide)
-            return low
-        if bits is None:
-            return round_nearest(x, dtype, self._overflow)
-        return stochastic(x, dtype, bits, self._overflow)
+        if low is None:
+            return self._rounded(x, dtype, bits)
+        self.copies.keep(low, wide)
+        return low
 
     def _next_key(self) -> Key | None:
         """What the bits of the next rounding depend on; None if it is to nearest."""

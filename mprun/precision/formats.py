@@ -336,14 +336,6 @@ def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:
     return torch.where(torch.isnan(x), x, pattern.view(torch.float32))
 
 
-# Halfway between the largest float16, 65504, and what would be the next one, 65536
-OVERFLOWS_FROM = 65520.0
-ZERO_UP_TO = 2.0**-25  # Half of the smallest subnormal, 2^-24: the tie goes to zero, which is even
-# From here on a number rounds to 2^-14, the smallest normal one, or above it. Below, the spacing is
-# 2^-24, so fewer than 11 significant bits are left.
-NORMAL_FROM = 2.0**-14 - 2.0**-25
-
-
 @dataclass(frozen=True)
 class Float16Range:
     """How many of some values leave float16's normal range."""
@@ -370,11 +362,11 @@ class Float16Range:
 
 def float16_range(tensors: Iterable[Tensor]) -> Float16Range:
     """Count the values of `tensors` (any shapes, floating dtypes) that leave float16's range."""
-    total = overflow = zero = subnormal = 0
+    counts = torch.zeros(4, dtype=torch.int64)
     for tensor in tensors:
-        size = tensor.detach().float().abs()
-        total += size.numel()
-        overflow += int((size >= OVERFLOWS_FROM).sum())
-        zero += int(((size > 0) & (size <= ZERO_UP_TO)).sum())
-        subnormal += int(((size > ZERO_UP_TO) & (size < NORMAL_FROM)).sum())
-    return Float16Range(total, overflow, zero, subnormal)
+        wide = tensor.detach().float()
+        low = wide.half().abs()
+        zero, small = low == 0, low < 2.0**-14
+        found = [low.isinf(), zero & (wide != 0), small & ~zero]
+        counts += torch.tensor([wide.numel(), *(int(x.sum()) for x in found)])
+    return Float16Range(*counts.tolist())

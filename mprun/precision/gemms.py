@@ -434,14 +434,13 @@ def fits(layer: nn.Linear) -> bool:
     return layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0
 
 
-# The modes with native products, to torchao's names
+# The modes with native products, to torchao's names and CUDA's compute capability of the first GPUs
+# with such products: Ada, Hopper
 RECIPES = {
-    "fp8_tensorwise": "tensorwise",
-    "fp8_rowwise": "rowwise",
-    "fp8_rowwise_hp": "rowwise_with_gw_hp",
+    "fp8_tensorwise": ("tensorwise", (8, 9)),
+    "fp8_rowwise": ("rowwise", (9, 0)),
+    "fp8_rowwise_hp": ("rowwise_with_gw_hp", (9, 0)),
 }
-# CUDA's compute capability of the first GPUs with such products: Ada, Hopper
-FLOAT8_FROM = {"fp8_tensorwise": (8, 9), "fp8_rowwise": (9, 0), "fp8_rowwise_hp": (9, 0)}
 
 
 def why_not_native(gemms: str, device: torch.device) -> str | None:
@@ -453,11 +452,10 @@ def why_not_native(gemms: str, device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"{device.type} has no float8 matmuls"
     capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_FROM[gemms]:
-        return (
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, and {gemms} needs "
-            f"{FLOAT8_FROM[gemms][0]}.{FLOAT8_FROM[gemms][1]}"
-        )
+    _, needed = RECIPES[gemms]
+    if capability < needed:
+        have, need = (".".join(map(str, x)) for x in (capability, needed))
+        return f"this GPU has compute capability {have}, and {gemms} needs {need}"
     if find_spec("torchao") is None:
         return "torchao is not installed: pip install 'mprun[float8]'"
     return None
@@ -472,7 +470,7 @@ def convert_natively(
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(RECIPES[gemms])
+    config = Float8LinearConfig.from_recipe_name(RECIPES[gemms][0])
     if emulate:  # the recipes have no argument for it, and the class is frozen
         object.__setattr__(config, "emulate", True)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)

@@ -367,14 +367,6 @@ _BACKWARD: list[tuple[Shape, Shape, Shape]] = [
 ]
 
 
-def _convolution_cases(op: Any) -> list[Case]:
-    if op in CONVOLUTIONS:
-        return [(shapes, (None, *_GEOMETRY)) for shapes in _FORWARD]
-    assert op in CONVOLUTION_BACKWARD, op
-    mask = [True, True, True]
-    return [(shapes, ([shapes[2][0]], *_GEOMETRY, mask)) for shapes in _BACKWARD]
-
-
 @cache
 def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
     """The result of `op`'s kernel for sums that are `TERMS`; less if it accumulates in 16 bits.
@@ -383,9 +375,18 @@ def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
     process; the backend switches are those of the first call.
     """
     if op in MATMULS:
-        return _least(op(*_matmul_ones(op, dtype, device)))
+        operands = [torch.ones(s, dtype=dtype, device=device) for s in _OPERANDS[op]]
+        # A power of two: the products are exact, and their sum is `TERMS` again
+        operands[-1] /= LANES
+        if len(operands) == 3:
+            operands[0].zero_()
+        return _least(op(*operands))
+    cases: list[Case] = [(shapes, (None, *_GEOMETRY)) for shapes in _FORWARD]
+    if op in CONVOLUTION_BACKWARD:
+        mask = [True, True, True]
+        cases = [(shapes, ([shapes[2][0]], *_GEOMETRY, mask)) for shapes in _BACKWARD]
     least = float(TERMS)
-    for shapes, rest in _convolution_cases(op):
+    for shapes, rest in cases:
         ones = [torch.ones(s, dtype=dtype, device=device) for s in shapes]
         exact = _tensors(op(*(x.cpu().double() for x in ones), *rest))
         for sums, expected in zip(_tensors(op(*ones, *rest)), exact, strict=True):
@@ -393,14 +394,6 @@ def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
             long = sums.cpu()[expected == TERMS]
             least = min(least, _least(long)) if long.numel() else least
     return least
-
-
-def _matmul_ones(op: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Operands whose product is `TERMS` everywhere; an addend is 0."""
-    operands = [torch.ones(s, dtype=dtype, device=device) for s in _OPERANDS[op]]
-    # A power of two: the products are exact, and their sum is `TERMS` again
-    operands[-1] /= LANES
-    return [torch.zeros_like(operands[0]), *operands[1:]] if len(operands) == 3 else operands
 
 
 def _least(sums: Tensor) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -178,9 +178,13 @@ def stochastic(
     flat, out = x.view(-1), rounded.view(-1)
     in_c = x.device.type == "cpu" and kernels.why_not() is None
     library = _library(dtype, overflow) if in_c else None
-    by = _eagerly if library is None else partial(_in_c, library.stochastic)
     for begin, end, block, first in spans(start, flat.numel()):
-        by(flat[begin:end], out[begin:end], key.at(block), overflow, first)
+        part, to, own = flat[begin:end], out[begin:end], key.at(block)
+        if library is None:
+            _eagerly(part, to, own, overflow, first)
+        else:
+            pointers, count = (part.data_ptr(), to.data_ptr()), part.numel()
+            library.stochastic(*pointers, count, first, *own, threads_for(count))
     return rounded.permute([order.index(d) for d in range(len(order))])
 
 
@@ -211,12 +215,6 @@ def round_twice(
     else:
         library.stochastic_twice(*pointers, count, *key, threads_for(count))
     return rounded
-
-
-def _in_c(
-    kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str, first: int
-) -> None:
-    kernel(x.data_ptr(), out.data_ptr(), x.numel(), first, *key, threads_for(x.numel()))
 
 
 class _Kernels(NamedTuple):

@@ -34,7 +34,6 @@ from tests.optim import (
     normal,
     parameters,
     unlike,
-    wide,
 )
 from tests.optim.test_engines import needs_c, ran
 
@@ -350,15 +349,6 @@ def test_remainders_of_kahan_and_split_become_each_other(dtype: torch.dtype) -> 
     assert torch.equal(merged(parameter, wide_rest), merge_master(parameter, rest))
     assert torch.equal(converted(parameter, wide_rest, torch.int8), rest)
     assert torch.equal(rest_beside(merge_master(parameter, rest), parameter), rest)
-
-
-def test_state_of_split_is_a_byte_a_parameter() -> None:
-    made = parameters([normal((100,), 1, BRAIN)])
-    optimizer = MAKE["sgd"](made, rounding="split")
-    give(made[0], wide(BRAIN, 100, 2))
-    optimizer.step()
-    assert optimizer.state[made[0]]["remainder"].dtype == torch.int8
-    assert state_bytes(optimizer) == 100
 
 
 @pytest.mark.parametrize("values", [SIGNED, ROOTS], ids=["signed", "roots"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.optim import AdamW, LowPrecisionOptimizer, RMSprop, name_parameters
+from mprun.optim import AdamW, LowPrecisionOptimizer, RMSprop
 from mprun.precision import Precision, kernels
 from tests.optim import BRAIN, HALF, MAKE, give, same_bits
 
@@ -57,26 +55,6 @@ def test_named_parameters_give_two_optimizers_their_own_bits() -> None:
     ]
     first, *others = rounded(optimizers, layers)
     assert all(0.4 < share_equal(first, other) < 0.6 for other in others)
-
-
-def test_shards_round_as_the_whole_and_not_alike() -> None:
-    """What ZeRO does: each rank's optimizer has some of the parameters; replicas have all."""
-    layers = equal_layers()
-    whole = nn.Sequential(*copy.deepcopy(layers))
-    name_parameters(whole)
-    for p, layer in zip(whole.parameters(), layers, strict=True):
-        p.grad = layer.weight.grad
-    shards = nn.Sequential(*layers)
-    name_parameters(shards)
-    parameters = [*shards.parameters()]
-    optimizers: list[LowPrecisionOptimizer] = [
-        AdamW(parameters[:1], lr=0.002),
-        AdamW(parameters[1:], lr=0.002),
-    ]
-    found = rounded(optimizers, layers)
-    expected = rounded([AdamW(whole.parameters(), lr=0.002)], [*whole])  # type: ignore[list-item]
-    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
-    assert share_equal(found[0], found[1]) < 0.6
 
 
 def test_a_group_with_the_names_of_the_whole_falls_back_to_positions() -> None:

@@ -13,7 +13,7 @@ from mprun.optim import AdamW, MasterWeights, engines, mark_shard, name_paramete
 from mprun.optim.masters import masters_of
 from mprun.precision import random_bits as random_bits_module
 from mprun.precision.random_bits import BLOCK, START, key, random_bits, tensor_number
-from mprun.precision.rounding import SERIAL, round_stochastic, settle
+from mprun.precision.rounding import round_stochastic, settle
 from tests.optim import (
     BRAIN,
     HALF,
@@ -94,20 +94,6 @@ def test_shards_get_the_bits_of_the_whole_for_every_storage_and_rule(
 
 
 LOW_ADAMW: dict[str, Any] = {"momentum_dtype": BRAIN, "variance_dtype": HALF}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_shards_that_threads_share(engine: str, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        size = 2 * SERIAL + 77
-        whole = stepped("adamw", "eager", (HALF, HALF), LOW_ADAMW, (0, size))
-        shards = stepped("adamw", engine, (HALF, HALF), LOW_ADAMW, (0, SERIAL + 33, size))
-    finally:
-        torch.set_num_threads(before)
-    assert unlike_entries(shards, whole) == []
 
 
 # Compiled twice each, a few seconds: for whole parameters, and for shards.

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.cli.main import main
 from mprun.precision import (
     LossScale,
     NativeArithmetic,
@@ -64,39 +63,6 @@ def test_an_exact_name_wins_over_a_glob() -> None:
 def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(model(), layers)
-
-
-def test_it_equals_autocast_switched_off_by_hand() -> None:
-    torch.manual_seed(0)
-    net, x = model(), torch.randn(3, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = net[1](net[0](x))
-        with torch.autocast("cpu", enabled=False):
-            by_hand = net[2](hidden.float())
-    layer_region = AutocastCaster("cpu", torch.bfloat16).layer_region
-    own = computing_in(net, {"2": torch.float32}, layer_region)
-    with own, torch.autocast("cpu", torch.bfloat16):
-        ours = net(x)
-    assert torch.equal(ours, by_hand)
-
-
-FASHION = ["recipe=fashion_mnist", "recipe.model.image_size=16", "data.source=generated"]
-FASHION += ["data.train_limit=16", "data.eval_limit=16", "train.batch_size=8"]
-
-
-def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*FASHION, "precision=bf16_mixed", "train.max_steps=1", "run.dir=run"]
-    assert main([*words, "precision.layers={fc*: fp32, conv1: fp32}"]) == 0
-    from pathlib import Path
-
-    from mprun.records.run_record import read_summary
-
-    layers = read_summary(Path("run")).effective.layers
-    assert layers == {"fc1": "fp32", "fc2": "fp32", "conv1": "fp32"}
-    assert main([*words, "precision.layers={fc9: fp32}"]) == 2
-    assert "no module is named 'fc9'; did you mean 'fc2'" in capsys.readouterr().err
-    assert main([*words, "precision.layers={fc1: fp64}"]) == 2
-    assert "fp32" in capsys.readouterr().err
 
 
 @each("fails", [False, True])
@@ -247,26 +213,17 @@ def test_a_mixed_layer_equals_autocast_around_it() -> None:
 
 
 @each(
-    ("words", "message"),
+    ("mode", "value", "message"),
     [
-        (["precision=fp32", "{fc1: bf16_sr}"], "fc1: bf16_sr rounds its parameters stochastically"),
-        (["precision=half_sr", "{fc1: bf16_true}"], "legal: bf16_sr, or another"),
-        (
-            ["precision=half_sr", "{fc1: half_sr_full}"],
-            "which one layer of precision=half_sr cannot",
-        ),
-        (["precision=bf16_mixed", "{fc1: tf32}"], "tf32"),
+        ("fp32", "bf16_sr", "fc1: bf16_sr rounds its parameters stochastically"),
+        ("half_sr", "bf16_true", "legal: bf16_sr, or another"),
+        ("half_sr", "half_sr_full", "which one layer of precision=half_sr cannot; legal: "),
+        ("bf16_mixed", "tf32", "'tf32'; legal is a dtype or a mode, one of fp32, fp16, bf16, fp8"),
     ],
 )
-def test_modes_that_one_layer_cannot_have_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mode, layers = words
-    command = [*FASHION, "run.dir=run", mode]
-    assert main([*command, f"precision.layers={layers}"]) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert message in printed
-    assert "legal: " in printed or "one of fp32, fp16, bf16, fp8" in printed
+def test_modes_that_one_layer_cannot_have_are_refused(mode: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Precision(mode, device=CPU, layers={"fc1": value}).prepare(Small(), CPU)
 
 
 def test_the_names_of_formats_are_those_of_products() -> None:

@@ -88,16 +88,6 @@ def function_modes() -> None:
             assert not torch.is_grad_enabled()
 
 
-@interface("torch.utils._pytree")
-def trees() -> None:
-    x, y = torch.ones(1), torch.zeros(1)
-    nested = {"a": [x, (y, "text")], "b": 1}
-    assert [v for v in _torch.tree_leaves(nested) if isinstance(v, Tensor)] == [x, y]
-    doubled = _torch.tree_map(lambda v: v * 2 if isinstance(v, Tensor) else v, nested)
-    assert doubled["a"][0].item() == 2
-    assert doubled["a"][1][1] == "text"
-
-
 @interface("torch._C._current_autograd_node, Node._sequence_nr, autograd._get_sequence_nr")
 def autograd_nodes() -> None:
     numbers: list[int | None] = []
@@ -188,12 +178,6 @@ def ops() -> None:
         _torch.aten_packets("no_such_op")
 
 
-@interface("torch._C._VariableFunctions, torch._C._nn")
-def namespaces() -> None:
-    names = {name for space in _torch.FUNCTION_NAMESPACES for name in dir(space)}
-    assert {"matmul", "conv2d", "gelu", "scaled_dot_product_attention"} <= names
-
-
 @interface("Tensor._version, Module._parameters")
 def fields() -> None:
     x = torch.ones(1)
@@ -222,25 +206,6 @@ def norms() -> None:
     assert nn.InstanceNorm2d.forward is _torch.InstanceNorm.forward
 
 
-@interface("torch._amp_foreach_non_finite_check_and_unscale_")
-def unscaling() -> None:
-    p = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    p.grad = torch.tensor([4.0, 8.0])
-    overflow = _torch.unscale_and_check(optimizer, torch.tensor(4.0))
-    assert p.grad.tolist() == [1.0, 2.0]
-    assert overflow.item() == 0
-    p.grad = torch.tensor([1.0, float("inf")])
-    assert _torch.unscale_and_check(optimizer, torch.tensor(4.0)).item() == 1
-    _torch.step_unless(optimizer, torch.tensor(1.0))
-    assert p.tolist() == [1.0, 1.0]
-    sparse = nn.Embedding(2, 1, sparse=True)
-    sparse(torch.tensor([0, 0])).sum().backward()
-    _torch.unscale_and_check(torch.optim.SGD(sparse.parameters()), torch.tensor(2.0))
-    assert sparse.weight.grad is not None
-    assert sparse.weight.grad.to_dense().flatten().tolist() == [1.0, 0.0]
-
-
 @interface("torch.ops.mkldnn._is_mkldnn_bf16_supported")
 def onednn() -> None:
     built = torch.backends.mkldnn.is_available()
@@ -260,19 +225,6 @@ def compiled() -> None:
     assert _torch.is_compiled(torch.compile(layer))  # type: ignore[arg-type]
     layer.compile()
     assert _torch.is_compiled(layer)
-
-
-@interface("Optimizer._optimizer_load_state_dict_pre_hooks")
-def load_hooks() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    calls: list[str] = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("hook"))
-    state = optimizer.state_dict()
-    with _torch.load_hooks_run(optimizer, state) as whole:
-        optimizer.load_state_dict(whole)
-    assert calls == ["hook"]
-    optimizer.load_state_dict(state)
-    assert calls == ["hook", "hook"]
 
 
 @interface("Module._forward_pre_hooks and its kin, which pickles of a module hold")

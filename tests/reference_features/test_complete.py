@@ -44,6 +44,7 @@ ELSEWHERE = {
         "train/data/test_batches.py::test_an_order_depends_on_the_seed_alone",
     ],
     "c8": ["train/test_step_statistics.py::test_the_first_steps_are_warm_up"],
+    "d1": [f"{TRUE_HALF}_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not"],
     "d2": [f"{TRUE_HALF}_layers_are_stored_and_computed_in_their_own_dtype"],
     "d3": [
         "precision/test_rounding.py::test_float16_normals_round_up_as_often_as_the_exact_share",
@@ -59,6 +60,7 @@ ELSEWHERE = {
         "precision/test_emulate.py::test_partials_stagnate_in_float16_forward",
     ],
     "d12": ["precision/test_emulate.py::test_over_many_steps_the_mean_is_the_float32_result"],
+    "d13": [f"{TRUE_HALF}_gradients_can_be_accumulated_in_float32"],
     "d14": ["run/test_inputs.py::test_floating_inputs_are_sent_in_the_mode_s_dtype"],
 }
 """Rows that tests of other folders prove, all or a part of them."""

@@ -17,28 +17,13 @@ from tests.adversarial.recipe import WORDS, write_recipe
 from tests.reference_features import faulty
 from tests.reference_features.runs import (
     FASHION,
-    MNIST,
     compared,
-    dtypes,
     recipes_page,
     run,
     written,
 )
 
 pytestmark = pytest.mark.usefixtures("one_traced_step", "quick_runs")
-
-FP16 = torch.float16
-
-
-@pytest.mark.representative("half_sr")
-@pytest.mark.parametrize("mode", ["half_sr", "fp16_true"])
-def test_d1_the_whole_model_and_its_inputs_are_in_float16(mode: str) -> None:
-    summary = run(f"precision={mode}")
-    assert dtypes() == {FP16}
-    assert summary.effective.param_dtype == summary.effective.compute_dtype == "float16"
-    rows = written("trace", *MNIST, f"precision={mode}", file="trace.json", name="traced")["rows"]
-    forward = [row for row in rows if row["phase"] == "forward"]
-    assert {tuple(row["dtypes_in"]) for row in forward} == {("float16",)}
 
 
 def test_d7_the_fashion_mnist_recipe_is_the_published_one() -> None:
@@ -111,11 +96,3 @@ def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped() -
     row: dict[str, Any] = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     assert row["status"] == "failed"  # it never took a step
     assert row["fp_exceptions"]["finding"] > 0
-
-
-def test_d13_float32_accumulation_without_a_loss_scale() -> None:
-    words = ["precision=half_sr", "precision.accum_dtype=float32", "loss_scale=none"]
-    summary = run(*words)
-    assert summary.loss_scale.kind == "none"
-    assert summary.effective.accum_dtype == "float32"
-    assert dtypes() == {FP16}

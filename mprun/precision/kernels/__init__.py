@@ -171,14 +171,8 @@ def _compiler() -> tuple[str, ...]:
     given = shlex.split(os.environ.get("CC", ""))
     commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
     installed = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
-    return next(installed, () if given else _zig())
-
-
-def _zig() -> tuple[str, ...]:
-    """The C compiler of the package `ziglang`, which pip installs; empty without it."""
-    if importlib.util.find_spec("ziglang") is None:
-        return ()
-    return sys.executable, "-m", "ziglang", "cc"
+    by_pip = not given and importlib.util.find_spec("ziglang") is not None
+    return next(installed, (sys.executable, "-m", "ziglang", "cc") if by_pip else ())
 
 
 def _compiled(

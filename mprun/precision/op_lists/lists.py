@@ -239,21 +239,17 @@ def op_lists(
                 if isinstance(item, str):
                     warnings.warn(f"a name is left out: {unknown[entry.text]}", stacklevel=2)
             for name in canonical:
-                _put(entries, name, kind, entry)
+                before, other = entries.setdefault(name, (kind, entry))
+                if before != kind and kind != "promote":
+                    same = "" if other.text == entry.text else f" and '{other.text}', the same op"
+                    raise ValueError(
+                        f"'{entry.text}'{same}: on the {before} list ({other.where}) and on the "
+                        f"{kind} list ({entry.where}); an op is on one of them: take it off the "
+                        "other, or bring both files"
+                    )
     # Of several meanings of a spelling, this version of PyTorch may have some only
     rules = {name: kind for name, (kind, _) in entries.items() if name in known()}
     return OpLists(rules, first_input, tuple(unknown.values()))
-
-
-def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
-    before = entries.setdefault(name, (kind, entry))
-    if before[0] != kind and kind != "promote":
-        other = before[1]
-        same = "" if other.text == entry.text else f" and '{other.text}', the same op"
-        raise ValueError(
-            f"'{entry.text}'{same}: on the {before[0]} list ({other.where}) and on the {kind} list "
-            f"({entry.where}); an op is on one of them: take it off the other, or bring both files"
-        )
 
 
 # Names that PyTorch's own lists have only up to 2.13, or only after 2.11

@@ -94,36 +94,6 @@ def test_gradients_of_float32_weights_equal_those_of_casts_by_hand(dtype: torch.
     assert_equal(ours, gradients(model))
 
 
-def test_gradients_go_through_every_rule_s_cast() -> None:
-    """Lower, float32, promotion and first input, one after the other."""
-    weights = [nn.Parameter(normal(4, 4, seed=i)) for i in range(3)]
-
-    def by_hand(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        low = torch.mm(a.to(BF16), b.to(BF16))
-        soft = torch.softmax(low.float(), 0)
-        wide = torch.add(soft, low.float())
-        return torch.xlogy(low.abs(), c.abs().to(BF16)).float() + wide
-
-    def plain(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        low = torch.matmul(a, b)
-        soft = torch.softmax(low, 0)
-        wide = torch.add(soft, low)
-        return torch.add(torch.xlogy(low.abs(), c.abs()), wide)
-
-    with caster().region():
-        ours = plain(*weights)
-    theirs = by_hand(*weights)
-    assert same(ours.detach(), theirs.detach())
-    for a, b in zip(
-        torch.autograd.grad(ours.sum(), weights),
-        torch.autograd.grad(theirs.sum(), weights),
-        strict=True,
-    ):
-        assert same(a, b)
-        assert a.dtype == FP32
-        assert a.abs().sum() > 0
-
-
 # ---- weights are cast once -----------------------------------------------------------------------
 
 
@@ -245,14 +215,6 @@ def test_a_forward_pass_without_graph_costs_no_gradient(keep: bool, where: str) 
     assert_equal(gradients(model), expected)
 
 
-def test_a_forward_pass_in_inference_mode_costs_no_gradient() -> None:
-    model, x, by = two_layers(), normal(5, 6), caster(keep=True)
-    _, expected = backward(model, x, caster())
-    with by.region(), torch.inference_mode():
-        assert model(x).dtype == BF16
-    assert_equal(backward(model, x, by)[1], expected)
-
-
 # ---- one region in another -----------------------------------------------------------------------
 
 
@@ -282,16 +244,6 @@ def test_a_layer_s_region_has_its_dtype_and_shares_the_casts() -> None:
         with by.layer_region(BF16)():
             assert layer(x).dtype == BF16
     assert spy.casts_of(layer.weight) == [BF16, FP16]
-
-
-def test_the_same_caster_s_region_in_itself_keeps_its_copies() -> None:
-    layer, x, by = nn.Linear(6, 6), normal(5, 6), caster()
-    with by.region(), Spy() as spy:
-        layer(x)
-        with by.region():
-            layer(x)
-        layer(x)
-    assert spy.casts_of(layer.weight) == [BF16]
 
 
 def a_mismatch() -> None:
@@ -556,21 +508,6 @@ def test_a_python_function_on_a_list_is_cast_as_a_whole() -> None:
     assert same(out.detach(), low(x.to(BF16), x.to(BF16), x.to(BF16))[0].detach())
 
 
-@each("masked", [False, True])
-def test_scaled_dot_product_attention_follows_bmm(masked: bool) -> None:
-    q, k, v = (normal(2, 3, 5, 8, seed=i) for i in range(3))
-    mask = normal(5, 5) if masked else None
-    with caster().region():
-        ours = F.scaled_dot_product_attention(q, k.half(), v.to(BF16), attn_mask=mask)
-    low = None if mask is None else mask.to(BF16)
-    by_hand = F.scaled_dot_product_attention(
-        q.to(BF16), k.half().to(BF16), v.to(BF16), attn_mask=low
-    )
-    assert same(ours, by_hand)
-    with caster(own(fp32=["scaled_dot_product_attention"], lower=["bmm"])).region():
-        assert F.scaled_dot_product_attention(q, k, v.to(BF16)).dtype == FP32
-
-
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
     "GRU": lambda: nn.GRU(6, 5, 2, batch_first=True),
@@ -620,14 +557,6 @@ def test_a_recurrent_layer_takes_the_output_of_a_lower_one(name: str) -> None:
     assert {t.dtype for t in out} == {BF16}
 
 
-def test_a_packed_sequence_goes_through_a_recurrent_layer() -> None:
-    module = seeded(RECURRENT["LSTM"])
-    packed = nn.utils.rnn.pack_sequence([normal(5, 6), normal(3, 6, seed=1)])
-    with caster().region():
-        out, _ = module(packed)
-    assert out.data.dtype == BF16
-
-
 def encoder_layer() -> Any:
     return seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
 
@@ -648,18 +577,6 @@ def test_an_encoder_layer_computes_the_same_in_training_and_evaluation() -> None
     assert trained.dtype == BF16  # layer_norm is on the lower list
     trained.float().sum().backward()
     assert gradients(layer)
-
-
-@each(("equation", "count"), [("ij,jk->ik", 2), ("bij,bjk->bik", 2), ("ij,jk,kl->il", 3)])
-def test_einsum_follows_bmm(equation: str, count: int) -> None:
-    shape = (2, 4, 4) if "b" in equation else (4, 4)
-    tensors = [normal(*shape, seed=i) for i in range(count)]
-    with caster().region():
-        ours = torch.einsum(equation, *tensors)
-        listed = torch.einsum(equation, tensors)
-    by_hand = torch.einsum(equation, *(t.to(BF16) for t in tensors))
-    assert same(ours, by_hand)
-    assert same(listed, by_hand)
 
 
 def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
