@@ -294,7 +294,7 @@ def test_what_a_snippet_cannot_do_is_a_comment(changes: dict[str, Any], note: st
     assert all(note in text for text in snippets(answer).values())
 
 
-@pytest.mark.representative(*OTHERS, "trainer.py-fp16_mixed-more0")
+@pytest.mark.representative("pytorch.py-*", "*-fp16_mixed-more0", "*-fp16_mixed-more4")
 @pytest.mark.parametrize(
     "more",
     [
