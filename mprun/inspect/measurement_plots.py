@@ -24,7 +24,6 @@ from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.report.canvas import (
     LIGHT,
     MEMORY,
-    PictureFrame,
     colour,
     figure,
     legend_above,
@@ -43,14 +42,14 @@ def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
     modes = ", ".join(mode.label for mode in record.modes)
     counted = [mode for mode in record.modes if mode.same_as is None]
     alike = Counter(mode.same_as for mode in record.modes)
-    frame = PictureFrame(
-        f"Memory during one training step of {record.recipe} on {record.device}: {modes}",
+    title = f"Memory during one training step of {record.recipe} on {record.device}: {modes}"
+    caption = (
         "Bytes alive after each op of the step, by category, counted on fake tensors. Triangle: "
         "the peak, with the op and the module that reach it. A change in per cent is that of the "
         f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
-        "those that a step makes and frees.",
+        "those that a step makes and frees."
     )
-    return picture_files("memory", frame, lambda: _draw(counted, alike))
+    return picture_files("memory", title, caption, lambda: _draw(counted, alike))
 
 
 def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figure:
@@ -152,8 +151,8 @@ ROW_IN = 0.15  # Height of a row, in inches: room for its name at 7 points
 
 def numerics_plot(result: NumericsResult, title: str) -> dict[str, bytes]:
     """`numerics.png` and `numerics.svg`: name to content."""
-    frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
-    return picture_files("numerics", frame, lambda: exponents(result))
+    heading = f"Sizes of the numbers of {title}"
+    return picture_files("numerics", heading, _caption(result), lambda: exponents(result))
 
 
 def exponents(result: NumericsResult) -> Figure:

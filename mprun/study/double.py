@@ -89,7 +89,6 @@ class Doubling:
 
     answer: Answer
     reason: str
-    label: str | None  # The variant to take if the answer is to double
 
 
 def double(comparison: Comparison) -> Doubling:
@@ -102,10 +101,9 @@ def double(comparison: Comparison) -> Doubling:
             "double it",
             f"{best.label}: {ratio_figure(best.throughput_ratio)} of the base batch's samples per "
             f"second, {comparison.metric} {best.verdict.word}",
-            best.label,
         )
     if not doubled:
-        return Doubling("inconclusive", "no run with the doubled batch was completed", None)
+        return Doubling("inconclusive", "no run with the doubled batch was completed")
     against = []
     if all(_throughput(v, "high") <= 1 for v in doubled):
         figures = ratio_figure(max(doubled, key=lambda v: _throughput(v, "high")).throughput_ratio)
@@ -113,19 +111,19 @@ def double(comparison: Comparison) -> Doubling:
     if all(v.verdict.word == "worse" for v in doubled):
         against.append(f"{comparison.metric} is worse with every learning-rate rule")
     if against:
-        return Doubling("don't", "; ".join(against), None)
+        return Doubling("don't", "; ".join(against))
     if any(v.execution == "emulated" for v in comparison.variants):
         return Doubling(
-            "inconclusive", "the runs are emulated: their times do not describe this hardware", None
+            "inconclusive", "the runs are emulated: their times do not describe this hardware"
         )
     if all(v.throughput_ratio is None for v in doubled):
-        return Doubling("inconclusive", "no step was timed, the runs are too short", None)
+        return Doubling("inconclusive", "no step was timed, the runs are too short")
     figures_of = (
         f"{v.label}: {ratio_figure(v.throughput_ratio)} of the samples per second, "
         f"metric {v.verdict}"
         for v in doubled
     )
-    return Doubling("inconclusive", "; ".join(figures_of), None)
+    return Doubling("inconclusive", "; ".join(figures_of))
 
 
 def _throughput(variant: Variant, end: Literal["low", "high"]) -> float:

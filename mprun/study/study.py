@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -281,22 +282,15 @@ def new_study(
     try:
         path.mkdir(parents=True, exist_ok=True)
         taken = _foreign(path)
-        if taken is None and _is_written(path, study_plan):
-            return Study(path, study_plan, load)
+        if taken is None:
+            with suppress(FileExistsError):  # another process was quicker
+                write_study_plan(path, study_plan)
+                return Study(path, study_plan, load)
     except OSError as error:
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
     if not (path / FILE).exists():
         raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
     return replace(_join(request, path, study_plan), load=load)
-
-
-def _is_written(folder: Path, plan: StudyPlan) -> bool:
-    """Write a plan; False if another process was quicker."""
-    try:
-        write_study_plan(folder, plan)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _foreign(folder: Path) -> str | None:

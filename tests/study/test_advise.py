@@ -17,6 +17,7 @@ from mprun.study.advise import advise, alarms, preset_text, screened, write_pres
 from mprun.study.compare.comparison import EqualQuality, Estimate, Interval, Variant
 from mprun.study.compare.verdicts import compare
 from mprun.study.trials import Outcome, Trial
+from tests.each import each
 from tests.study import comparison, ratio, variant
 from tests.study.compare.folders import run_of
 from tests.summaries import example
@@ -70,13 +71,21 @@ def test_a_better_metric_may_be_taken_too() -> None:
             variant("x", time=(1.1, 0.9, 1.3)),
             "no gain: 1.10 of the baseline's step time measured (10 pairs)",
         ),
+        (
+            replace(variant("x"), step_time_ratio=Estimate(0.7, Interval(0.13, 3.79), 2)),
+            "not proven faster: 0.70 of the baseline's step time measured (2 pairs)",
+        ),
+        (
+            replace(variant("x"), step_time_ratio=Estimate(0.7, None, 1)),
+            "not proven faster: 0.70 of the baseline's step time measured (1 pair)",
+        ),
         (variant("x", time=(1.4, 1.3, 1.5)), "slower: 1.40 [1.30, 1.50] of the baseline's step"),
         (variant("x", execution="emulated", time=None), "emulated here"),
         (variant("x", time=None), "not faster: an unknown share of the baseline's step time"),
     ],
 )
 def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
-    found = advise(comparison(other), {}, "time")  # type: ignore[arg-type]
+    found = advise(comparison(other), {}, "time")
     assert found.label == "fp32"
     assert found.reason == "no other mode was shown to need less step time at an equal metric"
     assert found.rejected["x"].startswith(reason)
@@ -117,18 +126,6 @@ def test_a_gain_to_equal_quality_is_taken_in_silence_and_an_open_one_with_a_note
         "x was not shown to reach the baseline's validation loss sooner: 1.10 [1.08, 1.12] of its "
         "samples and 0.92 [0.80, 1.05] of its time to equal validation loss"
     )
-
-
-def test_two_pairs_that_scatter_prove_nothing_and_have_no_interval_to_quote() -> None:
-    scattered = replace(
-        variant("x", time=None), step_time_ratio=Estimate(0.7, Interval(0.13, 3.79), 2)
-    )
-    found = advise(comparison(scattered), {}, "time")
-    reason = "not proven faster: 0.70 of the baseline's step time measured"
-    assert found.rejected["x"] == f"{reason} (2 pairs)"
-    one_pair = replace(scattered, step_time_ratio=Estimate(0.7, None, 1))
-    found = advise(comparison(one_pair), {}, "time")
-    assert found.rejected["x"] == f"{reason} (1 pair)"
 
 
 def test_every_mode_has_a_line_of_the_advice() -> None:
@@ -261,7 +258,6 @@ def test_only_pairs_with_one_machine_for_themselves_screen_by_time(cause: str) -
 def test_a_mode_slowed_by_an_artefact_is_not_screened_out() -> None:
     rows = [outcome(name, seed, ms) for name, ms in (("fp32", 10), ("x", 14)) for seed in range(2)]
     for row in rows:
-        assert row.summary is not None
         row.summary.hardware.page_fault_us = 1.0
         row.summary.page_faults_per_step = 6000.0 if row.trial.variant == "x" else 0.0
     assert screened(rows, "fp32", "time", pairs=2) == {}
@@ -294,30 +290,29 @@ def of_100() -> Summary:
     return summary
 
 
-def test_a_clean_run_has_none() -> None:
-    assert alarms(of_100(), steps(set())) == []
-    assert alarms(example(), []) == []
+SKIPPED = "3 of the last 50 steps were skipped: gradients overflow"
 
 
-def test_steps_skipped_while_a_scale_is_found_are_none() -> None:
-    assert alarms(of_100(), steps(set(range(1, 17)))) == []
-    assert alarms(of_100(), steps({60, 80})) == []
-
-
-@pytest.mark.parametrize("every", [1, 20, 1000])
-def test_what_is_logged_decides_nothing(every: int) -> None:
-    assert alarms(of_100(), steps({60, 80}, every)) == []
-    assert len(alarms(of_100(), steps({60, 70, 80}, every))) == 1
-
-
-def test_steps_skipped_again_and_again_are_one() -> None:
-    (text,) = alarms(of_100(), steps({60, 70, 80}))
-    assert text == "3 of the last 50 steps were skipped: gradients overflow"
-
-
-@pytest.mark.parametrize(
-    ("kind", "final", "n"), [("dynamic", 0.5, 1), ("dynamic", 1.0, 0), ("static", 0.5, 0)]
+@each(
+    ("lines", "expected"),
+    [
+        (steps(set()), []),
+        (steps(set(range(1, 17))), []),  # while a scale is found
+        *(
+            (steps({60, 80}, every), []) for every in (1, 20, 1000)
+        ),  # what is logged decides nothing
+        *((steps({60, 70, 80}, every), [SKIPPED]) for every in (1, 20, 1000)),
+    ],
 )
+def test_steps_skipped_again_and_again_are_an_alarm(
+    lines: list[dict[str, Any]], expected: list[str]
+) -> None:
+    summary: Summary = example()
+    summary.steps = 100
+    assert alarms(summary, lines) == expected
+
+
+@each(("kind", "final", "n"), [("dynamic", 0.5, 1), ("dynamic", 1.0, 0), ("static", 0.5, 0)])
 def test_a_scale_that_fell_below_one(kind: str, final: float, n: int) -> None:
     summary: Summary = example()
     summary.loss_scale = LossScaleRow(kind=kind, initial=65536.0, final=final)
@@ -326,6 +321,7 @@ def test_a_scale_that_fell_below_one(kind: str, final: float, n: int) -> None:
 
 def test_a_loss_that_is_not_finite() -> None:
     summary: Summary = example()
+    assert alarms(summary, []) == []
     summary.history[0].validation.loss = "nan"
     assert alarms(summary, []) == ["a validation loss was not finite"]
 

@@ -137,7 +137,7 @@ def test_a_sweep_ends_in_its_budget_says_what_is_missing_and_is_continued(
     assert done == {"fp32-seed0", "bf16_mixed-seed0", "fp32-seed1"}
     record = compared()
     assert record["not_run"] == {"bf16_mixed": [1, 2], "fp32": [2]}
-    assert note in record["notes"]  # type: ignore[operator]
+    assert note in record["notes"]
     assert main(["sweep", "run.resume=s"]) == 0
     assert compared()["not_run"] == {}
     assert "left out" not in capsys.readouterr().out
@@ -176,8 +176,8 @@ def test_advice_in_a_budget_names_the_modes_it_knows_nothing_of(
     assert "not tried (advise.budget_min=1.2 ended before its first trial" in output
     assert "note: advise.budget_min=1.2 left out 5 of 6 trials" in output
     advice = compared()["advice"]
-    assert "bf16_mixed" in advice["not_tried"]  # type: ignore[index]
-    assert any("left out 5 of 6" in note for note in advice["notes"])  # type: ignore[index]
+    assert "bf16_mixed" in advice["not_tried"]
+    assert any("left out 5 of 6" in note for note in advice["notes"])
 
 
 def test_a_budget_without_a_completed_run_is_a_failure_that_says_how_to_continue(

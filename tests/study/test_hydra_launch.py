@@ -80,20 +80,6 @@ def test_a_killed_job_and_a_stopped_command_lose_nothing(
     assert statuses() == {("completed", 100): 4}
 
 
-@pytest.mark.exhaustive
-def test_ctrl_c_ends_the_jobs_and_the_study_is_resumed(
-    crowd: Crowd, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parent = crowd.start([*LONG, *JOBLIB], "log.txt")
-    under_way = running_trials("s", 2)
-    os.kill(parent, signal.SIGINT)
-    assert crowd.statuses() == {parent: 130}
-    wait_for(lambda: not any(map(is_alive, under_way)))
-    Path("go").touch()
-    assert main(RESUME) == 0
-    assert statuses() == {("completed", 100): 4}
-
-
 def check_once(output: str) -> None:
     """What a study of six runs has left and printed."""
     assert statuses() == {("completed", 20): 6}

@@ -71,7 +71,6 @@ def test_many_runs_by_four_processes_at_once(seeds: int, crowd: Crowd) -> None:
     assert (len(base.runs), len(other.runs)) == (seeds, seeds)
     assert other.verdict.interval is not None
     assert other.no_time_verdict == OVERLAPPED
-    assert other.step_time_ratio is not None
     assert other.step_time_ratio.interval is None
 
 
@@ -200,7 +199,6 @@ def test_a_run_of_another_process_that_lasts_keeps_modes_from_being_screened_by_
     first, *rest = made.run(BudgetSignals(Budget(minutes=0)), progress).outcomes
     slower = [o for o in rest if o.trial.variant != made.baseline]
     for outcome in slower:
-        assert outcome.summary is not None
         outcome.summary.step_time_ms.median = 1e6
     drop = Screening("time", 1).drop(made)
     assert set(drop(rest)) == {slower[0].trial.variant}

@@ -34,6 +34,8 @@ from mprun.study.compare.times import SAME, TimedPairs, judge_ratio
 MIN_VALIDATIONS = 4  # Fewer points are no curve: a step between them would be a guess
 
 Curve = Sequence[ValidationLoss]
+_Need = tuple[float | None, float | None, Estimate | None]
+NOTHING: _Need = (None, None, None)
 
 
 class StepsToTarget(NamedTuple):
@@ -118,7 +120,7 @@ def equal_quality(
             f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
             "train.max_steps"
         )
-        return _nothing(tolerance, reason)
+        return EqualQuality(*NOTHING, *NOTHING, 0, tolerance, reason)
     reached = [
         (own.summary, other.summary, steps)
         for own, other in pairs
@@ -128,7 +130,7 @@ def equal_quality(
     lost = len(pairs) - len(reached)
     reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
     if not reached:
-        return _nothing(tolerance, reason)
+        return EqualQuality(*NOTHING, *NOTHING, 0, tolerance, reason)
     samples = [
         # Skipped steps count: they take time and data. A damaged record may have a batch of 0.
         (steps.ours * max(1, own.batch_size), steps.theirs * max(1, other.batch_size))
@@ -141,19 +143,12 @@ def equal_quality(
         for (own, other, _), (ours, theirs) in zip(reached, samples, strict=True)
         if id(own) in with_times and own.samples_per_second and other.samples_per_second
     ]
-    time_ratio = _ratio(seconds)
+    ours_s, theirs_s, time_ratio = _need(seconds)
     if time_ratio is not None and timed.no_verdict:
         time_ratio = time_ratio._replace(interval=None)
-    return EqualQuality(
-        *_medians(samples),
-        _ratio(samples),
-        *_medians(seconds),
-        time_ratio,
-        # Counted, not left out: that would leave the good seeds only
-        sum(steps.is_missed for _, _, steps in reached),
-        tolerance,
-        reason,
-    )
+    # Counted, not left out: that would leave the good seeds only
+    missed = sum(steps.is_missed for _, _, steps in reached)
+    return EqualQuality(*_need(samples), ours_s, theirs_s, time_ratio, missed, tolerance, reason)
 
 
 def _validated_pairs(group: RunGroup, base: RunGroup) -> list[tuple[Run, Run]]:
@@ -176,18 +171,12 @@ def read_curve(run: Path) -> Curve:
         return ()
 
 
-def _medians(rows: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
+def _need(rows: Sequence[tuple[float, float]]) -> _Need:
+    """Medians of what both needed, and the ratio; without pairs, nothing."""
     if not rows:
-        return None, None
-    return median(row[0] for row in rows), median(row[1] for row in rows)
-
-
-def _ratio(rows: Sequence[tuple[float, float]]) -> Estimate | None:
-    return geometric_mean([ours / theirs for ours, theirs in rows]) if rows else None
-
-
-def _nothing(tolerance: float, reason: str) -> EqualQuality:
-    return EqualQuality(None, None, None, None, None, None, 0, tolerance, reason)
+        return NOTHING
+    ratio = geometric_mean([ours / theirs for ours, theirs in rows])
+    return median(ours for ours, _ in rows), median(theirs for _, theirs in rows), ratio
 
 
 def _no_crossing(lost: int, pairs: int, tolerance: float) -> str:

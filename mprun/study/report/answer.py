@@ -9,8 +9,6 @@ warning where its speed buys nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from mprun.records.console.formatting import counted, joined
 from mprun.study.compare.comparison import (
     KEEPS,
@@ -40,13 +38,6 @@ from mprun.study.report.cells import (
 # Peaks that differ from the baseline's by less than this share are called the same. Peaks are
 # computed, not sampled, so they have no interval.
 SAME_MEMORY = 0.02
-
-
-class VariantSentence(NamedTuple):
-    """The result of one variant."""
-
-    label: str
-    sentence: str  # Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -89,12 +80,9 @@ def _sentence(variant: Variant, *clauses: str) -> str:
     return f"{plain(variant.label)} {joined([*filter(None, clauses)])}."
 
 
-def variant_sentences(comparison: Comparison) -> list[VariantSentence]:
-    """A sentence for each variant but the baseline, in the table's order."""
-    return [
-        VariantSentence(plain(variant.label), _in_full(comparison, variant))
-        for variant in comparison.variants[1:]
-    ]
+def variant_sentences(comparison: Comparison) -> list[str]:
+    """A sentence for each variant but the baseline, in the table's order, without its label."""
+    return [_in_full(comparison, variant) for variant in comparison.variants[1:]]
 
 
 def _in_full(comparison: Comparison, variant: Variant) -> str:

@@ -58,11 +58,11 @@ class Plot(NamedTuple):
     def drawn(self, alt: str, draw: Callable[[], Figure]) -> Plot:
         """The plot with its drawing; `alt` is the title of its PNG, and describes its SVG to those
         who cannot see it."""
-        frame = PictureFrame(alt, " ".join((self.caption, *self.notes)))
+        caption = " ".join((self.caption, *self.notes))
         with style():
             made = draw()
             svg = _inline(made, f"plot-{self.name}", alt)  # before the frame is written around it
-            return self._replace(svg=svg, png=_framed(made, frame, ["png"])["png"])
+            return self._replace(svg=svg, png=_framed(made, alt, caption, ["png"])["png"])
 
 
 # ---- colours -------------------------------------------------------------------------------------
@@ -122,21 +122,20 @@ def marker(index: int) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-class PictureFrame(NamedTuple):
-    """What a picture file has around its drawing. A page has its own text around it."""
+def picture_files(
+    name: str, title: str, caption: str, draw: Callable[[], Figure]
+) -> dict[str, bytes]:
+    """A drawing as the files `name.png` and `name.svg`: name to content.
 
-    title: str
-    caption: str  # The meaning of colours, lines and marks, and the number of runs or steps
-
-
-def picture_files(name: str, frame: PictureFrame, draw: Callable[[], Figure]) -> dict[str, bytes]:
-    """A drawing as the files `name.png` and `name.svg`: name to content."""
+    A page has its own text around a drawing; a file has the title above it, and below it the
+    caption: the meaning of colours, lines and marks, and the number of runs or steps.
+    """
     with style():
-        files = _framed(draw(), frame, ["png", "svg"])
+        files = _framed(draw(), title, caption, ["png", "svg"])
     return {f"{name}.{kind}": content for kind, content in files.items()}
 
 
-def _framed(made: Figure, frame: PictureFrame, kinds: Sequence[str]) -> dict[str, bytes]:
+def _framed(made: Figure, title: str, caption: str, kinds: Sequence[str]) -> dict[str, bytes]:
     """Files of a figure, with the frame's text above and below it, by their kinds.
 
     The text lies outside of the figure, and a file has room for it. So the drawing is the same as
@@ -144,7 +143,7 @@ def _framed(made: Figure, frame: PictureFrame, kinds: Sequence[str]) -> dict[str
     """
     FigureCanvasAgg(made)
     made.set_dpi(PNG_DPI)  # letters are as wide in the layout as in the PNG
-    bounds = _write_frame(made, frame)
+    bounds = _write_frame(made, title, caption)
     files = {}
     for kind in kinds:
         file = io.BytesIO()
@@ -153,7 +152,7 @@ def _framed(made: Figure, frame: PictureFrame, kinds: Sequence[str]) -> dict[str
     return files
 
 
-def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
+def _write_frame(drawn: Figure, title: str, caption: str) -> Bbox:
     """Write title and caption around a figure; the area of all three, in inches."""
     drawn.draw_without_rendering()  # the layout is that of the figure alone
     drawn.set_layout_engine("none")
@@ -162,13 +161,13 @@ def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
     width_in, height_in = drawn.get_size_inches()
     line_in = LINE_SPACING * FRAME_POINTS / 72
     letters = int(width_in * LETTERS_PER_IN)
-    title = [part for line in frame.title.splitlines() for part in wrap(line, letters)]
-    caption = wrap(frame.caption, letters)
+    above = [part for line in title.splitlines() for part in wrap(line, letters)]
+    below = wrap(caption, letters)
     style: dict[str, Any] = {"fontsize": FRAME_POINTS, "linespacing": LINE_SPACING, "ha": "left"}
-    above_in, below_in = ((len(x) * line_in + 2 * MARGIN_IN) if x else 0 for x in (title, caption))
+    above_in, below_in = ((len(x) * line_in + 2 * MARGIN_IN) if x else 0 for x in (above, below))
     top, bottom = 1 + MARGIN_IN / height_in, -MARGIN_IN / height_in
-    drawn.text(0, top, "\n".join(title), va="bottom", weight="bold", **style)
-    drawn.text(0, bottom, "\n".join(caption), va="top", color=LIGHT["muted"], **style)
+    drawn.text(0, top, "\n".join(above), va="bottom", weight="bold", **style)
+    drawn.text(0, bottom, "\n".join(below), va="top", color=LIGHT["muted"], **style)
     return Bbox.from_extents(-MARGIN_IN, -below_in, width_in + MARGIN_IN, height_in + above_in)
 
 

@@ -174,20 +174,10 @@ def _not_settled(comparison: Comparison) -> Iterator[str]:
         yield f"not settled: {_grouped(reasons)}"
 
 
-# The causes of artefacts, in short
-CAUSES = {
-    "page_faults": "page faults",
-    "load": "load by other processes",
-    "clock": "a slower clock",
-    "drift": "drift within the runs",
-    "allocator": "different allocators",
-}
-
-
 def _untimed(comparison: Comparison) -> Iterator[str]:
     """Whose times have no verdict because of an artefact, and whose speed may buy nothing."""
     causes = {
-        plain(v.label): f"{CAUSES.get(v.artefacts[0].cause, 'unknown')}; {v.artefacts[0].remedy}"
+        plain(v.label): f"{v.artefacts[0].cause.replace('_', ' ')}; {v.artefacts[0].remedy}"
         for v in comparison.variants
         if v.artefacts
     }
@@ -255,7 +245,12 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
-        *(f"{one.label} {one.sentence}" for one in answer.variant_sentences(comparison)),
+        *(
+            f"{plain(variant.label)} {sentence}"
+            for variant, sentence in zip(
+                comparison.variants[1:], answer.variant_sentences(comparison), strict=True
+            )
+        ),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *(f"failed: {line}" for line in answer.failures(comparison)),

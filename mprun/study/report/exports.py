@@ -110,7 +110,7 @@ def page(comparison: Comparison, plots: list[Plot]) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    sentences = ["", *(x.sentence for x in answer.variant_sentences(comparison))]
+    sentences = ["", *answer.variant_sentences(comparison)]
     parts = (comparison.variants, cells.rows(comparison), sentences, config_changes(comparison))
     return environment.from_string(_resource("report.html")).render(
         c=comparison,

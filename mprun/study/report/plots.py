@@ -188,7 +188,7 @@ LOSSES_FACTOR = 20.0  # Losses farther apart than this are drawn on a logarithmi
 # bin, which smooths and thins the curve without a shift of its level.
 MAX_POINTS = 150
 
-MAX_MARKS = 25  # The most validation losses drawn of a variant; of more, every second, third, ..
+MAX_MARKS = 25  # The most validation losses drawn of a variant
 
 
 class RunLosses(NamedTuple):
@@ -212,7 +212,7 @@ class VariantLosses(NamedTuple):
     """What is drawn of a variant."""
 
     band: Band | None
-    validation: Curve | None  # The medians over runs
+    validation: Band | None  # Its medians are drawn
     x_unit: float  # A step on the axis: 1, or its share of an epoch
 
 
@@ -279,20 +279,6 @@ def _means(x: Column, y: Column, width: int, bins: int) -> Column:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _validation(runs: Sequence[RunLosses]) -> Curve | None:
-    """Steps and the median over runs of the validation loss after them; None without any."""
-    at_step: dict[float, list[float]] = {}
-    for one in runs:
-        for step, loss in zip(*one.validation, strict=True):
-            if np.isfinite(step) and np.isfinite(loss):
-                at_step.setdefault(float(step), []).append(float(loss))
-    if not at_step:
-        return None
-    steps = sorted(at_step)
-    steps = steps[:: -(-len(steps) // MAX_MARKS)]  # rounded up, so that at most MAX_MARKS are left
-    return np.array(steps), np.array([np.median(at_step[s]) for s in steps])
-
-
 def _epoch_share(summary: Summary) -> float:
     """A step as a share of an epoch."""
     samples = summary.data.train_samples
@@ -312,7 +298,7 @@ def losses(comparison: Comparison) -> Plot:
         runs, problems = read_losses(variant.runs)
         x_unit = _epoch_share(variant.runs[0].summary) if in_epochs and variant.runs else 1.0
         own = band([one.training for one in runs])
-        rows.append(VariantLosses(own, _validation(runs), x_unit))
+        rows.append(VariantLosses(own, band([one.validation for one in runs], MAX_MARKS), x_unit))
         notes += [f"{name}, {problem}" for problem in problems]
         if broken := sum(not np.isfinite(one.training[1]).all() for one in runs):
             left_out = "logged losses that are not finite; they are left out."
@@ -373,8 +359,8 @@ def _draw_losses(axes: Axes, one: VariantLosses, index: int, drawn: str) -> None
     axes.plot(x, one.band.middle, color=drawn, linewidth=1.2)
     if one.validation is not None:
         axes.plot(
-            one.validation[0] * one.x_unit,
-            one.validation[1],
+            one.validation.x * one.x_unit,
+            one.validation.middle,
             linestyle="none",
             marker=marker(index),
             markersize=3.6,

@@ -16,7 +16,6 @@ from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.study.compare.comparison import Comparison, Run
 from mprun.study.compare.load import find_runs, score
 from mprun.study.compare.verdicts import compare, is_fraction
-from mprun.study.report import cells
 from tests.study.compare.folders import run_of, summary_of, write_run
 
 SEEDS = 6
@@ -103,18 +102,6 @@ def test_what_is_a_fraction(
 ) -> None:
     metric = Metric(name=name, higher_is_better=more_is_better)
     assert is_fraction(metric, values) is expected
-
-
-def test_a_fraction_is_shown_in_percent_and_points_another_metric_as_it_is() -> None:
-    fraction = comparison(0.8, 0.7, "f1", True)
-    assert cells.metric_unit(fraction) == "%"
-    assert cells.metric_scale(fraction) == 100
-    assert cells.difference_unit(fraction) == "points"
-    other = comparison(20.0, 30.0, "perplexity", False)
-    assert cells.metric_unit(other) == ""
-    assert cells.metric_scale(other) == 1
-    assert cells.difference_unit(other) == "difference %"
-    assert cells.metric_name(other) == "test perplexity"
 
 
 def test_a_diverged_metric_is_worse_whatever_the_direction() -> None:

@@ -6,9 +6,6 @@ oracle reads each sentence as a reader does: the words, the printed interval, th
 Equality may be claimed where the interval lies inside the margin, a difference where the interval
 leaves out "no difference", and nothing otherwise. What was decided is checked against scipy's
 p-values and the closed testing principle, of which Holm's method is a short cut.
-
-How often claims are wrong is counted against what is true of the simulation; the bound is the
-count that a claim with exactly the nominal rate exceeds once in 10,000 draws, which are seeded.
 """
 
 from __future__ import annotations
@@ -154,7 +151,6 @@ def check_speed_clause(clause: str, found: Variant) -> None:
     match = SPEED.match(clause)
     assert match is not None, clause
     words, ratio = match["words"], found.throughput_ratio
-    assert ratio is not None
     if "no verdict" in words:
         assert match["low"] is None, clause
         assert match["why"], clause
@@ -177,7 +173,6 @@ def check_speed_clause(clause: str, found: Variant) -> None:
         assert not (low > 1 / SAME and high < SAME), clause
         assert ("too few runs" in words) == is_wide, clause
     shown = re.search(rf"{NUMBER}x? (?:times as fast|the samples|the time)", clause)
-    assert shown is not None
     value = 1 / ratio.value if is_slower else ratio.value
     # The table has the same ratio; a hundredth is the last digit shown.
     assert float(shown[1]) == pytest.approx(value, abs=0.00501 + 0.005 * value)
@@ -189,13 +184,12 @@ def check(found: Comparison) -> None:
         found.variants[1:], cells.rows(found)[1:], answer.variant_sentences(found), strict=True
     )
     for variant, row, finding in findings:
-        clauses = split_clauses(finding.sentence)
+        clauses = split_clauses(finding)
         check_metric_clause(clauses[0], found, variant.verdict.word)
         check_speed_clause(clauses[1], variant)
         check_decision(found, variant)
         check_reason(found, variant)
         printed = METRIC.match(clauses[0])
-        assert printed is not None
         low, high = printed.groups()[-2:]
         assert row.difference[1].startswith(f"{low} to {high} ("), clauses[0]
         assert f"({printed['level']}%)" in row.difference[1]
@@ -242,8 +236,6 @@ def check_headline(sentence: str, found: Comparison) -> None:
         assert variant.verdict.word in ("equivalent", "better"), sentence
         if "times as fast" in sentence or "trains faster" in sentence:
             ratio = variant.throughput_ratio
-            assert ratio is not None
-            assert ratio.interval is not None
             assert ratio.interval.low > 1 or ratio.interval.high < 1, sentence
         return
     assert sentence.startswith("No variant was shown to keep"), sentence
@@ -306,8 +298,7 @@ def check_many(studies: int, seed: int) -> Counter[str]:
         for variant, finding in zip(
             found.variants[1:], answer.variant_sentences(found), strict=True
         ):
-            match = SPEED.match(split_clauses(finding.sentence)[1])
-            assert match is not None
+            match = SPEED.match(split_clauses(finding)[1])
             met[variant.verdict.word] += 1
             met[re.sub(rf"{NUMBER}(?=x| times)", "r", match["words"])] += 1
     return met
@@ -340,7 +331,6 @@ def test_the_files_hold_the_interval_that_decided() -> None:
         table = list(csv.DictReader(io.StringIO(exports.csv_text(found))))
         for variant, in_json, row in zip(found.variants[1:], read[1:], table[1:], strict=True):
             verdict = variant.verdict
-            assert verdict.interval is not None
             assert in_json["verdict"]["interval"] == verdict.interval._asdict()
             assert in_json["verdict"]["level"] == verdict.level == float(row["verdict_level"])
             low, high = float(row["verdict_low"]), float(row["verdict_high"])
@@ -409,57 +399,17 @@ def tost(differences: Sequence[float], margin: float) -> float:
     return float(max(above, below))
 
 
-# ---- how often claims are wrong ------------------------------------------------------------------
-
-
-def false_claims(study: Study, studies: int, *words: str) -> int:
-    """Of many studies how many say any of these words of any variant."""
-    rng = np.random.default_rng(7)
-    count = 0
-    for _ in range(studies):
-        found = simulated(study, rng)
-        said = {v.verdict.word for v in found.variants[1:]}
-        said |= {speed_word(f.sentence) for f in answer.variant_sentences(found)}
-        count += bool(said & set(words))
-    return count
-
-
-def speed_word(sentence: str) -> str:
-    clause = split_clauses(sentence)[1]
-    if any(
-        x in clause for x in ("times as fast", "x the time (", "trains faster", "trains slower")
-    ):
-        return "another speed"
-    return "same speed" if "as fast within" in clause else "open"
-
-
-def most(studies: int) -> int:
-    """What a claim that is wrong in 5 % of studies exceeds once in 10,000 times."""
-    return int(stats.binom.ppf(1 - 1e-4, studies, 0.05))
-
-
-@pytest.mark.representative("*-3", "three equal-10")
-@pytest.mark.parametrize("n", SEEDS)
-@pytest.mark.parametrize(
-    ("study", "words"),
-    [
-        (Study(2, 3, effect=0.0, spread=2.0), ("worse", "better")),
-        (Study(2, 3, "loss", effect=1.0, spread=0.3), ("equivalent",)),
-        (Study(2, 1, speed=1.0, noise=0.1), ("another speed",)),
-        (Study(2, 1, speed=SAME, noise=0.01), ("same speed",)),
-    ],
-    ids=["three equal", "three a margin off", "as fast", "5 % faster"],
-)
-def test_false_claims_are_at_most_nominal(study: Study, words: tuple[str, ...], n: int) -> None:
-    assert false_claims(study._replace(n=n), 150, *words) <= most(150)
+# ---- a rare failure ------------------------------------------------------------------------------
 
 
 @pytest.mark.representative("2", "10")
 @pytest.mark.parametrize("n", SEEDS)
 def test_a_collapse_is_unseen_as_often_as_the_note_says(n: int) -> None:
     """One seed in ten collapses; a study that meets none of them finds the mode equivalent."""
-    studies = 150
-    equivalent = false_claims(Study(n, spread=0.02, collapse=0.1), studies, "equivalent")
+    studies, rng = 150, np.random.default_rng(7)
+    study = Study(n, spread=0.02, collapse=0.1)
+    words = [simulated(study, rng).variants[1].verdict.word for _ in range(studies)]
+    equivalent = words.count("equivalent")
     low, high = stats.binom.ppf([1e-4, 1 - 1e-4], studies, 0.9**n)
     assert low <= equivalent <= high
     found = simulated(Study(n, spread=0.02), np.random.default_rng(0))

@@ -1,4 +1,4 @@
-"""How often verdicts are wrong, by simulation of whole comparisons with a known truth.
+"""How often verdicts on metric and speed are wrong, by simulation with a known truth.
 
 Rates are checked against 5 % plus four standard errors of a share of 5 % over the repetitions
 (4 sqrt(0.05 0.95 / 2000) = 1.9 %), which sound verdicts exceed once in 30,000 draws, and these are
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mprun.study.compare.statistics import summarise
+from mprun.study.compare.statistics import geometric_mean, summarise
+from mprun.study.compare.times import SAME, judge_ratio
 from mprun.study.compare.verdicts import Evidence, judge
 
 REPETITIONS = 2000
@@ -85,6 +86,20 @@ def test_what_differs_by_one_margin_is_seldom_called_equivalent(
     draw: Draw, resolution: float, seeds: int, variants: int
 ) -> None:
     assert shares(draw, seeds, variants, -MARGIN, resolution)[2] <= AT_MOST
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 10])
+@pytest.mark.parametrize(
+    ("truth", "noise", "false"),
+    [(1.0, 0.1, ("higher", "lower")), (SAME, 0.03, ("same",))],
+    ids=["as fast", "5 % faster"],
+)
+def test_a_speed_is_seldom_claimed_falsely(
+    truth: float, noise: float, false: tuple[str, ...], seeds: int
+) -> None:
+    ratios = truth * np.exp(np.random.default_rng(7).normal(0, noise, (REPETITIONS, seeds)))
+    claims = sum(judge_ratio(geometric_mean(row)).word in false for row in ratios.tolist())
+    assert claims / REPETITIONS <= AT_MOST
 
 
 def test_the_rates_come_near_the_nominal_one() -> None:

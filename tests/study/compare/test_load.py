@@ -152,11 +152,14 @@ def test_damaged_and_foreign_summaries_are_skipped(content: bytes, reason: str) 
     assert "\n" not in said
 
 
-def test_a_run_cut_off_before_its_first_summary() -> None:
+def test_a_run_cut_off_before_its_first_summary_and_a_folder_in_its_place() -> None:
     write_run(Path("runs/a"))
     (write_run(Path("runs/b")) / "summary.json").unlink()
+    Path("runs/c/summary.json").mkdir(parents=True)
     assert found("runs") == ["runs/a"]
-    assert skipped("runs") == {"runs/b": "a run that ended before it had a summary.json"}
+    cut_off, folder = skipped("runs").values()
+    assert cut_off == "a run that ended before it had a summary.json"
+    assert "cannot be read" in folder
 
 
 def test_what_cannot_be_read_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,12 +175,6 @@ def test_what_cannot_be_read_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "scandir", locked)
     assert found("runs") == ["runs/a"]
     assert skipped("runs") == {"runs/b": "cannot be read (Permission denied)"}
-
-
-def test_a_folder_in_the_place_of_the_file() -> None:
-    Path("run/summary.json").mkdir(parents=True)
-    assert found("run") == []
-    assert "cannot be read" in skipped("run")["run"]
 
 
 def test_failed_runs_are_found() -> None:

@@ -118,14 +118,6 @@ def test_differences_that_agree_by_chance_have_the_spread_of_their_rounding() ->
     assert difference_p(summarise([0.02, 0.02], resolution=0.01)) > 0.05
 
 
-@given(pairs(ACCURACIES))
-def test_any_spread_above_that_of_rounding_counts_as_it_is(found: list[list[float]]) -> None:
-    drawn = differences(found)
-    fine = summarise(drawn)
-    assume(fine.sd > 1e-4 / math.sqrt(12))
-    assert summarise(drawn, 1e-4) == fine
-
-
 # ---- several tests -------------------------------------------------------------------------------
 
 

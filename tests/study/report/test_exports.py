@@ -13,6 +13,7 @@ import pytest
 from mprun.study.compare.comparison import Advice, Skipped
 from mprun.study.report import cells
 from mprun.study.report.exports import config_changes
+from tests.each import each
 from tests.study.report.compared import HOSTILE, comparison
 from tests.study.report.pages import KINDS, made
 
@@ -228,7 +229,7 @@ def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
 # ---- configurations ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "problem"),
     [
         ("a: [1, 2\n", "it is not valid YAML"),
@@ -246,9 +247,9 @@ def test_a_configuration_that_cannot_be_shown_is_told(
     path.unlink()
     if text is not None:
         path.write_bytes(text.encode(errors="surrogateescape"))
-    read = config_changes(found)
-    assert problem in read[1].problem
-    assert read[0].problem == ""
+    base, other = config_changes(found)
+    assert problem in other.problem
+    assert base.problem == ""
 
 
 def test_changes_are_of_fields_that_make_a_variant(tmp_path: Path) -> None:

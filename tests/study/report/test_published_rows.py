@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +117,6 @@ def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
     assert "bf16" in text
     if kind != "terminal":
         assert "0.8607" in text, "epoch 4"
-
-
-def test_no_verdict_depends_on_them() -> None:
-    """The comparison's modules cannot see them, and its result has none of them."""
-    modules = list((ROOT / "mprun/study/compare").glob("*.py"))
-    assert modules
-    for path in modules:
-        assert "published_" not in path.read_text(encoding="utf-8")
-    found = study()
-    assert replace(found, recipe="x").variants == found.variants
-    assert not [name for name in vars(found) if "published" in name]
 
 
 def test_the_page_on_recipes_has_the_same_figures() -> None:

@@ -147,19 +147,14 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert len(tables.header(summary)) == 5
 
 
-def test_a_broken_loss_is_shown() -> None:
+def test_a_broken_loss_and_an_emulated_step_time_are_shown() -> None:
     summary = example()
-    summary.train.loss = "nan"
-    summary.test.loss = "inf"
+    assert "EMULATED" not in shown(summary)
+    summary.train.loss, summary.test.loss = "nan", "inf"
+    summary.execution = "emulated"
     assert row(summary, "training loss") == "nan"
     assert row(summary, "test loss") == "inf"
-
-
-def test_an_emulated_step_time_is_flagged() -> None:
-    summary = example()
-    summary.execution = "emulated"
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
-    assert "EMULATED" not in shown(example())
 
 
 def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
@@ -197,14 +192,10 @@ def guarded(action: str, *found: tuple[str, str], layers: dict[str, str] | None 
     return made
 
 
-def test_without_a_guard_there_is_no_line_and_no_file() -> None:
+def test_without_a_guard_or_a_finding_there_is_no_file() -> None:
     assert tables.guard_lines(example(), FOLDER) == []
-    assert guard_layers(example()) is None
-
-
-def test_a_guard_that_found_nothing_says_so() -> None:
     assert tables.guard_lines(guarded("log"), FOLDER) == ["guard: no product passed a threshold"]
-    assert guard_layers(guarded("log")) is None
+    assert guard_layers(example()) is guard_layers(guarded("log")) is None
 
 
 def test_the_guard_s_line_names_layers_and_products() -> None:
