@@ -120,7 +120,7 @@ restore_states(own["host_rng"]) => pass
 warm-up train/clock.py A run of exactly 100 steps has a short warm-up.
 if steps < MANY_STEPS => if steps <= MANY_STEPS
 shared-metric train/recipe_metrics.py Training and evaluation add to one metric.
-metric = copy.deepcopy(self.metric) => metric = self.metric
+metric = copy.deepcopy(entry.metric) => metric = entry.metric
 test-time train/stopwatch.py A validation may take the time that the test needs.
 self.validation_until = self._ends_at - share * test_s => self.validation_until = self._ends_at
 worst-epoch train/recorder.py Of a loss the worst epoch is kept as the best.

@@ -29,7 +29,8 @@ from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trial
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.train.assemble.plan import data_request
 from mprun.train.assemble.recipe_loading import lies_in
-from mprun.train.loggers import LoggedRun, build_loggers
+from mprun.train.logger import LoggedRun
+from mprun.train.loggers import build_loggers
 
 LOGS = ".launcher"  # The folder of a launcher's files in a study's: see `hydra_launch.py`
 POLL_S = 0.5  # Seconds between two looks at the trials of other processes

@@ -7,6 +7,7 @@ not part of a step's time. `Progress` is the one that shows them on screen.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,13 @@ class StepLine(NamedTuple):
 
     step: int
     epoch: int
-    loss: float
-    lr: float
-    loss_scale: float
-    skipped: bool
-    step_time_ms: float
-    data_time_ms: float
-    timed: bool  # Whether it is part of the statistics: its batch has the full size
+    loss: float = math.nan  # This and the next fields are read a fraction of a second later
+    lr: float = 0.0
+    loss_scale: float = 1.0
+    skipped: bool = False
+    step_time_ms: float = 0.0
+    data_time_ms: float = 0.0
+    timed: bool = True  # Whether it is part of the statistics: its batch has the full size
     page_faults: int | None = None
     parts: Mapping[str, float] = MappingProxyType({})  # The named parts of the loss
 
@@ -46,12 +47,9 @@ class Callback:
         """A note or a warning for the user."""
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
-        """Called before the first step.
+        """Called before the first step, with the prepared model.
 
-        Args:
-            model: the prepared model.
-            elapsed_s: seconds the run took before it was resumed, without start-up; 0 for a new
-                run.
+        `elapsed_s` is what the run took before it was resumed, without start-up; 0 for a new run.
         """
 
     def on_steps(self, lines: list[StepLine]) -> None:
@@ -60,9 +58,7 @@ class Callback:
     def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
         """Something happened in a step. This comes before the call of `on_steps` with that step.
 
-        Args:
-            row: the event's line of metrics.jsonl.
-            warning: a sentence for the user, or None.
+        `row` is the event's line of metrics.jsonl, `warning` a sentence for the user.
         """
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
@@ -110,13 +106,7 @@ SHOW_EPOCH_EVERY_S = 1.0
 
 
 class Progress(Callback):
-    """Shows how far a run is.
-
-    Args:
-        view: where it is shown.
-        planned_steps: optimizer steps if time does not run out, or None.
-        max_time_s: the limit on training time in seconds, or None.
-    """
+    """Shows how far a run is, of its planned steps or its seconds; None is no limit."""
 
     def __init__(
         self, view: ProgressView, planned_steps: int | None, max_time_s: float | None

@@ -221,13 +221,7 @@ class Stateful(Protocol):
 
 
 class Checkpointer(Callback):
-    """Saves a checkpoint whenever the loop emits its state.
-
-    Args:
-        run: the run's folder.
-        parts: objects that are saved beside the loop, by key.
-        facts: plain values about the run, by key.
-    """
+    """Saves the state that the loop emits, with the states of `parts` and some facts beside it."""
 
     def __init__(self, run: Path, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
         self._run, self._parts, self._facts = run, parts, facts

@@ -35,13 +35,10 @@ TRIAL_BATCHES = 4  # Batches evaluated to learn their time: one to warm up, a me
 
 
 class Evaluator:
-    """Evaluates a model.
+    """Evaluates a model, with the processes of `ranks` each a part of every batch.
 
-    Args:
-        recipe, model, precision: those of the run.
-        check: called after each batch; may raise to end the evaluation.
-        metrics: those of the recipe; None: asks it for them.
-        ranks: the processes that evaluate together, each a part of every batch.
+    `check` is called after each batch, and may raise to end the evaluation. `metrics` are those of
+    the recipe; None asks it for them.
     """
 
     def __init__(
@@ -63,10 +60,8 @@ class Evaluator:
     def scores(self, batches: Batches, until: float = math.inf) -> Scores:
         """Means over a set; None for an empty set.
 
-        Args:
-            batches: the set.
-            until: the `time.perf_counter` after which no further batch begins. The scores of a set
-                that was not finished have the number of samples.
+        No batch begins after the `time.perf_counter` `until`; scores of a set that was not finished
+        have the number of samples.
         """
         if batches.is_empty:
             return NO_SCORES

@@ -41,11 +41,11 @@ from mprun.records.files import write_atomic
 from mprun.records.layer_values import computes_float16
 from mprun.records.reader import DamagedArchiveError, open_regular, read_bytes
 from mprun.train import checkpoint
-from mprun.train.user_code import explain_mistakes, model_of
+from mprun.train.user_code import explain_mistakes, form_of, model_of
 
 LEGAL = (
-    "legal is a run's folder, a checkpoint of mprun, a safetensors file, or one saved by "
-    "torch.save(model.state_dict(), path)"
+    "legal is a run's folder with a checkpoint (train.checkpoint_every_steps, or the run's end), a "
+    "checkpoint of mprun, a safetensors file, or one saved by torch.save(model.state_dict(), path)"
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # float16 rounds to zero below 2^-25. Of usual initial weights, one in a million is that small
@@ -112,12 +112,7 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
     """A warning that the range of float16 is too small for the weights, or None.
 
     Weights trained in bfloat16 always get one. Others get one if a weight becomes infinite, or more
-    than `ZERO_SHARE` of them become zero.
-
-    Args:
-        weights: the weights.
-        policy: the mode of the new run.
-        layers: names of modules with another dtype or mode, to that dtype or mode.
+    than `ZERO_SHARE` of them become zero. `layers` maps names of modules to another dtype or mode.
     """
     mode = "fp16" if "float16" in (policy.param_dtype, policy.compute_dtype) else "another"
     lower = [k for k in weights.parameters if computes_float16(dtype_of(k, layers, mode))]
@@ -143,60 +138,40 @@ def _in_folder(path: Path) -> Path:
     return next((path / name for name in IN_FOLDER if (path / name).exists()), file)
 
 
-def _missing(path: Path, file: Path) -> UsageError:
-    """There is no `file` for `path`."""
-    if file == path:
-        return UsageError(f"train.init_from={path}: there is no such file or folder; {LEGAL}")
-    return UsageError(
-        f"train.init_from={path}: the folder has no checkpoint ({file} is missing); a run writes "
-        "one at its end, or earlier with train.checkpoint_every_steps"
-    )
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
-    """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
+    """Weights, dtypes (see `Weights`) and recipe, if known, of a file or folder."""
     # os.path.isdir is False for a name that is too long, or behind a locked folder.
     file = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112
     try:
-        content = (
-            load_safetensors(file) if is_safetensors(file) else checkpoint.load_torch_file(file)
-        )
-    except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        if is_missing and not file.exists():  # else it is a part that an index names
-            raise _missing(path, file) from None
-        raise UsageError(
-            f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
-        ) from None
-    except DamagedArchiveError as error:
-        raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
-    except Exception:  # unpickling a damaged file raises almost anything
-        raise UsageError(
-            f"train.init_from={path}: {file} is damaged, or contains more than tensors and plain "
-            f"values, which is not loaded; {LEGAL}"
-        ) from None
+        is_safetensors = file.name.endswith((SUFFIX, INDEX_SUFFIX))
+        content = load_safetensors(file) if is_safetensors else checkpoint.load_torch_file(file)
+    except Exception as error:  # unpickling a damaged file raises almost anything
+        reason = "is damaged, or contains more than tensors and plain values, which is not loaded"
+        if isinstance(error, OSError):
+            reason = f"cannot be read ({error.strerror})"
+        elif isinstance(error, DamagedArchiveError):
+            reason = f"is damaged: {error}"
+        raise UsageError(f"train.init_from={path}: {file} {reason}; {LEGAL}") from None
     if not isinstance(content, Mapping) or "format_version" not in content:
-        state = _state(nested(content), f"train.init_from={path}", f"; {LEGAL}")
+        state = _state(_nested(content), f"train.init_from={path}")
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
     weights = trainer.get("model") if isinstance(trainer, dict) else None
-    state = _state(weights, f"train.init_from={path}", f"; {LEGAL}")
+    state = _state(weights, f"train.init_from={path}")
     row = effective if isinstance(effective, dict) else {}
     trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
     return state, _dtypes(state) | trained_in, saved.get("recipe")
 
 
-def _state(content: Any, source: object, legal: str = "") -> dict[str, Tensor]:
-    known = isinstance(content, Mapping) and len(content) > 0
-    if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in content.items()):
-        raise UsageError(f"{source} contains no weights by name{legal}")
+def _state(content: Any, source: object) -> dict[str, Tensor]:
+    is_known = _all_tensors(content) and all(
+        isinstance(name, str) and x.layout == torch.strided and not x.is_meta
+        for name, x in content.items()
+    )
+    if not is_known:
+        raise UsageError(f"{source} contains no weights by name; {LEGAL}")
     return {key: tensor.detach() for key, tensor in content.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with a value in every place."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
@@ -212,35 +187,22 @@ def model_to_fill(recipe: Recipe) -> nn.Module:
 
 def _misfits(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[str]:
     """The reasons why `loaded` cannot replace the state of the model; empty where it can."""
-    missing = [key for key in model if key not in loaded]
-    unexpected = [key for key in loaded if key not in model]
-    both = [key for key in model if key in loaded]
-    shapes = [
-        f"{key} is {_size(loaded[key])}, not {_size(model[key])}"
-        for key in both
-        if loaded[key].shape != model[key].shape
-    ]
-    dtypes = [
-        f"{key} is {loaded[key].dtype}, not {model[key].dtype}"
-        for key in both
-        if loaded[key].dtype not in _legal(model[key].dtype)
-    ]
-    named = {"missing ": missing, "unexpected ": unexpected, "": shapes + dtypes}
+    named = {
+        "missing ": [key for key in model if key not in loaded],
+        "unexpected ": [key for key in loaded if key not in model],
+        "": [
+            f"{key} is {form_of(loaded[key])}, not {form_of(own)}"
+            for key, own in model.items()
+            if key in loaded and not _fits(loaded[key], own)
+        ],
+    }
     return [f"{what}{listed(items, NAMED)}" for what, items in named.items() if items]
 
 
-def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Dtypes that may be loaded into `dtype`; 8-bit codes mean nothing without their scales."""
-    return FLOATS if dtype.is_floating_point else (dtype,)
-
-
-def _size(tensor: Tensor) -> str:
-    return " x ".join(map(str, tensor.shape)) or "one number"
-
-
-def is_safetensors(file: Path) -> bool:
-    """Whether a file's name is that of safetensors, or of their index."""
-    return file.name.endswith((SUFFIX, INDEX_SUFFIX))
+def _fits(loaded: Tensor, own: Tensor) -> bool:
+    # 8-bit codes mean nothing without their scales
+    legal = FLOATS if own.is_floating_point() else (own.dtype,)
+    return loaded.shape == own.shape and loaded.dtype in legal
 
 
 def load_safetensors(file: Path) -> dict[str, Tensor]:
@@ -276,7 +238,7 @@ def _parts(file: Path) -> list[Path]:
     return [file.parent / name for name in names]
 
 
-def nested(content: Any) -> Any:
+def _nested(content: Any) -> Any:
     """The weights in a dictionary of a training program, or `content` itself."""
     if isinstance(content, Mapping) and not _all_tensors(content):
         for key in NESTED:
@@ -333,12 +295,9 @@ def weights_of(run: Path) -> dict[str, Tensor]:
 
 
 def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]) -> None:
-    """Write weights into a file whose name says in which form.
+    """Write weights into a new file, whose name says in which form.
 
-    Args:
-        state: the weights.
-        path: the file, which must not exist.
-        facts: about the run; they become the metadata of a safetensors file.
+    `facts` about the run become the metadata of a safetensors file.
 
     Raises:
         UsageError: the file exists, or its form is not known.
@@ -359,10 +318,7 @@ def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]
 def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
     """Let a model of Hugging Face's libraries write itself and its configuration into a folder.
 
-    Args:
-        model: as the recipe makes it.
-        state: its weights, whose dtypes it takes over.
-        folder: a new or empty one.
+    The model takes over the dtypes of its weights, `state`. The folder is new or empty.
 
     Raises:
         UsageError: the model cannot do that, or the folder has files in it.

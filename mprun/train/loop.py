@@ -119,14 +119,11 @@ class TrainingComponents:
 
 
 class _Pending(NamedTuple):
-    """A step whose loss is not read yet."""
+    """A step whose loss and times are not read yet."""
 
-    step: int
-    epoch: int
+    line: StepLine
     size: int
     weight: float
-    lr: float
-    data_time_ms: float
 
 
 class StepResult(NamedTuple):
@@ -139,15 +136,10 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """Trains, validates and tests.
+    """Trains, validates and tests, and notifies the callbacks, in their order.
 
-    Args:
-        parts: model, optimizer, data and the rest.
-        limits: when to end.
-        callbacks: notified of events, in this order.
-        stop: called between steps; true ends the run at once.
-        checkpoint_every_steps: steps between checkpoints; None: only one at the end.
-        watch: counts the run's seconds; None: a new one.
+    `stop` is called between steps; true ends the run at once. Without `checkpoint_every_steps`
+    there is one checkpoint, at the end.
     """
 
     def __init__(
@@ -187,10 +179,6 @@ class Trainer:
     @cached_property
     def _metrics(self) -> dict[str, RecipeMetric]:
         return metrics_of(self.parts.recipe)
-
-    @cached_property
-    def _counts_correct(self) -> bool:
-        return type(self.parts.recipe).correct is not Recipe.correct
 
     def _new_metric_pass(self) -> MetricPass:
         return MetricPass(self._metrics, self.parts.train.device, self._ranks)
@@ -382,15 +370,18 @@ class Trainer:
         self._batches_done += 1
         pairs = zip(result.outputs, batch.parts, strict=True)
         outputs = [output for output, part in pairs if part.size]  # an empty part does not count
-        batch, correct = batch.without_idle, None
-        if self._counts_correct:
-            correct = count_correct(parts.recipe, outputs, batch)
-        own = Scalars(result.loss, correct, scale, result.skipped, result.parts)
-        parts.readback.put(own)
+        batch = batch.without_idle
+        correct = count_correct(parts.recipe, outputs, batch)
+        parts.readback.put(Scalars(result.loss, correct, scale, result.skipped, result.parts))
         self._metric_pass.add(outputs, batch, result.skipped)
-        waited_ms = (ready_at - asked_at) * 1e3
-        pending = _Pending(self.step, self.epoch, batch.size, batch.whole_weight, lr, waited_ms)
-        self._pending.append(pending)
+        line = StepLine(
+            step=self.step,
+            epoch=self.epoch,
+            lr=lr,
+            data_time_ms=(ready_at - asked_at) * 1e3,
+            timed=parts.train.batch_size in (None, batch.size),  # no partial last batch
+        )
+        self._pending.append(_Pending(line, batch.size, batch.whole_weight))
         self._between_steps()
 
     def _between_steps(self) -> None:
@@ -452,26 +443,21 @@ class Trainer:
             return
         times = self.parts.clock.take()
         lines, closed = [], []
-        for p, step_metrics, step_time in zip(pending, metrics, times, strict=True):
-            assert step_metrics.loss is not None  # only an evaluated batch may have none
-            line = StepLine(
-                step=p.step,
-                epoch=p.epoch,
-                loss=step_metrics.loss,
-                lr=p.lr,
-                loss_scale=step_metrics.loss_scale,
-                skipped=step_metrics.skipped,
+        for (begun, size, weight), read, step_time in zip(pending, metrics, times, strict=True):
+            assert read.loss is not None  # only an evaluated batch may have none
+            line = begun._replace(
+                loss=read.loss,
+                loss_scale=read.loss_scale,
+                skipped=read.skipped,
+                parts=read.parts,
                 step_time_ms=step_time.ms,
-                data_time_ms=p.data_time_ms,
-                timed=self.parts.train.batch_size in (None, p.size),  # no partial last batch
                 page_faults=step_time.page_faults,
-                parts=step_metrics.parts,
             )
             lines.append(line)
-            if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended
-                closed.append((self._close_epoch(NO_SCORES), p.step - 1))
-            self._sums.epoch = p.epoch
-            self._sums.add(step_metrics, p.size, p.weight)
+            if self._sums.epoch not in (0, line.epoch):  # an epoch without validation ended
+                closed.append((self._close_epoch(NO_SCORES), line.step - 1))
+            self._sums.epoch = line.epoch
+            self._sums.add(read, size, weight)
         self._report_buffers({line.step: line.epoch for line in lines})
         with self._watch.during("logging"):
             for epoch, step in closed:

@@ -5,7 +5,8 @@ Metrics see a training step's outputs after the clock stopped.
 The state of a metric is its `state_dict` (of torchmetrics: once its states are persistent), or its
 attributes, as far as a checkpoint can hold them: numbers, text, tensors, and lists, tuples and
 dicts of these. Functions, classes, dtypes and devices among them do not change. A metric with other
-attributes has no state: a checkpoint could not continue it.
+attributes has no state, nor has one whose own state_dict leaves something out: with it, a new copy
+would compute another value. A checkpoint cannot continue such a metric.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
+from mprun.metrics import SHIPPED, scores_and_targets
 from mprun.precision import devices
 from mprun.precision.nested import all_tensors, leaves, map_tensors
 from mprun.recipe import Recipe
@@ -32,7 +34,6 @@ from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.data import Batch
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.metrics import SHIPPED, scores_and_targets
 from mprun.train.parallel.ranks import Ranks
 from mprun.train.user_code import described, is_out_of_memory
 
@@ -62,11 +63,6 @@ class RecipeMetric(NamedTuple):
             self.metric.update(**args)
         else:
             self.metric.update(*(args if isinstance(args, tuple | list) else (args,)))
-
-    def on(self, device: torch.device) -> RecipeMetric:
-        """A copy of its own, on `device`."""
-        metric = copy.deepcopy(self.metric)
-        return self._replace(metric=metric.to(device) if isinstance(metric, nn.Module) else metric)
 
 
 def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
@@ -137,16 +133,10 @@ def _metric(name: str, value: Any) -> RecipeMetric:
         metric = SHIPPED[metric]()
     has_methods = all(callable(getattr(metric, x, None)) for x in ("update", "compute"))
     if not has_methods or isinstance(metric, type) or not (select is None or callable(select)):
-        raise UsageError(f"metrics()[{name!r}] is {_kind(value)}; {_LEGAL}")
+        is_class = isinstance(value, type)
+        kind = f"the class {value.__name__}, not an object of it" if is_class else shown(value)
+        raise UsageError(f"metrics()[{name!r}] is {kind}; {_LEGAL}")
     return RecipeMetric(metric, select)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}, not an object of it"
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(x).__name__ for x in value)}"
-    return shown(value)
 
 
 def check_metric(recipe: Recipe) -> None:
@@ -176,12 +166,9 @@ def check_metric(recipe: Recipe) -> None:
 
 
 class MetricPass:
-    """The metrics over one epoch or one set.
+    """The metrics over one epoch or one set; outputs are on `device`.
 
-    Args:
-        metrics: of the recipe.
-        device: where outputs are.
-        ranks: the processes that each see a part of the batches; None: this one alone.
+    Of several processes (`ranks`) each sees a part of the batches.
     """
 
     def __init__(
@@ -197,7 +184,6 @@ class MetricPass:
         self._device = device
         self._held: list[_HeldStep] = []
         self._updates = 0
-        self._is_resumed = False
         self.lost: set[str] = set()
         """Metrics whose state before the run was resumed is not known."""
 
@@ -250,21 +236,14 @@ class MetricPass:
         }
 
     def _merged(self) -> MetricPass:
-        """The pass over the batches of all processes."""
-        if self._ranks.size == 1 or not self._metrics:
-            return self
-        whole = MetricPass(self._given, self._device)
-        for state in self._ranks.gather(self._sent_state()):
-            if state["updates"]:
-                whole._merge(state)
-        return whole
-
-    def _sent_state(self) -> dict[str, Any]:
-        """What another process needs of this one's batches.
+        """The pass over the batches of all processes.
 
         Raises:
             RunFailedError: a metric has no state that can be sent.
         """
+        if self._ranks.size == 1 or not self._metrics:
+            return self
+        whole = MetricPass(self._given, self._device)
         states = self._states()
         for name, state in states.items():
             if state is None and name not in self.lost:
@@ -272,16 +251,22 @@ class MetricPass:
                     f"metric {name!r} has no state that can be sent to another process; legal: "
                     "numbers and tensors as its attributes, or state_dict and load_state_dict"
                 )
-        return {"updates": self._updates, "states": states}
+        for sent in self._ranks.gather({"updates": self._updates, "states": states}):
+            if sent["updates"]:
+                whole._merge(sent)
+        return whole
 
     def _states(self) -> dict[str, Any]:
         """The state of each metric; None where it has none, or where it is lost."""
         if not self._updates:
             return {}
-        return {
-            name: None if name in self.lost else saved_state(entry.metric)
-            for name, entry in self._metrics.items()
-        }
+        states: dict[str, Any] = dict.fromkeys(self._metrics)
+        for name, entry in self._metrics.items():
+            state = None if name in self.lost else saved_state(entry.metric)
+            if state is not None:
+                fresh = _copied(name, self._given[name], self._device).metric
+                states[name] = state if _is_whole(state, fresh, entry.metric) else None
+        return states
 
     def _merge(self, saved: Mapping[str, Any]) -> None:
         """Add the batches of a state."""
@@ -295,9 +280,8 @@ class MetricPass:
                     entry.metric.merge_state(other._metrics[name].metric)
 
     def _value(self, name: str, metric: RecipeMetric) -> Number | None:
-        with _failing(name, "compute"):
-            value = computed(metric.metric) if self._is_resumed else _computed(metric.metric)
-        return _number(name, value)
+        with _failing(name, "compute"), torch.no_grad():
+            return _number(name, metric.metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step as `metrics`; empty without one.
@@ -324,10 +308,13 @@ class MetricPass:
         self._load(saved)
         for name, entry in self._metrics.items():
             if name not in self.lost:
-                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
+                with torch.no_grad():
+                    entry.metric.compute()  # fails now if it is damaged, not at the epoch's end
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        self._updates, self._is_resumed = saved["updates"], True
+        # torchmetrics counts updates itself, and does not know those of before
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        self._updates = saved["updates"]
         for name, entry in self._metrics.items():
             if saved["states"].get(name) is None:
                 self.lost.add(name)
@@ -382,6 +369,22 @@ def load_state(metric: Any, state: Any) -> None:
         vars(metric).update(state)
 
 
+def _is_whole(state: Any, fresh: Any, metric: Any) -> bool:
+    """Whether a fresh metric with this state computes what the metric does."""
+    is_shipped = type(metric).__module__.startswith(("torchmetrics.", "mprun."))
+    if is_shipped or not _keeps_state(metric):  # its own states, or all attributes
+        return True
+    try:
+        expected = copy.deepcopy(metric).compute()  # a copy: some begin again when computed
+    except Exception:  # too few batches to compute, perhaps: nothing is known
+        return True
+    try:
+        load_state(fresh, state)
+        return repr(_number("", fresh.compute())) == repr(_number("", expected))
+    except Exception:  # what it left out is missed
+        return False
+
+
 def _keeps_state(metric: Any) -> bool:
     """Whether it has a state_dict: its own, or that of torchmetrics, made persistent here."""
     if isinstance(metric, nn.Module):
@@ -395,12 +398,8 @@ def _keeps_state(metric: Any) -> bool:
 def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
     """A metric's state with the tensors that were not on the CPU on `device`.
 
-    A checkpoint is read on the CPU, and only a module's own tensors could be moved afterwards.
-
-    Args:
-        state: nested; unchanged without `kinds`.
-        kinds: the device type of each of its tensors when it was saved.
-        device: the run's.
+    `kinds` has the device type of each of its tensors when it was saved. A checkpoint is read on
+    the CPU, and only a module's own tensors could be moved afterwards.
     """
     if not kinds:
         return state
@@ -424,9 +423,10 @@ class _HeldStep:
         return bool(self._flag.item())
 
 
-def _copied(name: str, metric: RecipeMetric, device: torch.device) -> RecipeMetric:
+def _copied(name: str, entry: RecipeMetric, device: torch.device) -> RecipeMetric:
     try:
-        return metric.on(device)
+        metric = copy.deepcopy(entry.metric)
+        return entry._replace(metric=metric.to(device) if isinstance(metric, nn.Module) else metric)
     except Exception as error:  # it is the user's: anything can be wrong with it
         raise RunFailedError(
             f"metric {name!r} cannot be copied to {device} ({described(error)}); "
@@ -445,21 +445,6 @@ def _failing(name: str, method: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise RunFailedError(f"metric {name!r}: {method} raised {described(error)}") from error
-
-
-def computed(metric: Any) -> Any:
-    """The result of `compute`, without what torchmetrics warns of after a state was loaded.
-
-    Python forgets which warnings it has shown wherever some are ignored for a while.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-        return _computed(metric)
-
-
-def _computed(metric: Any) -> Any:
-    with torch.no_grad():
-        return metric.compute()
 
 
 def _number(name: str, value: Any) -> Number | None:

@@ -64,9 +64,7 @@ MAX_EPOCHS = 500
 class EpochHistory:
     """Chooses the epochs that a summary shows: all, or of many an even choice and some others.
 
-    Args:
-        metric: decides which epoch is the best: by its validation, else by its training.
-        most: epochs of the even choice.
+    `metric` decides which epoch is the best: by its validation, else by its training.
     """
 
     def __init__(self, metric: Metric, most: int = MAX_EPOCHS) -> None:
@@ -124,12 +122,8 @@ def new_summary(
 ) -> Summary:
     """The summary before the first step: what was not measured is None, and counts are 0.
 
-    Args:
-        device: where the training computes.
-        low: formats whose speed on this machine is recorded.
-        elapsed_s: seconds since the training began to start up.
-        nbytes: of samples that stay in memory.
-        known: further fields of `Summary`.
+    The speed of the formats `low` on this machine is recorded. The training began to start up
+    `elapsed_s` ago, and `nbytes` of samples stay in memory. `known` are further fields.
     """
     sizes = ("peak", "parameters", "buffers", "gradients", "optimizer_state", "activations")
     unknown: dict[str, Any] = dict.fromkeys((*sizes, "temporary", "allocator_peak"))
@@ -163,14 +157,9 @@ WRITE_SUMMARY_EVERY_S = 1.0  # An epoch may take milliseconds, a synced file as 
 
 
 class Recorder(Callback):
-    """Records events in the run's folder.
+    """Records events in the run's folder and its summary.
 
-    Args:
-        summary, folder: where events are recorded.
-        arithmetic: lists the ops that it substituted.
-        device: where the run computes.
-        log_every: every n-th step gets a line in metrics.jsonl; skipped steps always do.
-        watch: counts the run's seconds.
+    Every n-th step (`log_every`) gets a line in metrics.jsonl, and each skipped one.
     """
 
     def __init__(
@@ -357,13 +346,10 @@ class ConditionsRecorder(Callback):
 
 
 class MemoryCount(Callback):
-    """Sets `memory_bytes` of a summary, once.
+    """Sets `memory_bytes` of a summary, once; the time for it belongs to the run's start-up.
 
-    Args:
-        summary: is updated.
-        count: gives bytes by category, and touches nothing of the run; it takes the seconds of the
-            shortest step so far, None where no step was timed.
-        watch: counts the run's seconds; these belong to its start-up.
+    `count` gives bytes by category, and touches nothing of the run; it takes the seconds of the
+    shortest step so far, None where no step was timed.
     """
 
     def __init__(
@@ -395,13 +381,9 @@ EVENTS = 1000
 
 
 class ExceptionLog(Callback):
-    """Records the exceptions of each step.
+    """Records the exceptions of each step, as a file and as events of the recorder.
 
-    Args:
-        exceptions: its report has all exceptions so far.
-        row: the summary's counts, which are updated; None if the run does not detect exceptions.
-        folder, recorder: where they are recorded, as a file and as events.
-        show: prints a line.
+    `row` has the summary's counts; it is None if the run does not detect exceptions.
     """
 
     def __init__(
@@ -465,13 +447,9 @@ def of_all_processes(ranks: Ranks, own: Iterable[FpException]) -> tuple[FpExcept
 
 
 class GuardLog(Callback):
-    """Records the products of each step that passed a threshold.
+    """Records the products of each step that passed a threshold, where the summary has a guard.
 
-    Args:
-        guard: reports them.
-        summary: its `guard` is updated; nothing is recorded where that is None.
-        folder: gets guard_layers.yaml.
-        recorder: gets an event for each product of a step; it is notified after this.
+    Each is an event of the recorder, which is notified after this.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
-from mprun.train.loggers import Logger
+from mprun.train.logger import Logger
 from mprun.train.loop import (
     StopRequestedError,
     Trainer,

@@ -30,9 +30,8 @@ class SignalReceivedError(EndError):
 class StopSignals:
     """Catches the signals while entered; `received` is the first one's number.
 
-    Args:
-        patient: whether a second signal waits like the first. torchrun passes Ctrl-C on to
-            processes that got it from the terminal.
+    If `patient`, a second signal waits like the first: torchrun passes Ctrl-C on to processes that
+    got it from the terminal.
     """
 
     def __init__(self, patient: bool = False) -> None:
@@ -108,10 +107,7 @@ def interruptible(
 ) -> int:
     """The exit status of `job`, or that of the signal that stopped it.
 
-    Args:
-        job: takes the signals, entered.
-        when: the end of the line that is printed after a signal: " before the run started".
-        signals: catches the signals; None: new ones.
+    The line that is printed after a signal ends with `when`, such as " before the run started".
     """
     with signals or StopSignals() as stop:
         try:

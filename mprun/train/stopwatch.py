@@ -35,10 +35,9 @@ MAX_START_S = 3600.0  # A process that is older when it begins its run did somet
 
 
 class Stopwatch:
-    """Counts the seconds of a run in one category at a time, at first in `start_up`.
+    """Counts a run's seconds in one category at a time, at first in `start_up`.
 
-    Args:
-        started_at: the `time.perf_counter` of the start, or None for now.
+    `started_at` is the `time.perf_counter` of the start, or None for now.
     """
 
     def __init__(self, started_at: float | None = None) -> None:
@@ -117,12 +116,7 @@ class TimeLimit:
 
     The limit covers all that the user waits for, from the start-up to the last score. So the time
     for evaluation is reserved before training begins, by the seconds per sample of a few batches;
-    every full validation replaces this estimate by its own rate.
-
-    Args:
-        limit_s: seconds for the whole run; None for no limit.
-        watch: the run's.
-        validation_samples, test_samples: how many are evaluated.
+    every full validation replaces this estimate by its own rate. Without a limit `limit_s` is None.
     """
 
     def __init__(
@@ -157,11 +151,7 @@ class TimeLimit:
         return max(spent_s, self._limit_s) if self.is_training_over() else spent_s
 
     def begin(self, spent_before_s: float) -> None:
-        """Start-up is over: set the end of the run.
-
-        Args:
-            spent_before_s: `spent_s` of the run that is resumed; 0 for a new one.
-        """
+        """Start-up is over: set the end; `spent_before_s` is `spent_s` of a run that is resumed."""
         self._spent_before_s = spent_before_s
         if math.isinf(self._limit_s):
             return

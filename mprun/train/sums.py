@@ -226,15 +226,12 @@ class Sums:
 
     def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all processes up; each has seen other samples."""
-        every = ranks.gather([*self.parts])
-        # one order in all processes, as `totals` adds by position
-        names = list(dict.fromkeys(name for names in every for name in names))
-        counts = self.correct is not None
-        own = [self.loss, self.weight, self.samples, counts, self.correct or 0]
-        totals = ranks.totals([*own, *(self.parts.get(name, 0.0) for name in names)])
-        self.loss, self.weight, samples, counted, correct, *parts = totals
-        self.samples, self.correct = round(samples), round(correct) if counted else None
-        self.parts = dict(zip(names, parts, strict=True))
+        every = ranks.gather(self)
+        self.loss = sum(x.loss for x in every)
+        self.weight = sum(x.weight for x in every)
+        self.samples = sum(x.samples for x in every)
+        self.correct = _sum_of_counts([x.correct for x in every])
+        self.parts = _sums_by_name([x.parts for x in every])
 
     def scores(self) -> Scores:
         """The means."""
@@ -307,8 +304,6 @@ class ProcessStepSums(StepSums):
         self._ranks = ranks
         self._taken = 0
         self._due = 1
-        self._names: tuple[str, ...] = ()
-        """Of the parts of the loss, in the order in which they are added up."""
 
     def is_due(self, stop: bool) -> bool:
         self._taken += 1
@@ -320,43 +315,33 @@ class ProcessStepSums(StepSums):
     ) -> tuple[list[StepMetrics], bool]:
         took_s = max(time.perf_counter() - self._met_at, 1e-6)  # a divisor
         wanted = min(MAX_STEPS, max(1, self._taken) * min(GROWTH, EVERY_S / took_s))
-        is_new = any(name not in self._names for step in steps for name in step.parts)
-        sums = self._sums(steps, stop, wanted, is_new)
-        if sums[1]:  # some process has a part of the loss that others may not know
-            own = dict.fromkeys((*self._names, *(name for step in steps for name in step.parts)))
-            every = self._ranks.gather([*own])
-            self._names = tuple(dict.fromkeys(name for names in every for name in names))
-            sums = self._sums(steps, stop, wanted, is_new=False)
-        stops, _, wanted, *numbers = sums
+        own = [(step.loss or 0.0, step.correct, dict(step.parts)) for step in steps]
+        stops, every_wanted, every = zip(*self._ranks.gather((stop, wanted, own)), strict=True)
         # the mean of what the processes want: the same number in all of them
-        self._due, self._taken = max(1, int(wanted / self._ranks.size)), 0
-        rows = torch.tensor(numbers, dtype=torch.float64).view(len(steps), 3 + len(self._names))
-        losses = rows.float().tolist()  # rounded to float32, as the loss of one process is
-        summed = [
-            self._step(own, loss, round(count) if known else None, parts)
-            for own, (_, count, known, *_), (loss, _, _, *parts) in zip(
-                steps, rows.tolist(), losses, strict=True
-            )
-        ]
+        self._due, self._taken = max(1, int(sum(every_wanted) / self._ranks.size)), 0
+        summed = []
+        for step, figures in zip(steps, zip(*every, strict=True), strict=True):
+            losses, counts, parts = zip(*figures, strict=True)
+            loss, sums = _float32(sum(losses)), _sums_by_name(parts)
+            named = {name: _float32(total) for name, total in sums.items()}
+            summed.append(step._replace(loss=loss, correct=_sum_of_counts(counts), parts=named))
         self._met_at = time.perf_counter()
-        return summed, bool(stops)
+        return summed, any(stops)
 
-    def _sums(
-        self, steps: Sequence[StepMetrics], stop: bool, wanted: float, is_new: bool
-    ) -> list[float]:
-        """In float64, which holds every count and every float32 exactly."""
-        numbers = [float(stop), float(is_new), wanted]
-        for step in steps:
-            counted = step.correct is not None
-            numbers += [step.loss or 0.0, float(step.correct or 0), float(counted)]
-            numbers += [step.parts.get(name, 0.0) for name in self._names]
-        return self._ranks.totals(numbers)
 
-    def _step(
-        self, own: StepMetrics, loss: float, correct: int | None, parts: Sequence[float]
-    ) -> StepMetrics:
-        named = dict(zip(self._names, parts, strict=True))
-        return own._replace(loss=loss, correct=correct, parts=named)
+def _sum_of_counts(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _sums_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for own in parts for name in own)
+    return {name: sum(own.get(name, 0.0) for own in parts) for name in names}
+
+
+def _float32(value: float) -> float:
+    """Rounded to float32, as the loss of one process is."""
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def step_sums(ranks: Ranks) -> StepSums:

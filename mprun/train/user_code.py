@@ -10,9 +10,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
-from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,34 +40,20 @@ _CAUGHT = re.compile(r"Caught (\S+) in DataLoader worker process")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
-class Raised(NamedTuple):
-    """What was raised, and where."""
-
-    kind: str
-    message: str
-    place: Place | None
-    in_worker: bool = False
-
-    def __str__(self) -> str:
-        where = [str(self.place)] if self.place is not None else []
-        where += ["in a DataLoader worker"] if self.in_worker else []
-        return f"{self.kind}: {self.message}" + (f" ({', '.join(where)})" if where else "")
-
-
-def raised_by(error: BaseException) -> Raised:
-    """The error itself, or the one of a worker process that it passes on."""
+def _raised_by(error: BaseException) -> tuple[str, str, list[str]]:
+    """Kind, message and place of the error, or of the worker process's that it passes on."""
     text = text_of(error)
     caught = _CAUGHT.match(text)
     if caught is None:
         place = place_of(error) or _refusing(error)
-        return Raised(type(error).__name__, first_line(error), place)
+        return type(error).__name__, first_line(error), [str(place)] if place else []
     frames = list(_FRAME.finditer(text))
     after = text[frames[-1].end() if frames else caught.end() :].splitlines()
     lines = [line for line in after if line and not line.startswith(" ")]
     message = lines[0].partition(": ")[2] if lines else ""
     # the last frame of the user's, not of a library that it called
-    users = [Place(f[1], int(f[2]), f[3]) for f in frames if is_users(f[1])]
-    return Raised(caught[1], message or "no message", users[-1] if users else None, True)
+    users = [str(Place(f[1], int(f[2]), f[3])) for f in frames if is_users(f[1])]
+    return caught[1], message or "no message", [*users[-1:], "in a DataLoader worker"]
 
 
 def _refusing(error: BaseException) -> Place | None:
@@ -86,15 +70,11 @@ def _refusing(error: BaseException) -> Place | None:
 
 
 def described(error: BaseException, mode: str = "") -> str:
-    """`TYPE: text (file:line, in function); remedy`, in one line.
-
-    Args:
-        error: what the user's code, or PyTorch called by it, raised.
-        mode: the run's precision.
-    """
-    raised = raised_by(error)
-    fix = remedy(error, raised.kind, raised.message, mode)
-    return str(raised) + (f"; {fix}" if fix else "")
+    """`TYPE: text (file:line, in function); remedy`, in one line; `mode` is the run's precision."""
+    kind, message, where = _raised_by(error)
+    place = f" ({', '.join(where)})" if where else ""
+    fix = _remedy(error, kind, message, mode)
+    return f"{kind}: {message}{place}" + (f"; {fix}" if fix else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -111,9 +91,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_mistakes(what: str, only_users: bool = False) -> Iterator[None]:
     """An error of the user's code that is raised inside becomes one line, which begins with `what`.
 
-    Args:
-        what: cannot be done.
-        only_users: other errors pass: those that came through no line of the user's.
+    With `only_users`, errors pass that came through no line of the user's.
 
     Raises:
         UsageError: in place of it.
@@ -234,15 +212,8 @@ _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn",
 _CALL = re.compile(r"(\w+)\(\) (takes|missing|got)\b")
 
 
-def remedy(error: BaseException, kind: str, message: str, mode: str) -> str:
-    """What to do about an error; empty where nothing is known.
-
-    Args:
-        error: as it was caught; its traceback has the batch.
-        kind: its type's name; that of a worker process's error.
-        message: its first line.
-        mode: the run's precision, or empty.
-    """
+def _remedy(error: BaseException, kind: str, message: str, mode: str) -> str:
+    """What to do about an error; empty where nothing is known."""
     if missing := _MISSING.search(message):
         package = _PACKAGES.get(missing[1], missing[1])
         return f"pip install {package}, unless it is a module of yours"
@@ -312,17 +283,16 @@ def _of_call(error: BaseException, function: str) -> str:
     if function != "forward":
         return ""
     batch = _batch(error)
-    holds = "" if batch is None else f"the batch holds {form_of(batch[0])}; "
+    holds = "" if batch is None else f"the batch holds {form_of(batch)}; "
     return f"{holds}a function forward(model, batch) decides what the model gets of it"
 
 
-def _batch(error: BaseException) -> tuple[Any] | None:
+def _batch(error: BaseException) -> Any:
     """What `forward(model, batch)` got, from the frames that the error came through."""
     trace = error.__traceback__
     while trace is not None:
-        frame: FrameType = trace.tb_frame
-        if frame.f_code.co_name == "forward" and "batch" in frame.f_locals:
-            return (frame.f_locals["batch"],)
+        if trace.tb_frame.f_code.co_name == "forward" and "batch" in trace.tb_frame.f_locals:
+            return trace.tb_frame.f_locals["batch"]
         trace = trace.tb_next
     return None
 
@@ -334,20 +304,8 @@ def form_of(value: Any, depth: int = 3) -> str:
     if not depth:
         return "..."
     if isinstance(value, Mapping):
-        return f"{{{_listed([f'{k}: {form_of(x, depth - 1)}' for k, x in _first(value.items())])}}}"
-    if is_dataclass(value) and not isinstance(value, type):
-        items = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
-        held = _listed([f"{name}={form_of(x, depth - 1)}" for name, x in _first(items)])
-        return f"{type(value).__name__}({held})"
+        items = [f"{key}: {form_of(x, depth - 1)}" for key, x in list(value.items())[:MOST]]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, tuple | list):
-        held = _listed([form_of(x, depth - 1) for x in _first(value)])
-        return f"[{held}]" if isinstance(value, list) else f"({held})"
+        return f"({', '.join(form_of(x, depth - 1) for x in value[:MOST])})"
     return type(value).__name__
-
-
-def _first(items: Any) -> list[Any]:
-    return list(items)[: MOST + 1]
-
-
-def _listed(texts: list[str]) -> str:
-    return ", ".join([*texts[:MOST], "..."] if len(texts) > MOST else texts)

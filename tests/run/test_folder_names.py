@@ -1,98 +1,52 @@
-"""Names that mprun chooses itself: processes that begin at once get folders of their own.
-
-The processes are real. Each waits at the point where its folder is made until all are there, and
-then for a common moment of the clock, so that they collide.
-"""
+"""Names that mprun chooses itself: runs and studies that begin at once get folders of their own."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from mprun.config.settings import study_request
+from mprun.config.study_request import study_request
 from mprun.errors import UsageError
 from mprun.records import files
-
-TOGETHER = """
-import json, math, multiprocessing, os, sys, time, traceback
-import mprun.records.files as files
-
-words = json.loads(sys.argv[1])
-fork = multiprocessing.get_context("fork")
-barrier, at = fork.Barrier(len(words)), fork.Value("d")
-
-def together():
-    "Until every process is here, and then for the start of a second: all names begin alike."
-    if barrier.wait(300) == 0:
-        at.value = math.ceil(time.time() + 0.3)
-    barrier.wait(300)
-    time.sleep(max(0, at.value - time.time() - 0.005))
-    while time.time() < at.value:
-        pass
-
-def child(n):
-    with open(f"out-{n}", "w") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        try:
-            status = body(words[n])
-        except BaseException:
-            traceback.print_exc()
-            status = 70
-        sys.stdout.flush()
-        os._exit(status)
-
-from mprun.records.files import dated_folder, new_folder
 from mprun.records.run_folder import RunFolder
-from mprun.config.settings import study_request
 from mprun.study.study import new_study
 
-def run_folder():
-    folder = RunFolder(dated_folder())
+BEGINNERS = 16
+
+
+def run_folder() -> Path:
+    folder = RunFolder(files.dated_folder())
     folder.close()
     return folder.path
 
-WAYS = {
-    "run": run_folder,
-    "new_folder": lambda: new_folder(None),
-    "new_study": lambda: new_study(study_request("sweep", [], None), {"a": ("x=1",)}).folder,
-}
 
-def body(ways):
-    together()
-    print(json.dumps([str(WAYS[way]()) for way in ways]))
-    return 0
+def test_names_taken_at_once_are_distinct() -> None:
+    """A name is taken where its folder is made, by the system: threads collide as processes do."""
+    request = study_request("sweep", [], None)
+    ways: list[Callable[[], Path]] = [
+        run_folder,
+        lambda: files.new_folder(None),
+        lambda: new_study(request, {"a": ("x=1",)}).folder,
+    ]
+    barrier = threading.Barrier(BEGINNERS)
+    begin_at = math.ceil(time.time() + 0.3)  # the start of a second: all names begin alike
 
-processes = [fork.Process(target=child, args=(n,)) for n in range(len(words))]
-for process in processes:
-    process.start()
-for process in processes:
-    process.join()
-sys.exit(any(process.exitcode for process in processes))
-"""
+    def begin(number: int) -> list[Path]:
+        barrier.wait()
+        time.sleep(max(0.0, begin_at - time.time()))
+        return [ways[(number + n) % len(ways)]() for n in range(2 * len(ways))]
 
-
-@pytest.mark.representative("4")
-@pytest.mark.parametrize("processes", [4, 64])
-def test_names_taken_at_once_are_distinct(processes: int) -> None:
-    """The processes are forked from one that has imported everything: 64 fit into the memory."""
-    words = [["run", "new_folder", "new_study"] * 2] * processes
-    done = subprocess.run(
-        [sys.executable, "-c", TOGETHER, json.dumps(words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=1500,
-    )
-    out = [Path(f"out-{n}").read_text(encoding="utf-8") for n in range(processes)]
-    assert done.returncode == 0, done.stderr + "".join(out)
-    found = [path for text in out for path in json.loads(text)]
-    assert len(found) == len(set(found)) == processes * 6
-    assert all(Path(path).is_dir() for path in found)
+    with ThreadPoolExecutor(BEGINNERS) as pool:
+        found = [path for paths in pool.map(begin, range(BEGINNERS)) for path in paths]
+    assert len({*found}) == len(found) == BEGINNERS * 6
+    assert all(path.is_dir() for path in found)
 
 
 def test_a_folder_that_was_not_used_is_removed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import re
 import sys
@@ -393,6 +394,36 @@ def test_commands_that_inspect_a_step_show_the_same(
     assert f"ValueError: so not (mine.py:{mark}, in loss)" in line
     assert "the traceback is in r/traceback.txt" in line
     assert "in loss" in written_traceback()
+
+
+MISMATCH = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x + torch.ones(4))  # float32, whatever the model is
+def model():
+    return Net()
+"""
+
+
+def test_a_trace_shows_the_ops_before_a_mismatch(capfd: pytest.CaptureFixture[str]) -> None:
+    status, line, _ = ended(capfd, "precision=bf16_true", command="trace", model=MISMATCH)
+    assert status == 1
+    assert "addmm in the forward pass of module second with inputs in bfloat16 and float32" in line
+    assert "precision=bf16_mixed" in line
+    trace = json.loads(Path("r/trace.json").read_text(encoding="utf-8"))
+    assert [row["op"] for row in trace["rows"]][:2] == ["linear", "relu"]
+    assert "module second" in trace["error"]
+    assert "Traceback" in written_traceback()
+
+
+def test_memory_of_a_step_that_cannot_run_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    status, line, _ = ended(capfd, "precision=bf16_true", command="memory", model=MISMATCH)
+    assert status == 1
+    assert "a step of bf16_true cannot run: addmm in the forward pass of module second" in line
 
 
 @pytest.mark.parametrize("command", [*INSPECTING, "sweep", "advise"])

@@ -19,7 +19,7 @@ from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
 from mprun.train.assemble import Plan
-from mprun.train.loggers.trackers import TensorBoardLogger
+from mprun.train.loggers import TensorBoardLogger
 from mprun.train.loop import Trainer
 from mprun.train.sums import MetricReadback
 from tests.run.clock import Clock

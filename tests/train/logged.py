@@ -9,7 +9,7 @@ from typing import Any
 from mprun.cli.main import main
 from mprun.records.run_config import LoggerRecord, read_config, read_logger_record
 from mprun.records.run_record import read_lines, read_summary
-from mprun.train.loggers.logger import LoggedRun, run_tags, summary_scalars
+from mprun.train.logger import LoggedRun, run_tags, summary_scalars
 
 MNIST = [
     *("recipe=mnist", "data.source=generated", "data.train_limit=128", "data.eval_limit=32"),

@@ -338,7 +338,7 @@ def test_a_run_without_a_checkpoint_begins_with_them_again(
         assert main([*words, "run.dir=run"]) == 1
     shutil.move("source", "elsewhere")
     line = refused(capsys, "run.resume=run")
-    assert "train.init_from=source: there is no such file or folder" in line
+    assert "train.init_from=source: source cannot be read (No such file or directory)" in line
     shutil.move("elsewhere", "source")
     assert main(["run.resume=run"]) == 0
     assert_equal(final_weights("run"), final_weights("whole"))
@@ -350,10 +350,14 @@ def test_a_run_without_a_checkpoint_begins_with_them_again(
 def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, *LINEAR, "train.init_from=nowhere")
     assert line == (
-        "mprun: train.init_from=nowhere: there is no such file or folder; legal is a run's folder, "
-        "a checkpoint of mprun, a safetensors file, or one saved by "
+        "mprun: train.init_from=nowhere: nowhere cannot be read (No such file or directory); legal "
+        "is a run's folder with a checkpoint (train.checkpoint_every_steps, or the run's end), a "
+        "checkpoint of mprun, a safetensors file, or one saved by "
         "torch.save(model.state_dict(), path)"
     )
+    Path("young").mkdir()
+    line = refused(capsys, *LINEAR, "train.init_from=young")
+    assert "train.init_from=young: young/checkpoints/last.pt cannot be read (No such file" in line
     line = refused(capsys, *LINEAR, f"train.init_from={'n' * 300}")
     assert "cannot be read (File name too long); legal is a run's folder" in line
 
@@ -361,15 +365,6 @@ def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_name(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, *LINEAR, "train.init_from=")
     assert "train.init_from='': legal is the name of a folder or a file, or null" in line
-
-
-def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("young").mkdir()
-    line = refused(capsys, *LINEAR, "train.init_from=young")
-    assert line == (
-        "mprun: train.init_from=young: the folder has no checkpoint (young/checkpoints/last.pt "
-        "is missing); a run writes one at its end, or earlier with train.checkpoint_every_steps"
-    )
 
 
 def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,7 +429,7 @@ def test_names_that_do_not_fit(
 def test_shapes_that_do_not_fit(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=5"]
     line = refused(capsys, *words, f"train.init_from={linear}")
-    assert "recipe=linear: weight is 4 x 8, not 5 x 8, bias is 4, not 5; give the recipe" in line
+    assert "recipe=linear: weight is float32 [4, 8], not float32 [5, 8], bias is " in line
 
 
 @pytest.mark.representative(2)
@@ -442,7 +437,8 @@ def test_shapes_that_do_not_fit(linear: str, capsys: pytest.CaptureFixture[str])
 def test_numbers_of_another_kind(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"weight": torch.zeros(4, 8, dtype=dtype), "bias": torch.zeros(4)}, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
-    assert f"recipe=linear: weight is {dtype}, not torch.float32; give the recipe" in line
+    name = str(dtype).removeprefix("torch.")
+    assert f"recipe=linear: weight is {name} [4, 8], not float32 [4, 8]; give the" in line
 
 
 @pytest.mark.representative(1)

@@ -19,9 +19,8 @@ from mprun.records.run_config import OWN_TAGS
 from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_summary
 from mprun.train import loggers
 from mprun.train.callbacks import StepLine
-from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
-from mprun.train.loggers.logger import LoggedRow, run_tags
-from mprun.train.loggers.trackers import TensorBoardLogger
+from mprun.train.logger import LoggedRow, LoggedRun, Logger, run_tags
+from mprun.train.loggers import LOGGERS, TensorBoardLogger, build_loggers, check_logger
 from tests.train.logged import MNIST, curves_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

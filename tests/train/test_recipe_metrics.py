@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import RunFailedError, UsageError
+from mprun.metrics import F1, Accuracy
 from mprun.precision import LossScale
 from mprun.precision.nested import all_tensors
 from mprun.recipe import Classification, Recipe
@@ -19,7 +20,6 @@ from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
 from mprun.train.data import Batch, MicroBatch
 from mprun.train.loop import Limits, Trainer
-from mprun.train.metrics import F1, Accuracy
 from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of, placed, saved_state
 from tests.train.trainers import CPU, Base, SavingLog, samples, trainer_of
 
@@ -257,11 +257,22 @@ class Hidden(nn.Module):
         return self.count
 
 
+class Forgetful(Largest):
+    """A metric whose state_dict leaves the sizes out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"largest": self.largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.largest = state["largest"]
+
+
 class Unsavable(Base):
     METRIC = ("f1", "max")
 
     def metrics(self) -> dict[str, Any]:
-        return {"f1": "f1", "iter": Generator(), "module": Hidden()}
+        metrics = {"forgetful": Forgetful(), "iter": Generator(), "module": Hidden()}
+        return {"f1": "f1", **metrics}
 
 
 def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
@@ -275,10 +286,10 @@ def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
     first, second = resumed.epochs
     assert set(values(first.train)) == {"f1"}
     assert first.train.metrics is not None
-    assert set(first.train.metrics) == {"f1", "iter", "module"}
+    assert set(first.train.metrics) == {"f1", "forgetful", "iter", "module"}
     assert values(second.train) == values(log.epochs[1].train)
-    assert [row["metric"] for row, _ in resumed.events] == ["iter", "module"]
-    row, text = resumed.events[0]
+    assert [row["metric"] for row, _ in resumed.events] == ["forgetful", "iter", "module"]
+    row, text = resumed.events[1]
     assert row["event"] == "metric_lost"
     assert (row["epoch"], row["step"]) == (1, 3)
     assert "the training iter of epoch 1 is not known" in (text or "")
@@ -366,7 +377,7 @@ def with_metrics(given: Any, metric: Any = ("loss", "min")) -> Base:
         ({"x": "acuracy"}, r"is 'acuracy'; did you mean 'accuracy'\?; legal: an object with"),
         ({"x": F1}, r"metrics\(\)\['x'\] is the class F1, not an object of it"),
         ({"x": lambda o, b: 1}, r"metrics\(\)\['x'\] is a function; legal"),
-        ({"x": (F1(), 3)}, r"metrics\(\)\['x'\] is a tuple of F1, int; legal"),
+        ({"x": (F1(), 3)}, r"metrics\(\)\['x'\] is a tuple; legal"),
         ({3: F1()}, "names a metric 3"),
         ({"": F1()}, "names a metric ''"),
         ({"loss": F1()}, "names a metric 'loss', which the record uses"),

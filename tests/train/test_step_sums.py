@@ -14,20 +14,15 @@ from mprun.train.sums import GROWTH, ProcessStepSums, StepMetrics, StepSums, ste
 
 
 class TwoRanks(Ranks):
-    """This process beside one whose numbers are given."""
+    """This process beside one whose answers are given."""
 
     size = 2
 
-    def __init__(self, others: list[list[float]], names: list[str] | None = None) -> None:
-        self.others, self.names = others, names or []
-
-    def totals(self, values: list[float]) -> list[float]:
-        other = self.others.pop(0)
-        assert len(other) == len(values)
-        return [a + b for a, b in zip(values, other, strict=True)]
+    def __init__(self, *others: Any) -> None:
+        self.others = [*others]
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, self.names]
+        return [value, self.others.pop(0)]
 
 
 def step(loss: float, correct: int | None = None, **parts: float) -> StepMetrics:
@@ -44,7 +39,7 @@ def test_one_process_keeps_its_figures() -> None:
 
 
 def test_losses_and_counts_are_added_up() -> None:
-    sums = ProcessStepSums(TwoRanks([[0.0, 0.0, 1.0, 0.2, 5.0, 1.0, math.inf, 0.0, 1.0]]))
+    sums = ProcessStepSums(TwoRanks((False, 1.0, [(0.2, 5, {}), (math.inf, 0, {})])))
     both, stops = sums.over_processes([step(0.1, 3), step(1.0, 2)], stop=False)
     assert not stops
     total = torch.tensor(0.1, dtype=torch.float64) + 0.2
@@ -55,18 +50,17 @@ def test_losses_and_counts_are_added_up() -> None:
 
 
 def test_a_recipe_that_counts_nothing_right_has_no_count() -> None:
-    sums = ProcessStepSums(TwoRanks([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]]))
+    sums = ProcessStepSums(TwoRanks((False, 1.0, [(1.0, None, {})])))
     assert sums.over_processes([step(1.0)], stop=False)[0][0].correct is None
 
 
 def test_all_stop_where_one_is_asked_to() -> None:
-    assert ProcessStepSums(TwoRanks([[1.0, 0.0, 1.0]])).over_processes([], stop=False) == ([], True)
+    assert ProcessStepSums(TwoRanks((True, 1.0, []))).over_processes([], stop=False) == ([], True)
 
 
 def test_parts_that_another_process_has_are_learnt() -> None:
     """This process has a part `a`, the other one a part `b`."""
-    other = [[0.0, 1.0, 1.0, 0.5, 0.0, 0.0], [0.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.25]]
-    sums = ProcessStepSums(TwoRanks(other, ["b"]))
+    sums = ProcessStepSums(TwoRanks((False, 1.0, [(0.5, None, {"b": 0.25})])))
     (both,), _ = sums.over_processes([step(0.5, a=2.0)], stop=False)
     assert both.parts == {"a": 2.0, "b": 0.25}
     assert both.loss == 1.0
@@ -77,7 +71,7 @@ def test_processes_meet_after_steps_that_take_a_quarter_of_a_second(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    ranks = TwoRanks([])
+    ranks = TwoRanks()
     sums = ProcessStepSums(ranks)
     lengths = []
     for _ in range(6):
@@ -90,6 +84,6 @@ def test_processes_meet_after_steps_that_take_a_quarter_of_a_second(
         lengths.append(steps)
         # the other process proposes as many steps as this one
         wanted = steps * min(GROWTH, 0.25 / (now[0] - sums._met_at))
-        ranks.others = [[0.0, 0.0, wanted]]
+        ranks.others = [(False, wanted, [])]
         sums.over_processes([], stop=False)
     assert lengths == [1, 4, 16, 32, 32, 32]

@@ -66,8 +66,8 @@ from mprun.train.data.batches import WHOLE, BatchSplit, MicroBatch, place
 from mprun.train.data.loader_sets import Reading
 from mprun.train.data.random_numbers import seed_all
 from mprun.train.init_from import DRAWN
-from mprun.train.loggers import LoggedRun, Logger, build_loggers
-from mprun.train.loggers.logger import run_tags
+from mprun.train.logger import LoggedRun, Logger, run_tags
+from mprun.train.loggers import build_loggers
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.machine.heap import allocator

@@ -45,12 +45,9 @@ class Layout:
         yield
 
     def compute(self, compute: Compute, size: int, is_last: bool) -> tuple[Tensor, Any]:
-        """Run a forward pass whose backward pass follows.
+        """Run a forward pass whose backward pass follows, on `size` samples of this process.
 
-        Args:
-            compute: runs it.
-            size: this process's samples in it; 0: it counts nothing.
-            is_last: whether it is the step's last one, after which gradients are exchanged.
+        After the step's last one gradients are exchanged.
         """
         return compute()
 
@@ -89,18 +86,14 @@ class BufferMean:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
 
     def begin(self, took_part: bool) -> None:
-        """Begin to average the buffers, which a step's forward passes have updated.
-
-        Args:
-            took_part: whether this process's passes were on samples of its own.
-        """
+        """Begin to average the buffers; `took_part`: this process had samples of its own."""
         if not self._buffers:
             return
         # float64: the mean of equal numbers is that number, bit for bit
         flat = torch.cat([devices.wide(b.detach().reshape(-1)) for b in self._buffers])
         flat = torch.cat([flat, flat.new_ones(1)])  # whose sum counts the processes that took part
         self._sums = flat if took_part else torch.zeros_like(flat)
-        self._wait = self._ranks.begin_sums([self._sums])
+        self._wait = self._ranks.begin_sum(self._sums)
 
     def finish(self) -> None:
         """Give the buffers their means."""
@@ -235,7 +228,7 @@ class ReplicaLayout(GroupLayout):
             if not self._is_complete:
                 flags = sent.new_tensor(has_gradient)
             sent = torch.cat([sent, flags])
-        self._sums.append((own, sent, self.ranks.begin_sums([sent])))
+        self._sums.append((own, sent, self.ranks.begin_sum(sent)))
         # Gradients are views of the bucket, so nothing is left to do when the sum is there. A
         # function to be called then would be called in another thread, and wait for this one.
         known: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)

@@ -90,12 +90,7 @@ def checkpointed(model: nn.Module, random_states: bool = True) -> Iterator[None]
     """Inside, a block's activations are recomputed in the backward pass instead of stored.
 
     Each block runs in PyTorch's `checkpoint`, which stores the block's inputs. Gradients are the
-    same, bit for bit.
-
-    Args:
-        model: the model; its class and its paths stay as they are.
-        random_states: recompute with the random numbers that the forward pass had (dropout).
-            Fake tensors have none.
+    same, bit for bit. With `random_states` dropout is recomputed too; fake tensors have none.
     """
     with ExitStack() as stack:
         for _, block in blocks_of(model):

@@ -64,11 +64,8 @@ class Ranks:
         """The first process's object."""
         return value
 
-    def sum_tensors(self, tensors: list[Tensor]) -> None:
-        """Add up each tensor over processes, in place."""
-
-    def begin_sums(self, tensors: list[Tensor]) -> Callable[[], None]:
-        """Begin to add up each tensor over processes, in place; what is returned waits for it."""
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to add up a tensor over processes, in place; what is returned waits for it."""
         return lambda: None
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -123,18 +120,13 @@ class GroupRanks(Ranks):
             dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def sum_tensors(self, tensors: list[Tensor]) -> None:
-        self.begin_sums(tensors)()
-
-    def begin_sums(self, tensors: list[Tensor]) -> Callable[[], None]:
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         with self.communicating():
-            works = [dist.all_reduce(x, async_op=True) for x in tensors]
+            work: Any = dist.all_reduce(tensor, async_op=True)
 
         def wait() -> None:
             with self.communicating():
-                for work in works:
-                    assert work is not None
-                    work.wait()
+                work.wait()
 
         return wait
 

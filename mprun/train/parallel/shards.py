@@ -53,7 +53,7 @@ class ShardCombine(Combine):
 
     def total_norm(self, norm: Tensor) -> Tensor:
         square = norm.detach().float().square()
-        self._ranks.sum_tensors([square])
+        self._ranks.begin_sum(square)()
         return square.sqrt().to(norm.dtype)
 
     def overflow(self, flag: Tensor) -> Tensor:
@@ -80,12 +80,7 @@ class _TimedCollective:
 
 
 class ShardLayout(GroupLayout):
-    """A part of every parameter in each process.
-
-    Args:
-        ranks: the processes.
-        device: what they compute on.
-    """
+    """A part of every parameter in each process."""
 
     kind = "fsdp2"
 

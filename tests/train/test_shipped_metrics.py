@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import mprun
 from mprun.errors import RunFailedError
-from mprun.train.metrics import F1, SHIPPED, Accuracy, MeanAbsoluteError, Perplexity, SummedMetric
+from mprun.metrics import F1, SHIPPED, Accuracy, MeanAbsoluteError, Perplexity, SummedMetric
 
 CLASSES = 5
 

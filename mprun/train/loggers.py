@@ -1,6 +1,10 @@
-"""The trackers that a run can be logged to: MLflow, TensorBoard, trackio, Weights & Biases.
+"""Loggers: further outputs for a run's scalars. The record is always written.
 
-By default all write files beside the runs, and send nothing away.
+A logger writes between steps, when losses are read anyway. It never decides about a run: if it
+fails, the user gets one warning, and the run goes on without it. By default all write files beside
+the runs, and send nothing away.
+
+To add one, write a subclass of `Logger`, name it in `LOGGERS`, and write conf/logger/NAME.yaml.
 """
 
 from __future__ import annotations
@@ -12,15 +16,15 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mprun.errors import UsageError
+from mprun.errors import UsageError, hint
 from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Status
-from mprun.train.loggers.logger import LoggedRow, Logger, quiet
+from mprun.train.logger import LoggedRow, LoggedRun, Logger, Tell, ignore, quiet
 
 STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # MLflow's limits: of one call, and of one value
@@ -305,3 +309,40 @@ class WandbLogger(Logger):
     def end(self, status: Status) -> None:
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status == "completed" else 1)  # W&B's "finished", "failed"
+
+
+# The values of logger.name
+LOGGERS: dict[str, type[Logger] | None] = {
+    "none": None,
+    **{kind.NAME: kind for kind in (MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger)},
+}
+
+
+def check_logger(name: str, online: bool = False) -> None:
+    """Raise `UsageError` unless `build_loggers` can make this logger here, and go `online`."""
+    if name not in LOGGERS:
+        legal = ", ".join(LOGGERS)
+        raise UsageError(f"logger.name={name}: legal: {legal}{hint(name, LOGGERS)}")
+    if (logger := LOGGERS[name]) is not None:
+        logger.check(online)
+
+
+def unused_fields(name: str, given: Iterable[str]) -> dict[str, str]:
+    """A sentence for each key of the configuration that the user set and a logger does not use."""
+    logger = LOGGERS[name]
+    used = ("name", *(() if logger is None else logger.FIELDS))
+    # the second word: logger.tags.NAME belongs to the field `tags`
+    keys = [k for k in given if k.startswith("logger.") and k.split(".")[1] not in used]
+    return {key: f"{key} has no effect: logger={name} does not use it" for key in keys}
+
+
+def build_loggers(
+    name: str, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore
+) -> list[Logger]:
+    """The callbacks for `logger.name`; nothing is written before the first step.
+
+    `warn` is called with a sentence when the logger fails, `report` with a line for the user.
+    """
+    check_logger(name, run.online)
+    logger = LOGGERS[name]
+    return [] if logger is None else [logger(run, warn, report)]
