@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mprun.config import compose
-from mprun.config.quoting import quoted
+from mprun.config.reference import quoted
 from mprun.records.run_record import Status
 from mprun.study.planned_run import plan_or_resume
 from mprun.train.callbacks import Callback

@@ -18,7 +18,7 @@ from torchvision import models
 from mprun.errors import hint
 from mprun.recipe import Classification
 from mprun.train.data import DataRequest, Splits, TensorSet, image_sample, image_splits
-from mprun.train.data.image_folder import class_names, folder_splits
+from mprun.train.data.recipe_parts import class_names, folder_splits
 
 CLASSIFIERS = tuple(models.list_models(module=models))
 FASHION_CLASSES, FASHION_SIZE = 10, 28

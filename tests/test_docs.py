@@ -18,8 +18,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import leaves
-from mprun.config.settings import fields, take
-from mprun.config.study_request import with_every_mode
+from mprun.config.settings import fields, take, with_every_mode
 from mprun.errors import UsageError
 from mprun.inspect.check.check_result import CHECKS, CheckSettings
 

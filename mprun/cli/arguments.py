@@ -190,7 +190,7 @@ def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
         if path != value:
             note(f"{text} is {path}")
             if is_field:
-                from mprun.config.quoting import as_text, quoted
+                from mprun.config.reference import as_text, quoted
 
                 text = f"{key}={quoted(as_text(path))}"  # a folder's name may have Hydra's signs
             else:

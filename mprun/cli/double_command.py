@@ -28,7 +28,7 @@ from mprun.records.result import measuring, show
 from mprun.study.budget import Budget
 
 if TYPE_CHECKING:
-    from mprun.config.study_request import StudyRequest
+    from mprun.config.settings import StudyRequest
 
 COMMAND = Command("double", ("double", *STUDY))
 

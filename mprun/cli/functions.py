@@ -178,7 +178,7 @@ def check(
 
 
 def _overrides(fields: Mapping[str, object]) -> list[str]:
-    from mprun.config.quoting import override_text
+    from mprun.config.reference import override_text
 
     return [
         f"{name}={x if isinstance(x, str) and PLAIN.fullmatch(x) else override_text(x)}"

@@ -18,8 +18,7 @@ from mprun.records.console.formatting import by_reason
 from mprun.study.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
-    from mprun.config.settings import CompareSettings
-    from mprun.config.study_request import StudyRequest
+    from mprun.config.settings import CompareSettings, StudyRequest
     from mprun.study.compare.comparison import Comparison
     from mprun.study.hydra_launch import Screening, StudyLauncher
     from mprun.study.study import Study, StudyResult
@@ -34,7 +33,7 @@ def request_of(
     command: Command, args: Sequence[str], *sections: str, refused: Sequence[str] = ()
 ) -> StudyRequest:
     """The arguments of a study; see `study_request`."""
-    from mprun.config.study_request import study_request
+    from mprun.config.settings import study_request
 
     known = parse_arguments(command, args)
     request = study_request(

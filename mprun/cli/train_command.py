@@ -59,7 +59,7 @@ def _restarted(overrides: Sequence[str]) -> Sequence[str]:
     """The overrides of the run to resume, where torchrun started the processes again."""
     if not launch_of().restarts:
         return overrides
-    from mprun.config.quoting import as_text, quoted
+    from mprun.config.reference import as_text, quoted
     from mprun.train.parallel.coordinator import coordinator_here
 
     folder = coordinator_here().earlier_folder()

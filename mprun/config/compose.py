@@ -30,9 +30,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.quoting import as_text, quoted
 from mprun.config.recipe_file import named_file, option_of
-from mprun.config.reference import GROUPS, keys_called, leaves, options, sections
+from mprun.config.reference import GROUPS, as_text, keys_called, leaves, options, quoted, sections
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, as_usage_error, did_you_mean, first_line, hint, nearest

@@ -48,8 +48,7 @@ from mprun.config.compose import (
     search_path,
     to_composed,
 )
-from mprun.config.quoting import override_text, quoted
-from mprun.config.reference import GROUPS
+from mprun.config.reference import GROUPS, override_text, quoted
 from mprun.errors import UsageError, first_line
 from mprun.records.run_record import number, read_summary
 

@@ -26,8 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from mprun.config.quoting import as_text, quoted
-from mprun.config.reference import leaves, options
+from mprun.config.reference import as_text, leaves, options, quoted
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.reader import open_regular

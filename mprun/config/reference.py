@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
@@ -241,3 +242,35 @@ def options(group: str) -> dict[str, str]:
             comments = [x[1:].strip() for x in lines if x.startswith("# ") and "@package" not in x]
             comment_of[entry.name.removesuffix(".yaml")] = comments[0] if comments else ""
     return comment_of
+
+
+# ---- values as texts for Hydra and OmegaConf, which give some characters a meaning ---------------
+
+
+def quoted(value: object) -> str:
+    """Any text as a quoted value of an override."""
+    text = str(value)
+    inner = text.replace("'", "\\'")
+    end = "\\" * (len(inner) - len(inner.rstrip("\\")))  # a backslash would hide the last quote
+    return f"'{inner}{end}'"
+
+
+def as_text(value: Any) -> Any:
+    """Plain values for OmegaConf that it does not interpolate: `${` in a text stays what it is."""
+    if isinstance(value, str):
+        # A backslash escapes `${`, and the backslashes before it.
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+    if isinstance(value, dict):
+        return {key: as_text(item) for key, item in value.items()}
+    return [as_text(item) for item in value] if isinstance(value, list) else value
+
+
+def override_text(value: Any) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(override_text, value)) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else str(value).lower()
+    return quoted(value)

@@ -23,8 +23,8 @@ from mprun.records.layer_values import computes_float16, layer_dtypes, product_f
 from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
-SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-"""MLflow's stores; that of plain files is on its way out."""
+STORE = r"databricks(://.*)?|(sqlite|https?|postgresql|mysql|mssql)(\+\w+)?://.*"
+"""MLflow's stores; `mysql+pymysql` names a driver, too. That of plain files is on its way out."""
 TAG_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 LONGEST = 128
 """Characters of a project or of a run's name; W&B takes no longer ones."""
@@ -34,51 +34,41 @@ def check_logger_fields(config: LoggerConfig) -> None:
     """Raise `UsageError` for the first field that no logger can use."""
     for key in ("project", "run_name"):
         value = getattr(config, key)
-        if value is not None and not _is_name(value):
+        is_name = value is None or (value.strip() and value.isprintable())
+        if not is_name or len(value or "") > LONGEST:
             raise UsageError(
                 f"logger.{key}={value!r}: legal is a name of at most {LONGEST} characters without "
                 "control characters, or null"
             )
     for name in config.tags:
-        if name in OWN_TAGS:
+        if name in OWN_TAGS or re.fullmatch(TAG_NAME, name) is None:
             raise UsageError(
-                f"logger.tags.{name}: mprun sets this tag itself; legal is any other name"
-            )
-        if re.fullmatch(TAG_NAME, name) is None:
-            raise UsageError(
-                f"logger.tags.{name!r}: legal is a name of letters, digits and _.- that begins "
-                "with a letter, of at most 64 characters"
+                f"logger.tags.{name}: legal is a name of letters, digits and _.- that begins with "
+                "a letter, of at most 64 characters, and is no tag of mprun's own: "
+                f"{', '.join(OWN_TAGS)}"
             )
     if config.uri is not None:
         _check_uri(config.uri)
 
 
-def _is_name(value: str) -> bool:
-    return bool(value.strip()) and value.isprintable() and len(value) <= LONGEST
-
-
 def _check_uri(uri: str) -> None:
+    is_store = re.fullmatch(STORE, uri) and uri.isprintable()
     try:
-        parts = urlsplit(uri)
-        password = parts.password
+        has_password = urlsplit(uri).password is not None
     except ValueError:  # brackets of an address that do not close
-        raise UsageError(f"logger.uri={uri!r} is not an address; {LEGAL_URI}") from None
-    scheme = parts.scheme.partition("+")[0] or uri  # `mysql+pymysql` names a driver, too
-    has_place = scheme == "databricks" or f"{parts.scheme}://" in uri
-    if scheme not in SCHEMES or not has_place or not uri.isprintable():
-        raise UsageError(f"logger.uri={uri!r} is not an MLflow store; {LEGAL_URI}")
-    if password is not None:
+        is_store = has_password = False
+    if not is_store:
+        raise UsageError(
+            f"logger.uri={uri!r} is not an MLflow store; legal: sqlite:///FILE, https://SERVER, "
+            "another of its database URIs, or null for a file beside the runs"
+        )
+    if has_password:
         raise UsageError(
             "logger.uri has a password, and the configuration is recorded; legal is an address "
             "without one: set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD"
         )
 
-
-LEGAL_URI = (
-    "legal: sqlite:///FILE, https://SERVER, another of its database URIs, or null for a file "
-    "beside the runs"
-)
 
 PATHS = {
     "run.dir": "a folder",
@@ -152,25 +142,16 @@ def _check_op_lists(config: Config) -> None:
     lists, precision = config.op_lists, config.precision
     by_lists = precision.casting == "op_lists"
     low, mixed = precision.compute_dtype, precision.param_dtype == "float32"
-    if by_lists and (low == "float32" or not mixed):
+    if by_lists and (low == "float32" or not mixed or precision.gemms != "none"):
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
-            "float32 parameters and a 16-bit dtype; legal: precision=bf16_mixed, "
-            "precision=fp16_mixed"
+            "float32 parameters and a 16-bit dtype, without formats of products; legal: "
+            "precision=bf16_mixed, precision=fp16_mixed"
         )
-    if by_lists and precision.gemms != "none":
+    if by_lists == (lists.name == "none"):
         raise UsageError(
-            f"op_lists={lists.name} with precision={precision.name}, whose products have formats "
-            "of their own; legal: precision=bf16_mixed, precision=fp16_mixed"
-        )
-    if by_lists and lists.name == "none":
-        raise UsageError(
-            "precision.casting=op_lists with op_lists=none; legal: op_lists=hmp, or other lists"
-        )
-    if not by_lists and lists.name != "none":
-        raise UsageError(
-            f"op_lists={lists.name} with precision.casting={precision.casting}; "
-            "legal: precision.casting=op_lists"
+            f"op_lists={lists.name} with precision.casting={precision.casting}; legal: "
+            "precision.casting=op_lists with op_lists=hmp or other lists"
         )
     given = [key for key in ("lower_file", "fp32_file", "promote_file") if getattr(lists, key)]
     if given and not by_lists:

@@ -15,7 +15,7 @@ import torch
 
 from mprun import __version__
 from mprun.config import Config, compose
-from mprun.config.study_request import modes
+from mprun.config.settings import modes
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import MprunError, as_usage_error
 from mprun.precision import Policy

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.settings import of_several_processes, parse_size
-from mprun.config.study_request import with_every_mode
+from mprun.config.settings import of_several_processes, parse_size, with_every_mode
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.memory import (
     SCHEMA_VERSION,

@@ -27,7 +27,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS
-from mprun.config.study_request import BASELINE, StudyRequest, variants
+from mprun.config.settings import BASELINE, StudyRequest, variants
 from mprun.errors import UsageError
 from mprun.records.console.formatting import by_reason, counted
 from mprun.records.files import write_atomic

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from mprun.config import Composed, compose
-from mprun.config.study_request import StudyRequest
+from mprun.config.settings import StudyRequest
 from mprun.errors import UsageError
 from mprun.precision import devices
 from mprun.records.console import ReportPart, report_nothing

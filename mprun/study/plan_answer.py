@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.config import compose
-from mprun.config.quoting import as_text, quoted
+from mprun.config.reference import as_text, quoted
 from mprun.config.schema import Config, OptimizerConfig
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError

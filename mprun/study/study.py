@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from mprun.config import Composed, Config, compose
-from mprun.config.study_request import StudyRequest, variants
+from mprun.config.settings import StudyRequest, variants
 from mprun.errors import RunFailedError, StoppedError, UsageError, printable
 from mprun.records.console import note
 from mprun.records.files import dated_folder, refuse_links, remove_leftovers

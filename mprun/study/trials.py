@@ -23,7 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mprun.config import Composed, compose
-from mprun.config.quoting import as_text, quoted
+from mprun.config.reference import as_text, quoted
 from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError
 from mprun.records.console import Moment, ProgressView
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary

@@ -13,7 +13,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import options
-from mprun.config.study_request import modes, variants
+from mprun.config.settings import modes, variants
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve

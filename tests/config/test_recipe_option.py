@@ -13,7 +13,7 @@ from mprun.config import Config, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.recipe_file import named_file, option_of, recipe_text, with_absolute_paths
-from mprun.config.study_request import study_request, variants
+from mprun.config.settings import study_request, variants
 from mprun.errors import UsageError
 from mprun.records.run_config import variant_hash
 

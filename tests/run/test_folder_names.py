@@ -48,7 +48,7 @@ def child(n):
 
 from mprun.records.files import dated_folder, new_folder
 from mprun.records.run_folder import RunFolder
-from mprun.config.study_request import study_request
+from mprun.config.settings import study_request
 from mprun.study.study import new_study
 
 def run_folder():

@@ -10,7 +10,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.study_request import study_request
+from mprun.config.settings import study_request
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
 from mprun.records.run_folder import RunFolder

@@ -16,7 +16,7 @@ import torch
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.quoting import quoted
+from mprun.config.reference import quoted
 from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.records.run_folder import RunFolder

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.quoting import as_text
-from mprun.config.study_request import study_request
+from mprun.config.reference import as_text
+from mprun.config.settings import study_request
 from mprun.errors import UsageError
 from mprun.study.planned_run import plan_or_resume
 from mprun.study.study import new_study, resumed_study

@@ -17,8 +17,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from mprun.cli.main import main
-from mprun.config.settings import LauncherSettings
-from mprun.config.study_request import study_request
+from mprun.config.settings import LauncherSettings, study_request
 from mprun.records.run_record import Summary, read_summary
 from mprun.study import hydra_launch
 from mprun.study.hydra_launch import StudyJob, StudyLauncher

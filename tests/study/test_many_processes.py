@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 
 from mprun.cli.main import main
-from mprun.config.study_request import study_request
+from mprun.config.settings import study_request
 from mprun.errors import UsageError
 from mprun.records.console import stdout_console
 from mprun.records.run_record import Summary, read_summary

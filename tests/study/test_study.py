@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.config.study_request import study_request
+from mprun.config.settings import study_request
 from mprun.errors import UsageError
 from mprun.study.study import Study, new_study, resumed_study
 from mprun.study.trials import interleaved, put_aside

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.config import compose
-from mprun.config.quoting import quoted
+from mprun.config.reference import quoted
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.divergence.boundaries import relative_rms
 from mprun.inspect.divergence.difference import SCHEMA_VERSION, CaptureRecord, Difference

@@ -129,7 +129,7 @@ def made_of_class(
     given = options_of(config, kind)
     # a list, which YAML has, as the tuple that optimizers take (betas)
     own = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    options = {"lr": lr, **own}
+    options: dict[str, Any] = {"lr": lr, **own}
     if implementation not in ("own", "masters"):
         names = [n for n in ("foreach", "fused") if takes(kind, n)]
         # both are set: PyTorch picks foreach by itself on a GPU where neither is named

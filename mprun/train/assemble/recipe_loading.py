@@ -23,12 +23,11 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard, get_type_hints
@@ -41,9 +40,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mprun.config import Config
-from mprun.config.quoting import quoted
 from mprun.config.recipe_file import read_source
-from mprun.config.reference import describe_type
+from mprun.config.reference import describe_type, quoted
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.recipe import Recipe
@@ -119,7 +117,7 @@ def load_recipe(
             )
     else:
         kind = class_in(Path(file), target, untrusted)
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(kind)]
     for name, value in parameters.items():
         if name not in known:
             raise UsageError(
@@ -236,53 +234,6 @@ class UntrustedCodeError(UsageError):
     """A recipe's code lies in a folder that the user does not trust."""
 
 
-@contextmanager
-def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[None]:
-    """Inside, importing the user's code names its files before they run.
-
-    Args:
-        what: the override that leads to the code, for example `recipe=my.py`.
-        untrusted: a folder whose code is not run, or None.
-        target: the import path of the class that is imported; empty for a file, which is named
-            alone.
-
-    Raises:
-        UntrustedCodeError: a file lies in that folder.
-    """
-    finder = _AnnouncingFinder(what, untrusted, target)
-    # before Python's own finders: a file is looked at after it is located and before it runs
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-@dataclass(frozen=True)
-class _AnnouncingFinder(MetaPathFinder):
-    """Finds what the other finders find, and looks at it.
-
-    Which file a name leads to is decided while it is imported, package by package.
-    """
-
-    what: str
-    untrusted: Path | None
-    target: str
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.has_location and spec.origin is not None:
-            refuse_untrusted(self.what, Path(spec.origin), self.untrusted)
-            # the packages that lead to the class are the user's; what they import is not announced
-            if self.target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
-                note(f"{self.what} runs the code of {spec.origin}")
-        return spec
-
-
 def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
     """Raise `UntrustedCodeError` for a file in a folder whose code is not run."""
     if untrusted is not None and lies_in(file, untrusted):
@@ -313,8 +264,15 @@ def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
         sys.path.append(str(Path.cwd()))
     what = f"{key}={target}"
     try:
-        with announced(what, untrusted, target):
-            return getattr(importlib.import_module(module), name, None)
+        for part in accumulate(module.split("."), "{}.{}".format):  # a, a.b, a.b.c
+            # the file that a name leads to is known once its package is imported
+            spec = None if part in sys.modules else importlib.util.find_spec(part)
+            if spec is not None and spec.has_location and spec.origin is not None:
+                refuse_untrusted(what, Path(spec.origin), untrusted)
+                if part.partition(".")[0] != "mprun":
+                    note(f"{what} runs the code of {spec.origin}")
+            importlib.import_module(part)
+        return getattr(sys.modules[module], name, None)
     except UntrustedCodeError:
         raise
     except Exception as error:  # the module is the user's: anything can be wrong with it
@@ -434,9 +392,8 @@ def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Mo
     try:
         refuse_untrusted(f"{prefix}{path}", path, untrusted)
         note(f"{prefix}{path} runs the code of this file")
-        with announced(f"{prefix}{path}", untrusted):
-            # dont_inherit: this module's `annotations` import is not the user's
-            exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
+        # dont_inherit: this module's `annotations` import is not the user's
+        exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
         _loaded[path] = (source, module)
     except MprunError:
         raise

@@ -1,7 +1,7 @@
 """Data sets as tensors: where they come from, and how batches are made of them.
 
 `sources.py` checks, downloads and reads the published files, or draws a set in their place;
-`text.py` cuts a text into windows; `image_folder.py` reads folders of images; `batches.py` has
+`text.py` cuts a text into windows; `recipe_parts.py` reads folders of images; `batches.py` has
 decoded samples in memory and batches them there; `loader_sets.py` and `loader_batches.py` read
 samples one by one, by PyTorch's loader, with random numbers of their own (`random_numbers.py`).
 """

@@ -11,7 +11,8 @@ reads the epoch's first batches again and drops them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,7 @@ class LoaderBatches(Batches):
         self.batch_size = None if size is None else size * self._per_step
         self._reading, self._generator = reading, generator
         self._form, self._accumulate = form, accumulate
+        self._structure: str | None = None  # Of the first batch, as text
 
     @property
     def length(self) -> int | None:
@@ -118,16 +120,19 @@ class LoaderBatches(Batches):
     def epoch(self, order: EpochSeed | None, skip: int = 0) -> Stream:
         """The batches of an epoch, less the first `skip`, which are read and dropped.
 
-        Args:
-            order: what `LoaderOrder.draw` gave; None for an evaluation.
-            skip: how many to drop.
+        The order is what `LoaderOrder.draw` gave; None for an evaluation.
 
         Raises:
             RunFailedError: the data ended before the first batch that is wanted.
         """
-        contents = self._contents(order)
-        try:
-            self._drop(contents, skip * self._per_step)
+        with closing(self._contents(order)) as contents:
+            wanted = skip * self._per_step
+            dropped = sum(1 for _ in itertools.islice(contents, wanted))
+            if dropped < wanted:
+                raise RunFailedError(
+                    f"the data gave {dropped:,} batches in this epoch, and the run that is resumed "
+                    f"had taken {wanted:,}: it can be resumed only with the same data"
+                )
             empty = not skip
             while batch := self._step(contents):
                 empty = False
@@ -137,8 +142,6 @@ class LoaderBatches(Batches):
                     "the data gave no batch: the dataset is empty, or smaller than batch_size with "
                     "drop_last=True"
                 )
-        finally:
-            contents.close()
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
         """At most `wanted` micro-batches; one that cannot be cut may have more samples."""
@@ -148,20 +151,9 @@ class LoaderBatches(Batches):
             size = max(1, min(at_most, known // min(wanted, known)))
             reading = reading._replace(batch_size=size)
         cut = LoaderBatches(self.data, reading, self._generator, self._form, self.device)
-        stream = iter(cut)
-        try:
+        with closing(iter(cut)) as stream:
             parts = [batch.parts[0] for batch in itertools.islice(stream, wanted)]
-        finally:
-            stream.close()
         return [first_samples(part, at_most) for part in parts]
-
-    def _drop(self, contents: Iterator[Any], wanted: int) -> None:
-        dropped = sum(1 for _ in itertools.islice(contents, wanted))
-        if dropped < wanted:
-            raise RunFailedError(
-                f"the data gave {dropped:,} batches in this epoch, and the run that is resumed had "
-                f"taken {wanted:,}: it can be resumed only with the same data"
-            )
 
     def _step(self, contents: Iterator[Any]) -> Batch | None:
         """The micro-batches of the next step; the last step of an epoch may have fewer."""
@@ -198,9 +190,24 @@ class LoaderBatches(Batches):
                         content = next(source)
                     except StopIteration:
                         return
+                self._check(content)
                 yield content
         finally:  # an epoch that is not read to its end leaves workers behind
             end_workers(source)
+
+    def _check(self, content: Any) -> None:
+        """Refuse a batch of another structure than the first: it may not be trained as meant."""
+        found = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            found += f" of {', '.join(map(str, content))}"
+        elif isinstance(content, tuple):
+            found += f" of {len(content)}"
+        self._structure = self._structure or found
+        if found != self._structure:
+            raise RunFailedError(
+                f"the data gave a batch that is {found}, after one that was {self._structure}; "
+                "legal are batches of one structure"
+            )
 
     def _micro_batch(self, content: Any) -> MicroBatch:
         size, pinned = batch_size(content), devices.backend(self.device).pins

@@ -3,11 +3,21 @@
 A part is a tuple or a mapping of tensors with samples along dimension 0, nested as a batch is to
 be; or a data set, a stream or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may
 replace the mapping. Without `validation` a tenth of the training samples is held out.
+
+`folder_splits` makes them of images in folders, one folder for each class, as torchvision's
+`ImageFolder` reads them:
+
+    folder/train/CLASS/*.jpg    folder/val/CLASS/*.jpg    folder/test/CLASS/*.jpg (optional)
+
+or only folder/CLASS/*.jpg, of which a part is held out for validation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +29,12 @@ from mprun.train.data.batches import TensorSet
 from mprun.train.data.loader_sets import LoadedSet, loaded_set
 from mprun.train.data.sources import DataRequest, Splits
 
-NAMES = ("train", "validation", "test")
+PARTS = {"train": "train", "validation": "val", "test": "test"}
+NAMES = tuple(PARTS)
 FORM = 'return {"train": (inputs, targets)}, and "validation" and "test" if there are any'
 # Share of the training samples that validates where the recipe has no validation data
 HELD_OUT = 0.1
 NOT_VALIDATED = 'no "validation": nothing is validated; "validation": None says that it is meant so'
-SOURCE = "recipe"
 
 
 def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
@@ -54,7 +64,7 @@ def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
     limit = request.eval_limit
     return Splits(
         name,
-        SOURCE,
+        "recipe",
         train.first(request.train_limit),
         validation.first(limit),
         test.first(limit),
@@ -107,19 +117,11 @@ def _in_memory(content: Any, key: str) -> TensorSet:
     """Nested tensors as samples, each with as many of them."""
     sizes = set()
     for leaf in leaves(content):
-        if not isinstance(leaf, Tensor):
-            kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
-            text = kind.removeprefix("builtins.")
-            remedy = (
-                "; torch.as_tensor(...) makes a tensor of it" if kind == "numpy.ndarray" else ""
-            )
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            kind = "tensor without dimensions" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise UsageError(
-                f"data(): {key} contains a {text}; legal are tensors with the samples along "
-                f"dimension 0{remedy}"
-            )
-        if not leaf.dim():
-            raise UsageError(
-                f"data(): {key} contains a tensor without dimensions; samples lie along dimension 0"
+                f"data(): {key} contains a {kind}; legal are tensors with the samples along "
+                "dimension 0; torch.as_tensor(...) makes one of an array"
             )
         sizes.add(len(leaf))
     if len(sizes) != 1:
@@ -159,3 +161,96 @@ def _draw_places(total: int, share: float) -> tuple[list[int], list[int]]:
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     rest, out = order[held_out:].sort().values, order[:held_out].sort().values
     return rest.tolist(), out.tolist()
+
+
+# ---- images in folders ---------------------------------------------------------------------------
+
+# Folders of parts by other names, or without `train`; as classes they would train nonsense
+NO_CLASSES = {"training", "val", "valid", "validation", "test", "testing"}
+
+
+def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
+    """The images as bytes [3, image_size, image_size], and their class indices.
+
+    Raises:
+        UsageError: the folder has no images in folders of classes, or its parts differ in classes.
+    """
+    from torchvision import transforms
+
+    # resized so that the shorter side is the wanted one, and no augmentation, so that runs of
+    # different precisions see the same samples
+    steps = [transforms.Resize(image_size), transforms.CenterCrop(image_size)]
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    sets = {name: _images(path, transform) for name, path in _parts(Path(folder)).items()}
+    classes = class_names(folder)
+    for name, images in sets.items():
+        if images.classes != classes:
+            raise UsageError(
+                f"{PARTS[name]} of {folder} has the classes {', '.join(images.classes)}; "
+                f"legal are those of {PARTS['train']}: {', '.join(classes)}"
+            )
+    if "validation" in sets:  # else `as_splits` warns that a recipe's data() ignores the share
+        request = replace(request, validation_fraction=0.0)
+    return replace(as_splits(sets, Path(folder).name, request), source="local")
+
+
+def class_names(folder: str) -> list[str]:
+    """The classes: the names of the folders with images.
+
+    Raises:
+        UsageError: there are fewer than two, or they are parts of a data set, not classes.
+    """
+    from torchvision.datasets.folder import find_classes
+
+    path = _parts(Path(folder))["train"]
+    with _refusals(path):
+        classes = list(find_classes(str(path))[0])
+    if parts := [name for name in classes if name.lower() in NO_CLASSES]:
+        raise UsageError(
+            f"{path} has a folder {parts[0]} but none named train; legal is train, val and, if you "
+            "like, test, each with a folder for each class"
+        )
+    if len(classes) < 2:
+        raise UsageError(f"{path} has one class, {classes[0]}; legal is two or more")
+    return classes
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """The folders of the parts; the folder itself trains where it has no parts."""
+    folder = folder.expanduser()
+    if not (folder / PARTS["train"]).is_dir():
+        return {"train": folder}
+    named = {name: folder / part for name, part in PARTS.items()}
+    return {name: path for name, path in named.items() if path.is_dir()}
+
+
+def _images(path: Path, transform: Any) -> Any:
+    from torchvision.datasets import ImageFolder
+
+    with _refusals(path):
+        return ImageFolder(str(path), transform, loader=_image)
+
+
+def _image(path: str) -> Any:
+    """An image as RGB; raises `UsageError` for a file that is none."""
+    from torchvision.datasets.folder import pil_loader
+
+    try:
+        return pil_loader(path)
+    except (OSError, SyntaxError) as error:  # the latter: a damaged PNG
+        raise UsageError(
+            f"the image {path} cannot be read ({error}); replace or delete it"
+        ) from None
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Inside, torchvision's error names what is missing: the folder, classes, images of a class."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path} lacks images in folders of classes; legal is FOLDER/CLASS/*.jpg, or "
+            "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg, with an image in each CLASS; "
+            f"torchvision says: {error}"
+        ) from None

@@ -28,7 +28,7 @@ from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -203,41 +203,30 @@ def is_complete(name: str, root: Path) -> bool:
 
 def check(name: str, root: Path) -> list[FileState]:
     """The state of each of the set's files, in the order of the table."""
-    return [
-        _check_file(raw_folder(name, root) / file, SIZE_BYTES[file], expected)
-        for file, expected in SHA256[name].items()
-    ]
+    return [_check_file(raw_folder(name, root) / file, name) for file in SHA256[name]]
 
 
-def _check_file(path: Path, size: int, expected: str) -> FileState:
+def _check_file(path: Path, name: str) -> FileState:
+    size, expected = SIZE_BYTES[path.name], SHA256[name][path.name]
     published = f"expected {size} bytes with SHA-256 {expected}"
     try:
-        with open_regular(path, MAX_TIMES * size) as file:
-            actual_size = os.fstat(file.fileno()).st_size
-            actual = _sha256(file)
+        actual = sha256(path, MAX_TIMES * size)
     except (FileNotFoundError, NotADirectoryError):
         return FileState(path, "missing", published)
     except OSError as error:
         return FileState(path, "damaged", f"cannot be read ({error.strerror}), {published}")
     if actual == expected:
         return FileState(path, "ok")
-    # only a name for the damage: a download that was interrupted, or bytes that were changed
-    kind = "truncated" if actual_size < size else "too long" if actual_size > size else "corrupt"
-    return FileState(
-        path, "damaged", f"{kind}: {actual_size} bytes with SHA-256 {actual}, {published}"
-    )
+    found = f"{path.stat().st_size} bytes with SHA-256 {actual}"
+    return FileState(path, "damaged", f"{found}, {published}")
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, most_bytes: int | None = None) -> str:
     """The SHA-256 of a regular file's content in hexadecimal, read a megabyte at a time."""
-    with open_regular(path) as file:
-        return _sha256(file)
-
-
-def _sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with open_regular(path, most_bytes) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -373,21 +362,19 @@ def download(name: str, root: Path) -> str:
 
 @contextlib.contextmanager
 def fetching(target: Path, lock: Path) -> Iterator[Path]:
-    """Inside, this process alone brings files into `target`; what it gets lies in it for a while.
+    """Inside, this process alone brings files into the folder `target`; others wait for `lock`.
 
-    Args:
-        target: the folder; it is made.
-        lock: the file that other processes wait for.
-
-    Returns:
-        A temporary folder in `target`, from which files are moved to their places.
+    It gives a temporary folder in `target`, from which files are moved to their places.
 
     Raises:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, timeout=LOCK_TIMEOUT_S), _connection_timeout():
+        before = socket.getdefaulttimeout()  # of the process: torchvision passes none to urllib
+        with FileLock(lock, timeout=LOCK_TIMEOUT_S), contextlib.ExitStack() as stack:
+            stack.callback(socket.setdefaulttimeout, before)
+            socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
             for left in target.glob(f"{DOWNLOAD}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=DOWNLOAD, dir=target) as folder:
@@ -396,10 +383,9 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
         raise DownloadError(
             f"another process has held the lock for {LOCK_TIMEOUT_S:.0f} s"
         ) from None
-    except (OSError, RuntimeError) as error:  # the latter: torchvision's, of a wrong checksum
+    # the second is torchvision's, of a wrong checksum; the third is no OSError
+    except (OSError, RuntimeError, HTTPException) as error:
         raise DownloadError(reason(error)) from None
-    except HTTPException as error:  # which is no OSError
-        raise DownloadError(f"the server's response is invalid: {reason(error)}") from None
 
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
@@ -436,17 +422,6 @@ def reason(error: Exception) -> str:
     return f"no answer in {DOWNLOAD_TIMEOUT_S:g} s" if reason == "timed out" else reason
 
 
-@contextlib.contextmanager
-def _connection_timeout() -> Iterator[None]:
-    """Give torchvision's connections a timeout."""
-    before = socket.getdefaulttimeout()  # of the process: torchvision passes none to urllib
-    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
 def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
     """The set's training and test part from local files.
 
@@ -459,18 +434,17 @@ def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
                 f"{file.path} is {file.state}: {file.detail}; "
                 f"repair it with `{fetch_command([name], root)}`"
             )
+    # Not by torchvision's readers: to import them takes 1.2 s of a run's start. The files were
+    # checked, so a header of 4 bytes for the magic number and 4 for each size is left out.
     raw = raw_folder(name, root)
-    return _read_part(raw, "train"), _read_part(raw, "t10k")
-
-
-def _read_part(raw: Path, prefix: str) -> TensorSet:
-    """One part from the files that were checked, whose layout is thereby known."""
-    # not by torchvision's readers: to import them takes 1.2 s of a run's start
-    images = _bytes_after(raw / f"{prefix}-images-idx3-ubyte", header=16)
-    labels = _bytes_after(raw / f"{prefix}-labels-idx1-ubyte", header=8)
-    return TensorSet(images.view(-1, 1, 28, 28), labels.long())
-
-
-def _bytes_after(path: Path, header: int) -> Tensor:
-    """The bytes of an idx file after its header (magic number and sizes, 4 bytes each)."""
-    return torch.from_numpy(np.fromfile(path, dtype=np.uint8, offset=header))
+    tensors = [
+        torch.from_numpy(
+            np.fromfile(raw / file, dtype=np.uint8, offset=16 if "idx3" in file else 8)
+        )
+        for file in SHA256[name]
+    ]
+    train, test = (
+        TensorSet(images.view(-1, 1, SIDE, SIDE), labels.long())
+        for images, labels in (tensors[:2], tensors[2:])
+    )
+    return train, test

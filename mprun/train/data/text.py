@@ -164,10 +164,14 @@ def _obtain(root: Path) -> str:
     folder = root / TINY_SHAKESPEARE
     if _is_published(folder / FILE):
         return "local"
+    from torchvision.datasets.utils import download_url
+
     with fetching(folder, root / f".{TINY_SHAKESPEARE}.lock") as temporary:
         if _is_published(folder / FILE):
             return "local"
-        _download(temporary)
+        download_url(URL, str(temporary), FILE)
+        if (actual := sha256(temporary / FILE)) != SHA256:
+            raise DownloadError(f"the server sent another file, with SHA-256 {actual}")
         (temporary / FILE).replace(folder / FILE)
     return "download"
 
@@ -187,14 +191,6 @@ def _is_published(path: Path) -> bool:
             "downloaded again, or give a text of your own by recipe.model.text=FILE"
         )
     return True
-
-
-def _download(folder: Path) -> None:
-    from torchvision.datasets.utils import download_url
-
-    download_url(URL, str(folder), FILE)
-    if (actual := sha256(folder / FILE)) != SHA256:
-        raise DownloadError(f"the server sent another file, with SHA-256 {actual}")
 
 
 # ---- Python's standard library -------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_class_by_import_path_is_a_raw_loop(
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "torch.optim.Adagrad?"]),
+        (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "mean 'Adagrad'?"]),
         (["target=nowhere.Adam"], ["target=nowhere.Adam", "ModuleNotFoundError"]),
         (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
         (["target=Adam"], ["target=Adam: legal is the import path"]),

@@ -75,7 +75,7 @@ def test_what_is_missing_or_damaged_is_told_with_what_mends_it(
     assert lines[1:5] == [
         f"  ok       {TRAIN_IMAGES}",
         f"  missing  {TRAIN_LABELS}  {expected(published, TRAIN_LABELS)}",
-        f"  damaged  {TEST_IMAGES}  truncated: 5 bytes with SHA-256 {sha256(b'short').hexdigest()},"
+        f"  damaged  {TEST_IMAGES}  5 bytes with SHA-256 {sha256(b'short').hexdigest()},"
         f" {expected(published, TEST_IMAGES)}",
         f"  ok       {TEST_LABELS}",
     ]
@@ -144,7 +144,7 @@ def test_without_network_fetch_says_so_and_leaves_the_files_alone(
     before = contents(root)
     assert main(["data", "fetch", f"data.root={root}"]) == 1
     out, err = capsys.readouterr()
-    assert f"  damaged  {TEST_IMAGES}  truncated: 5 bytes" in out
+    assert f"  damaged  {TEST_IMAGES}  5 bytes" in out
     assert err == (
         "mprun: could not fetch MNIST (Connection refused), FashionMNIST (Connection refused); the "
         "files are as they were: try again, or put them there as torchvision does "

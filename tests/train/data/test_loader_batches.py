@@ -240,6 +240,14 @@ def test_strings_and_none_pass_and_the_last_batch_is_partial() -> None:
     assert taken[-1].content["mask"] is None
 
 
+@pytest.mark.parametrize("other", [{"x": X, "y": Y}, (X, Y), [X, Y]])
+def test_a_batch_of_another_structure_is_refused(other: Any) -> None:
+    content = [{"x": X}, other]
+    batches, order = batches_of(DataLoader(content, batch_size=None))
+    with pytest.raises(RunFailedError, match="after one that was a dict of x; legal are batches"):
+        list(batches.epoch(order.draw()))
+
+
 def test_some_batches_are_cut_to_size() -> None:
     batches, _ = batches_of(NUMBERS)
     assert [part.size for part in batches.some(3, 2)] == [2, 2, 2]
