@@ -101,11 +101,8 @@ def load_recipe(
 ) -> Recipe:
     """The recipe's class with the user's parameters, each checked against its annotated type.
 
-    Args:
-        target: its import path; with a file, its name there or empty.
-        parameters: the user's.
-        untrusted: a folder whose code is not run, or None.
-        file: the recipe's Python file, or None.
+    With a Python file, `target` is the class's name there or empty, else its import path. The code
+    in the folder `untrusted` is not run.
     """
     if file is None:
         legal = "write module.Class of a recipe that can be imported from here"
@@ -120,9 +117,11 @@ def load_recipe(
     known = [f.name for f in fields(kind)]
     for name, value in parameters.items():
         if name not in known:
+            legal = ", ".join(f"recipe.model.{k}" for k in known)
             raise UsageError(
                 f"'recipe.model.{name}={value}': {kind.__name__} has no such parameter"
-                f"{hint(name, known)}; {_legal_parameters(kind, name, known)}"
+                f"{hint(name, known)}; legal: {legal or 'none'}; the fields of a class with a type "
+                "are its parameters: units: int = 64"
             )
     try:
         schema = OmegaConf.structured(kind)
@@ -147,16 +146,6 @@ def load_recipe(
     with explain_mistakes(f"the metrics of {type(recipe).__name__} cannot be made"):
         check_metric(recipe)
     return recipe
-
-
-def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
-    """What can be set instead of a name that is no parameter."""
-    # an attribute of the class without a type annotation is no field of the dataclass
-    if hasattr(kind, name) and not hasattr(Recipe, name):
-        return f"a type makes it one: write `{name}: int = ...` in the class"
-    if known:
-        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
-    return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
 # ---- its data ------------------------------------------------------------------------------------
@@ -244,18 +233,13 @@ def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
 
 
 def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
-    """What an import path names, the value of a field; None if its module has no such name.
+    """What an import path, the value of a field, names; None if its module has no such name.
 
-    The current folder is searched too.
-
-    Args:
-        key: the field.
-        target: the import path.
-        untrusted: a folder whose code is not run, or None.
-        legal: what the field can be, for the error.
+    The current folder is searched too. The user's files are named before they run.
 
     Raises:
-        UsageError: its module cannot be imported.
+        UsageError: its module cannot be imported; `legal` is what the field can be.
+        UntrustedCodeError: one of its files lies in the folder whose code is not run.
     """
     module, _, name = target.rpartition(".")
     # `python -m` searches the current folder, an installed command does not; last, so that no file
@@ -337,12 +321,7 @@ def forget_changed() -> None:
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
-    """The recipe's class of a file; its code is run unless it was.
-
-    Args:
-        path: the file.
-        name: a class in it; empty: its only recipe, else its functions.
-        untrusted: a folder whose code is not run, or None.
+    """The recipe's class of a file: the one of a name, else its only recipe, else its functions.
 
     Raises:
         UsageError: it cannot be run, or contains no such recipe.
@@ -371,13 +350,8 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
 def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
     """The file as a module, run once per process; see `forget_changed`.
 
-    Args:
-        path: the file.
-        untrusted: a folder whose code is not run, or None.
-        prefix: of the file's name in messages.
-
     Raises:
-        UsageError: it cannot be read or run.
+        UsageError: it cannot be read or run; `prefix` stands before its name in the message.
     """
     if path in _loaded:
         return _loaded[path][1]
@@ -444,11 +418,7 @@ def extends(x: Any, base: type) -> TypeGuard[type[Any]]:
 
 
 def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
-    """The class as a frozen dataclass: its annotated fields are its parameters.
-
-    Raises:
-        UsageError: a field cannot be a parameter.
-    """
+    """The class as a frozen dataclass; raises `UsageError` for a field that is no parameter."""
     # DEFAULTS are read from the file's text, before any of its code runs
     if "DEFAULTS" in vars(kind):
         raise UsageError(
@@ -477,11 +447,7 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
 
 
 def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
-    """The class whose methods are the module's functions.
-
-    Raises:
-        UsageError: one is missing, or is no function.
-    """
+    """The class whose methods are the module's functions; raises `UsageError` without them."""
     own = vars(module)
     functions: dict[str, Any] = {n: own[n] for n in (*NEEDED, *OPTIONAL) if n in own}
     for name in NEEDED:

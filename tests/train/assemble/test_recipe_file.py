@@ -181,7 +181,7 @@ def test_a_file_that_is_no_recipe_is_refused(text: str, fragments: list[str]) ->
 def test_functions_have_no_parameters() -> None:
     message = refusal(FUNCTIONS, units=3)
     assert "'recipe.model.units=3': mine has no such parameter" in message
-    assert "the annotated fields of a class are its parameters" in message
+    assert "the fields of a class with a type are its parameters" in message
 
 
 # ---- classes -------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_fields_that_cannot_be_parameters_are_refused(body: str, fragments: list
 
 def test_an_attribute_without_a_type_is_explained() -> None:
     text = CLASS.replace("kind: str = ", "kind = ")
-    assert "a type makes it one: write `kind: int = ...`" in refusal(text, kind="x")
+    assert "the fields of a class with a type are its parameters" in refusal(text, kind="x")
 
 
 # ---- the file ------------------------------------------------------------------------------------
