@@ -60,13 +60,9 @@ class Composed:
     """A configuration that passed every check that needs no torch."""
 
     config: Config
-    """The typed configuration."""
-    resolved: dict[str, Any]
-    """The same as plain values, as `config.yaml` keeps it."""
-    given: tuple[str, ...]
-    """Keys the user set on the command line."""
-    warnings: tuple[str, ...]
-    """Fields the user set that have no effect in this configuration."""
+    resolved: dict[str, Any]  # The same as plain values, as `config.yaml` keeps it
+    given: tuple[str, ...]  # Keys the user set on the command line
+    warnings: tuple[str, ...]  # Fields the user set that have no effect in this configuration
 
 
 RAISED = (
@@ -84,11 +80,9 @@ SPELLINGS = {
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
-    """Compose and check a configuration.
+    """Compose and check a configuration from Hydra overrides, `name=value`.
 
-    Args:
-        overrides: Hydra overrides, `name=value`.
-        config_dir: a further folder of configs (the user's recipes), or None.
+    `config_dir` is a further folder of configs: the user's recipes.
 
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
@@ -125,12 +119,9 @@ def _register_schema() -> None:
 
 
 def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = True) -> Composed:
-    """A composed configuration, typed and checked.
+    """Hydra's result, typed and checked.
 
-    Args:
-        raw: Hydra's result.
-        parsed: its overrides.
-        new: whether op-list files are read; a resumed run has their names in its configuration.
+    `new` reads op-list files; a resumed run has the names in them in its configuration.
     """
     _limit_length(raw)
     _take_launch(raw, parsed)

@@ -65,13 +65,8 @@ def sweep(
 ) -> Path:
     """Run `job` for every combination, in folders 0, 1, ... of a new folder; that folder.
 
-    Args:
-        overrides: Hydra overrides; `name=a,b` lists values. `hydra.*` ones go to Hydra.
-        config_dir: a further folder of configs, or None.
-        new_folder: makes the sweep's folder, which no other process uses; called after every
-            combination was checked.
-        job: takes a checked configuration and the run's folder; importable, since a launcher may
-            call it in another process.
+    `new_folder` makes it, after every combination was checked. `job` can be imported, since a
+    launcher may call it in another process. Overrides of Hydra's own settings go to Hydra.
 
     Raises:
         UsageError: a combination is wrong, or Hydra refuses its own settings.
@@ -214,11 +209,7 @@ def _job_of_study(function: Callable[[], Any], _: DictConfig) -> Any:
 
 
 def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
-    """Check that a launcher can be made.
-
-    Args:
-        name: of the launcher.
-        overrides: Hydra's, `hydra/launcher=NAME` first.
+    """Check that a launcher can be made; the overrides are Hydra's, `hydra/launcher=NAME` first.
 
     Raises:
         UsageError: it is not installed, or refuses a field.
@@ -230,17 +221,10 @@ def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
 def launch(
     name: str, overrides: Sequence[str], logs: Path, function: Callable[[], Any], jobs: int
 ) -> list[Any]:
-    """Start jobs that call `function`, and wait for them.
+    """Start as many jobs, and wait; what each returned, or the exception that it raised.
 
-    Args:
-        name: of the launcher.
-        overrides: Hydra's.
-        logs: the folder of the launcher's files, which does not exist.
-        function: what each job calls; can be pickled.
-        jobs: how many.
-
-    Returns:
-        What each job returned, or the exception that it raised.
+    Each calls `function`, which can be pickled. `logs` is the folder of the launcher's files, which
+    does not exist.
 
     Raises:
         Exception: of whatever kind the launcher's package has: jobs were lost.
@@ -280,11 +264,7 @@ def launcher_override(field: str, value: Any) -> str:
 
 @contextmanager
 def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple[Any, DictConfig]]:
-    """Hydra, and its configuration with this launcher.
-
-    Raises:
-        UsageError: Hydra has no such launcher, or refuses a field of it.
-    """
+    """Hydra, and its configuration with this launcher; raises `UsageError` where it has none."""
     texts = [*QUIET, f"hydra.sweep.dir={quoted(logs)}", *overrides]
     with hydra_here() as hydra:
         try:
@@ -292,16 +272,17 @@ def _composed(name: str, overrides: Sequence[str], logs: Path) -> Iterator[tuple
                 CONFIG_NAME, texts, RunMode.MULTIRUN, with_log_configuration=False
             )
         except (HydraException, OmegaConfBaseException) as error:
-            raise UsageError(_refused(name, error)) from None
+            reason = f"Hydra refuses its fields: {one_line(error)}"
+            if "hydra/launcher" in str(error) and "Could not" in str(error):  # it has no class
+                extra = EXTRAS.get(name)
+                how = f"pip install 'mprun[{extra}]'" if extra else "install its plugin"
+                reason = f"Hydra has no such launcher; {how}, or launcher=local"
+            raise UsageError(f"launcher={name}: {reason}") from None
         yield hydra, config
 
 
 def _made(hydra: Any, config: DictConfig, function: Callable[[], Any]) -> Any:
-    """Hydra's launcher, ready to start jobs that call `function`.
-
-    Raises:
-        UsageError: Hydra cannot make it.
-    """
+    """Hydra's launcher, ready to start jobs; raises `UsageError` where Hydra cannot make it."""
     try:
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         return Plugins.instance().instantiate_launcher(
@@ -312,11 +293,3 @@ def _made(hydra: Any, config: DictConfig, function: Callable[[], Any]) -> Any:
     except Exception as error:  # whatever its class raises
         reason = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
         raise UsageError(f"Hydra refuses the launcher: {reason}") from None
-
-
-def _refused(name: str, error: Exception) -> str:
-    extra = EXTRAS.get(name)
-    if "hydra/launcher" in str(error) and "Could not" in str(error):  # Hydra has no class for it
-        how = f"pip install 'mprun[{extra}]', or" if extra else "install its plugin, or"
-        return f"launcher={name}: Hydra has no such launcher; {how} launcher=local"
-    return f"launcher={name}: Hydra refuses its fields: {one_line(error)}"

@@ -43,10 +43,8 @@ MAX_BYTES = 4 * 1024**2
 class RecipeFile:
     """What `recipe=` names if it is a file."""
 
-    path: Path
-    """Absolute."""
-    kind: str
-    """The class in it, or empty: its functions, or its only recipe."""
+    path: Path  # Absolute
+    kind: str  # The class in it, or empty: its functions, or its only recipe
 
     @property
     def name(self) -> str:
@@ -71,23 +69,14 @@ def named_file(value: object) -> RecipeFile | None:
 
 def with_absolute_paths(override: Override) -> str:
     """The text of a `recipe=` override that means the same in every folder."""
-    text = str(override.input_line)
-    values = _values(override)
+    value: Any = override.value()
+    listed = getattr(value, "list", []) if override.is_sweep_override() else [value]
+    values = [str(getattr(item, "text", item)) for item in listed]
     files = [named_file(value) for value in values]
     if not any(files):
-        return text
+        return str(override.input_line)
     pairs = zip(values, files, strict=True)
     return "recipe=" + ",".join(v if file is None else quoted(file.text) for v, file in pairs)
-
-
-def _values(override: Override) -> list[str]:
-    """The values that an override gives or lists."""
-    if not override.is_sweep_override():
-        return [str(override.value())]
-    if not override.is_discrete_sweep():
-        return []
-    value: Any = override.value()
-    return [str(getattr(item, "text", item)) for item in getattr(value, "list", [])]
 
 
 def option_of(value: str) -> str:
@@ -126,17 +115,13 @@ def read_source(path: Path) -> bytes:
     if not path.is_file():
         raise UsageError(
             f"recipe={path}: there is no such file; write the path of a Python file with model "
-            f"and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
+            f"and data, or begin one: mprun new-recipe {path.stem}"
         )
     try:
         with open_regular(path, MAX_BYTES) as stream:
             return stream.read()
     except OSError as error:
         raise UsageError(f"recipe={path} cannot be read ({error.strerror})") from None
-
-
-def _as_name(stem: str) -> str:
-    return stem if stem.isidentifier() else "my_recipe"
 
 
 def parsed(path: Path, source: bytes) -> ast.Module:
@@ -156,11 +141,7 @@ def parsed(path: Path, source: bytes) -> ast.Module:
 
 
 def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
-    """The file's `DEFAULTS`, checked; empty where it has none.
-
-    Raises:
-        UsageError: it is no dictionary of plain values, or a key or value is not legal.
-    """
+    """The file's `DEFAULTS`; empty without one. Raises `UsageError` where they are not legal."""
     node = _defaults_in(tree)
     if node is None:
         return {}
@@ -222,8 +203,7 @@ class Parameter:
 
     name: str
     type: str
-    default: str | None
-    """As it is written; None where the user has to give a value."""
+    default: str | None  # As it is written; None where the user has to give a value
     doc: str
 
 
@@ -231,11 +211,10 @@ class Parameter:
 class RecipeText:
     """What a recipe's file says about itself."""
 
-    doc: str
-    """The first paragraph of its docstring."""
+    doc: str  # The first paragraph of its docstring
     functions: tuple[str, ...]
+    # The recipes among its classes, the one that is named or all, with their parameters
     classes: dict[str, tuple[Parameter, ...]]
-    """The recipes among its classes, the one that is named or all, with their parameters."""
     defaults: dict[str, Any]
 
 
@@ -258,7 +237,7 @@ def recipe_text(file: RecipeFile) -> RecipeText:
             )
         recipes = [file.kind]
     return RecipeText(
-        doc=_paragraph(tree),
+        doc=" ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split()),
         functions=tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef)),
         classes={name: _parameters(lineages[name]) for name in recipes},
         defaults=defaults_of(file.path, tree),
@@ -300,16 +279,8 @@ def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
         kind = ast.unparse(field.annotation)
         if "ClassVar" in kind:  # no field of a dataclass
             continue
-        default = None if field.value is None else ast.unparse(field.value)
-        yield Parameter(field.target.id, kind, default, _text_of(following))
-
-
-def _text_of(node: ast.stmt | None) -> str:
-    """The string that a statement consists of, else nothing."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split()) if isinstance(node.value.value, str) else ""
-    return ""
-
-
-def _paragraph(tree: ast.Module) -> str:
-    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
+        default, doc = None if field.value is None else ast.unparse(field.value), ""
+        match following:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                doc = " ".join(text.split())
+        yield Parameter(field.target.id, kind, default, doc)

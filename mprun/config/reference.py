@@ -91,11 +91,8 @@ class Field:
     def set_in(self, config: Any, value: Any, place: str, path: str = "") -> None:
         """Set the field in an OmegaConf configuration, which converts the value to its type.
 
-        Args:
-            config: the configuration.
-            value: as it was given.
-            place: where it was given, as the beginning of a message.
-            path: the place in `config`, if it is not the field's key.
+        `place` is where it was given, as the beginning of a message; `path` the place in `config`,
+        if it is not the field's key.
 
         Raises:
             UsageError: it is no value of this type.

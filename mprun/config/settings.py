@@ -175,8 +175,7 @@ def section_of(part: str | type) -> str:
 def fields(sections: Sequence[str | type] = ()) -> dict[str, Field]:
     """Key to field, for keys whose first part is in `sections`; all of `Settings` if it is empty.
 
-    Args:
-        sections: first parts of keys ("compare", "seeds"), and classes of commands' own sections.
+    Classes among the sections are commands' own.
     """
     classes = [x for x in sections if isinstance(x, type)]
     own = [f for cls in classes for f in walk(cls, f"{section_of(cls)}.")]
@@ -198,11 +197,7 @@ def _field_of(key: str, known: Mapping[str, Field]) -> Field | None:
 
 
 def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, list[str]]:
-    """The settings among the overrides, and the other overrides.
-
-    Args:
-        overrides: `name=value`.
-        sections: what the command takes, as in `fields`.
+    """The settings of these sections, as in `fields`, among the overrides, and other overrides.
 
     Raises:
         UsageError: there is no such setting, or its value is not legal.
@@ -315,21 +310,14 @@ class StudyRequest:
 
     command: str
     settings: Settings
-    overrides: list[str]
-    """Of the runs; paths in them are absolute."""
+    overrides: list[str]  # Of the runs; paths in them are absolute
     config_dir: Path | None
-    folder: str | None
-    """`run.dir`."""
-    resume: Path | None
-    """`run.resume`."""
-    trust: bool = False
-    """`run.trust`."""
-    hydra: tuple[str, ...] = ()
-    """Overrides of Hydra's launcher."""
-    listed_seeds: tuple[int, ...] = ()
-    """Those of `seed=0,1,2`, which `seeds` and `first_seed` otherwise count."""
-    verbose: bool = False
-    """`--verbose`."""
+    folder: str | None  # `run.dir`
+    resume: Path | None  # `run.resume`
+    trust: bool = False  # `run.trust`
+    hydra: tuple[str, ...] = ()  # Overrides of Hydra's launcher
+    listed_seeds: tuple[int, ...] = ()  # `seed=0,1,2`; else `seeds` and `first_seed` count them
+    verbose: bool = False  # `--verbose`
 
     @property
     def seeds(self) -> Sequence[int]:
@@ -349,12 +337,8 @@ def study_request(
 ) -> StudyRequest:
     """Separate the settings of a study from the overrides of its runs.
 
-    Args:
-        command: its name.
-        overrides: settings and overrides.
-        config_dir: a further folder of configs, or None.
-        sections: settings it takes, beside `compare`, `seeds` and `first_seed`.
-        refused: settings that the command sets itself.
+    A command takes `compare`, `seeds`, `first_seed` and its `sections`; it sets those that are
+    `refused` itself.
 
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
@@ -461,10 +445,9 @@ def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:
 class Variants:
     """The variants of a study."""
 
-    overrides: dict[str, tuple[str, ...]]
-    """By name."""
+    overrides: dict[str, tuple[str, ...]]  # By name
+    # By name: why a combination is invalid, or which variant it repeats
     left_out: dict[str, str] = field(default_factory=dict)
-    """The reason why a combination is invalid, or which variant it repeats; by name."""
 
 
 def modes(config_dir: Path | None = None) -> list[str]:

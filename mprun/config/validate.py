@@ -215,9 +215,7 @@ def _check_length(config: Config) -> None:
 def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
     """none, static or dynamic; `auto` is dynamic if the mode or a layer computes in float16.
 
-    Args:
-        config: the configuration.
-        layers: dtypes or modes of layers beyond those of `precision.layers`.
+    `layers` are dtypes or modes of layers beyond those of `precision.layers`.
     """
     kind = config.loss_scale.name
     if kind == "auto":
@@ -256,15 +254,9 @@ NEUTRAL = {
 def without_inert(
     config: Config, resolved: Mapping[str, Any], unused: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The configuration that identifies a variant: fields without effect have a fixed value.
+    """The configuration that identifies a variant, as plain values.
 
-    Args:
-        config: the configuration.
-        resolved: the same as plain values.
-        unused: further fields that have no effect.
-
-    Returns:
-        `resolved`, with the default of the schema or of `NEUTRAL` in such fields.
+    Fields without effect, and the `unused`, have the default of the schema or of `NEUTRAL`.
     """
     normalized: dict[str, Any] = copy.deepcopy(dict(resolved))
     default = Config()

@@ -6,9 +6,11 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from msgspec import Meta
 
 from mprun.config import Config, compose
@@ -17,6 +19,7 @@ from mprun.config.schema import BETAS, OPTIMIZERS, OptimizerConfig
 from mprun.config.validate import check
 from mprun.errors import UsageError
 from mprun.recipes.linear import Linear
+from mprun.records.run_config import OWN_TAGS
 from mprun.train.assemble import build_optimizer
 from mprun.train.assemble.dtype_choices import build_policy
 from mprun.train.machine.speed_choices import SpeedChoice
@@ -290,3 +293,64 @@ def test_the_optimizers_use_what_the_table_says(
 )
 def test_a_field_with_effect_is_not(overrides: list[str]) -> None:
     assert compose(overrides).warnings == ()
+
+
+# ---- fields of logger: refused without its package -----------------------------------------------
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        compose(["recipe=linear", "logger=mlflow", *words])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("sqlite:///runs.db", "sqlite:////data/runs.db", "http://host:5000", "https://host"),
+        *("postgresql://user@host/db", "mysql+pymysql://user@host/db", "databricks"),
+    ],
+)
+def test_addresses(uri: str) -> None:
+    assert (
+        compose(["recipe=linear", "logger=mlflow", f"logger.uri='{uri}'"]).config.logger.uri == uri
+    )
+
+
+NO_ADDRESS = ("runs.db", "./mlruns", "file:///tmp/x", "", "sqlite", "http://[x")
+REFUSED = {
+    **{f"uri='{uri}'": "legal: sqlite:///FILE, https://SERVER" for uri in NO_ADDRESS},
+    **{f"tags={{{name}: x}}": "and is no tag of mprun's own" for name in OWN_TAGS},
+    "tags={9a: x}": "legal is a name of letters",
+    "project=''": "legal is a name of at most 128",
+    f"run_name={'x' * 129}": "legal is a name of at most 128",
+    "mode=onlin": "logger.mode is one of offline, online",
+}
+
+
+def test_what_no_logger_can_use_is_refused() -> None:
+    for field, message in REFUSED.items():
+        assert message in refusal(f"logger.{field}"), field
+
+
+def test_a_password_does_not_get_into_a_record() -> None:
+    message = refusal("logger.uri='postgresql://me:secret@host/db'")
+    assert "secret" not in message
+    assert "MLFLOW_TRACKING_PASSWORD" in message
+
+
+def test_tags() -> None:
+    words = ["recipe=linear", "logger=mlflow", "logger.tags.team=vision", "logger.tags.n=5"]
+    assert compose(words).config.logger.tags == {"team": "vision", "n": "5"}
+
+
+def test_the_folder_of_a_resumed_run_does_not_decide_where_figures_go() -> None:
+    resolved = compose(["recipe=linear", "logger=mlflow", "logger.uri='http://other'"]).resolved
+    folder = Path("run")
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
+    with pytest.raises(UsageError, match=r"add run\.trust=true, else logger\.uri=null"):
+        compose(["run.resume=run"])
+    assert compose(["run.resume=run", "run.trust=true"]).config.logger.uri == "http://other"
+    assert compose(["run.resume=run", "logger.uri=null"]).config.logger.uri is None

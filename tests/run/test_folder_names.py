@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from mprun.config.settings import study_request
-from mprun.config.study_request import study_request
 from mprun.errors import UsageError
 from mprun.records import files
 from mprun.records.run_folder import RunFolder

@@ -473,10 +473,7 @@ def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
 def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str | None]:
     """The batch sizes of a run, and a sentence if a preset capped them.
 
-    Args:
-        config: the checked configuration.
-        own: the batch size of a recipe's own loader, whose batches are not cut: a doubled batch
-            accumulates two.
+    Batches of a recipe's loader, of its `own` size, are not cut: a doubled batch accumulates two.
     """
     base, cap = config.train.batch_size, config.preset.max_batch_size
     notice, factor, accumulate = None, config.batch.factor, config.train.accumulate
@@ -503,13 +500,8 @@ def with_effective(
 ) -> BatchRow:
     """The sizes with which another number of processes takes the same global batches.
 
-    A process takes as many micro-batches as it needs; one that is too large is cut.
-
-    Args:
-        batch: the sizes that the configuration gives this number of processes.
-        effective: samples of a global batch.
-        world_size: the number of processes.
-        own: the batch size of a recipe's own loader, whose batches are not cut.
+    A process takes as many micro-batches as it needs; one that is too large is cut, unless a
+    recipe's loader has batches of its `own` size.
 
     Raises:
         UsageError: the processes cannot share a global batch evenly.

@@ -23,12 +23,11 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard, get_type_hints
@@ -102,11 +101,8 @@ def load_recipe(
 ) -> Recipe:
     """The recipe's class with the user's parameters, each checked against its annotated type.
 
-    Args:
-        target: its import path; with a file, its name there or empty.
-        parameters: the user's.
-        untrusted: a folder whose code is not run, or None.
-        file: the recipe's Python file, or None.
+    With a Python file, `target` is the class's name there or empty, else its import path. The code
+    in the folder `untrusted` is not run.
     """
     if file is None:
         legal = "write module.Class of a recipe that can be imported from here"
@@ -121,9 +117,11 @@ def load_recipe(
     known = [f.name for f in fields(kind)]
     for name, value in parameters.items():
         if name not in known:
+            legal = ", ".join(f"recipe.model.{k}" for k in known)
             raise UsageError(
                 f"'recipe.model.{name}={value}': {kind.__name__} has no such parameter"
-                f"{hint(name, known)}; {_legal_parameters(kind, name, known)}"
+                f"{hint(name, known)}; legal: {legal or 'none'}; the fields of a class with a type "
+                "are its parameters: units: int = 64"
             )
     try:
         schema = OmegaConf.structured(kind)
@@ -148,16 +146,6 @@ def load_recipe(
     with explain_mistakes(f"the metrics of {type(recipe).__name__} cannot be made"):
         check_metric(recipe)
     return recipe
-
-
-def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
-    """What can be set instead of a name that is no parameter."""
-    # an attribute of the class without a type annotation is no field of the dataclass
-    if hasattr(kind, name) and not hasattr(Recipe, name):
-        return f"a type makes it one: write `{name}: int = ...` in the class"
-    if known:
-        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
-    return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
 # ---- its data ------------------------------------------------------------------------------------
@@ -235,53 +223,6 @@ class UntrustedCodeError(UsageError):
     """A recipe's code lies in a folder that the user does not trust."""
 
 
-@contextmanager
-def announced(what: str, untrusted: Path | None, target: str = "") -> Iterator[None]:
-    """Inside, importing the user's code names its files before they run.
-
-    Args:
-        what: the override that leads to the code, for example `recipe=my.py`.
-        untrusted: a folder whose code is not run, or None.
-        target: the import path of the class that is imported; empty for a file, which is named
-            alone.
-
-    Raises:
-        UntrustedCodeError: a file lies in that folder.
-    """
-    finder = _AnnouncingFinder(what, untrusted, target)
-    # before Python's own finders: a file is looked at after it is located and before it runs
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-@dataclass(frozen=True)
-class _AnnouncingFinder(MetaPathFinder):
-    """Finds what the other finders find, and looks at it.
-
-    Which file a name leads to is decided while it is imported, package by package.
-    """
-
-    what: str
-    untrusted: Path | None
-    target: str
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.has_location and spec.origin is not None:
-            refuse_untrusted(self.what, Path(spec.origin), self.untrusted)
-            # the packages that lead to the class are the user's; what they import is not announced
-            if self.target.startswith(f"{name}.") and name.partition(".")[0] != "mprun":
-                note(f"{self.what} runs the code of {spec.origin}")
-        return spec
-
-
 def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
     """Raise `UntrustedCodeError` for a file in a folder whose code is not run."""
     if untrusted is not None and lies_in(file, untrusted):
@@ -292,18 +233,13 @@ def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
 
 
 def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
-    """What an import path names, the value of a field; None if its module has no such name.
+    """What an import path, the value of a field, names; None if its module has no such name.
 
-    The current folder is searched too.
-
-    Args:
-        key: the field.
-        target: the import path.
-        untrusted: a folder whose code is not run, or None.
-        legal: what the field can be, for the error.
+    The current folder is searched too. The user's files are named before they run.
 
     Raises:
-        UsageError: its module cannot be imported.
+        UsageError: its module cannot be imported; `legal` is what the field can be.
+        UntrustedCodeError: one of its files lies in the folder whose code is not run.
     """
     module, _, name = target.rpartition(".")
     # `python -m` searches the current folder, an installed command does not; last, so that no file
@@ -312,8 +248,15 @@ def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
         sys.path.append(str(Path.cwd()))
     what = f"{key}={target}"
     try:
-        with announced(what, untrusted, target):
-            return getattr(importlib.import_module(module), name, None)
+        for part in accumulate(module.split("."), "{}.{}".format):  # a, a.b, a.b.c
+            # the file that a name leads to is known once its package is imported
+            spec = None if part in sys.modules else importlib.util.find_spec(part)
+            if spec is not None and spec.has_location and spec.origin is not None:
+                refuse_untrusted(what, Path(spec.origin), untrusted)
+                if part.partition(".")[0] != "mprun":
+                    note(f"{what} runs the code of {spec.origin}")
+            importlib.import_module(part)
+        return getattr(sys.modules[module], name, None)
     except UntrustedCodeError:
         raise
     except Exception as error:  # the module is the user's: anything can be wrong with it
@@ -378,12 +321,7 @@ def forget_changed() -> None:
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
-    """The recipe's class of a file; its code is run unless it was.
-
-    Args:
-        path: the file.
-        name: a class in it; empty: its only recipe, else its functions.
-        untrusted: a folder whose code is not run, or None.
+    """The recipe's class of a file: the one of a name, else its only recipe, else its functions.
 
     Raises:
         UsageError: it cannot be run, or contains no such recipe.
@@ -412,13 +350,8 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
 def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
     """The file as a module, run once per process; see `forget_changed`.
 
-    Args:
-        path: the file.
-        untrusted: a folder whose code is not run, or None.
-        prefix: of the file's name in messages.
-
     Raises:
-        UsageError: it cannot be read or run.
+        UsageError: it cannot be read or run; `prefix` stands before its name in the message.
     """
     if path in _loaded:
         return _loaded[path][1]
@@ -433,9 +366,8 @@ def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Mo
     try:
         refuse_untrusted(f"{prefix}{path}", path, untrusted)
         note(f"{prefix}{path} runs the code of this file")
-        with announced(f"{prefix}{path}", untrusted):
-            # dont_inherit: this module's `annotations` import is not the user's
-            exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
+        # dont_inherit: this module's `annotations` import is not the user's
+        exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
         _loaded[path] = (source, module)
     except MprunError:
         raise
@@ -486,11 +418,7 @@ def extends(x: Any, base: type) -> TypeGuard[type[Any]]:
 
 
 def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
-    """The class as a frozen dataclass: its annotated fields are its parameters.
-
-    Raises:
-        UsageError: a field cannot be a parameter.
-    """
+    """The class as a frozen dataclass; raises `UsageError` for a field that is no parameter."""
     # DEFAULTS are read from the file's text, before any of its code runs
     if "DEFAULTS" in vars(kind):
         raise UsageError(
@@ -519,11 +447,7 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
 
 
 def of_functions(module: ModuleType, path: Path) -> type[Recipe]:
-    """The class whose methods are the module's functions.
-
-    Raises:
-        UsageError: one is missing, or is no function.
-    """
+    """The class whose methods are the module's functions; raises `UsageError` without them."""
     own = vars(module)
     functions: dict[str, Any] = {n: own[n] for n in (*NEEDED, *OPTIONAL) if n in own}
     for name in NEEDED:

@@ -38,10 +38,7 @@ class BatchSplit:
     of: int = 1
 
     def rows(self, size: int) -> tuple[int, int]:
-        """The first and the end of this process's rows among the `size` rows of a batch.
-
-        A batch of fewer rows than processes leaves some parts empty.
-        """
+        """The first and the end of this process's rows of a batch; a small one may leave none."""
         # a part ends where the next one begins, and parts differ by one row at most
         return size * self.rank // self.of, size * (self.rank + 1) // self.of
 
@@ -335,13 +332,8 @@ class BatchForm:
 class TensorBatches(Batches):
     """Cuts a set in memory into batches, prepares each and sends it to the training device.
 
-    Args:
-        data: the samples, on `device` or in the CPU's memory.
-        batch_size: samples per batch, over all processes.
-        form: how a batch is made of stored samples.
-        device: where batches are needed.
-        micro_batch: samples per forward pass; None: the whole batch.
-        split: the part of each batch that is made.
+    A batch has `batch_size` samples over all processes, of which `split` is made here, and
+    `micro_batch` samples per forward pass; None: the whole batch.
     """
 
     data: TensorSet

@@ -79,17 +79,10 @@ class LoaderOrder:
 
 
 class LoaderBatches(Batches):
-    """The batches of a loader, on the training device.
+    """The batches of a loader, on the training device: `accumulate` micro-batches per process.
 
-    Args:
-        data: makes the loader.
-        reading: how it reads.
-        generator: gives the random order of samples.
-        form: makes of a micro-batch what the model takes.
-        device: where batches are needed.
-        accumulate: micro-batches per step and process.
-        split: which process's micro-batches are taken; the others are read and dropped, so that
-            the order of samples is that of one process.
+    Of `split` only one process's micro-batches are taken; the others are read and dropped, so that
+    the order of samples is that of one process. The generator gives the random order.
     """
 
     data: LoadedSet

@@ -101,12 +101,10 @@ class LoadedSet(ABC):
     def loader(
         self, reading: Reading, generator: torch.Generator, epoch: int = 0
     ) -> DataLoader[Any]:
-        """A loader of micro-batches for one pass.
+        """A loader of micro-batches for one pass, read so unless the set decides it.
 
-        Args:
-            reading: how to read, unless the set decides it.
-            generator: gives the order of samples and the seeds of workers.
-            epoch: the number of the pass, for samplers with `set_epoch`.
+        The generator gives the order of samples and the seeds of workers; the epoch is the number
+        of the pass, for samplers with `set_epoch`.
         """
 
     @abstractmethod
@@ -282,13 +280,9 @@ NOTHING = DatasetSet()  # A part without samples
 
 
 def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
-    """The set of a data set or a loader; None for anything else.
+    """The set of a data set or a loader that a recipe's `data` gave; None for anything else.
 
     A Hugging Face data set without a format gives tensors.
-
-    Args:
-        part: what a recipe's `data` gave.
-        name: of the part.
 
     Raises:
         UsageError: it cannot be read twice in the same way.

@@ -38,12 +38,9 @@ NOT_VALIDATED = 'no "validation": nothing is validated; "validation": None says 
 
 
 def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
-    """The splits of what a recipe's `data` returned.
+    """The splits of what a recipe's `data` returned; the request's limits and share hold.
 
-    Args:
-        parts: by name, or in the order of `NAMES`; one that is missing or None has no samples.
-        name: the data set's.
-        request: its limits and its share of validation samples hold.
+    The parts are by name, or in the order of `NAMES`; one that is missing or None has no samples.
 
     Raises:
         UsageError: it has another form; the message has the one that works.

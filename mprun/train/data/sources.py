@@ -341,11 +341,7 @@ def download(name: str, root: Path) -> str:
     """Bring what is missing or damaged of the set into `root`; one process at a time.
 
     A packed file in the same folder (`train-images-idx3-ubyte.gz`) is unpacked, not downloaded.
-    Good files are not touched.
-
-    Returns:
-        "download", or "local" if nothing had to be downloaded: another process completed the set
-        meanwhile, or packed files were there.
+    Good files are not touched. The result is "download", or "local" if nothing was downloaded.
 
     Raises:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.

@@ -133,9 +133,8 @@ def _text(path: str | None, request: DataRequest) -> tuple[str, str, str, str | 
             return python_library(), _library_name(), "local", notice
         raise UsageError(
             f"{TINY_SHAKESPEARE} is not in {root} and its download failed ({error}); put the file "
-            f"there as {TINY_SHAKESPEARE}/{FILE}, set data.root or MPRUN_DATA, give a text of your "
-            "own by recipe.model.text=FILE, or take data.source=generated, which is the text of "
-            "Python's standard library"
+            f"there as {TINY_SHAKESPEARE}/{FILE}, set data.root or MPRUN_DATA, or take a text of "
+            "your own by recipe.model.text=FILE, or Python's library by data.source=generated"
         ) from None
     return _read(root / TINY_SHAKESPEARE / FILE), TINY_SHAKESPEARE, source, None
 

@@ -181,7 +181,7 @@ def test_a_file_that_is_no_recipe_is_refused(text: str, fragments: list[str]) ->
 def test_functions_have_no_parameters() -> None:
     message = refusal(FUNCTIONS, units=3)
     assert "'recipe.model.units=3': mine has no such parameter" in message
-    assert "the annotated fields of a class are its parameters" in message
+    assert "the fields of a class with a type are its parameters" in message
 
 
 # ---- classes -------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_fields_that_cannot_be_parameters_are_refused(body: str, fragments: list
 
 def test_an_attribute_without_a_type_is_explained() -> None:
     text = CLASS.replace("kind: str = ", "kind = ")
-    assert "a type makes it one: write `kind: int = ...`" in refusal(text, kind="x")
+    assert "the fields of a class with a type are its parameters" in refusal(text, kind="x")
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -286,14 +286,10 @@ def test_a_file_with_the_name_of_a_module_does_not_replace_it() -> None:
     assert hasattr(torchvision, "models")
 
 
-@pytest.mark.parametrize("place", ["mine.py", "elsewhere/mine.py"])
 def test_code_in_a_folder_that_is_not_trusted_does_not_run(
-    place: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write("print('run')\n", "foreign/helper_of_mine.py")
-    sys.path.append(str(Path("foreign").absolute()))
-    name = f"foreign/{place}" if place == "mine.py" else place
-    path = write("import helper_of_mine\n" + FUNCTIONS, name)
+    path = write("print('run')\n" + FUNCTIONS, "foreign/mine.py")
     with pytest.raises(UsageError, match=r"would run .*foreign.*add run.trust=true"):
         load_recipe("", {}, Path("foreign"), file=str(path))
     assert capsys.readouterr().out == ""
