@@ -269,7 +269,7 @@ def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
         (["swep"], "there is no folder 'swep', and no folder matches it"),
         (["swep*"], "there is no folder 'swep*', and no folder matches it"),
         (["sweep", "--all"], "mprun compare has no option '--all'"),
-        (["sweep", "margin=1"], "did you mean 'compare.margin=...'?"),
+        (["sweep", "margin=1"], "there is no field 'margin'; did you mean 'compare.margin'?"),
         (["sweep", "recipe=mnist"], "'recipe=mnist' is neither a path nor a setting"),
         (["sweep", "compare.margn=1"], "did you mean 'compare.margin'?"),
         (["sweep", "compare.margin=0.5"], "compare.margin=0.5: legal is above 0 and at most 0.1"),
