@@ -117,10 +117,7 @@ def parse_arguments(command: Command | Question, args: Sequence[str]) -> Argumen
 
 
 def _note_repeated(overrides: Sequence[str]) -> None:
-    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`.
-
-    A value that is given twice is no news: scripts add overrides to a list of usual ones.
-    """
+    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`."""
     from mprun.config.reference import GROUPS
 
     for group in GROUPS:

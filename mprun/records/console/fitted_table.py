@@ -179,13 +179,7 @@ class FittedTable:
             yield from (Text(line, "dim") for line in broken(text, width))
 
     def _table(self, places: Sequence[int], room: int, rule: str) -> Table:
-        """Rich's table of these columns.
-
-        Args:
-            places: of the columns.
-            room: the width that it has; rich breaks text, from the widest column on, to fit it.
-            rule: the character of the line below the headings.
-        """
+        """Rich's table of these columns, of width `room`, to which rich breaks text."""
         lines = ["    "] * 8  # a box of rich has eight lines of four characters; this is no frame
         lines[2] = f" {rule}{rule} "  # the line below the headings
         box = Box("".join(f"{line}\n" for line in lines), ascii=True)  # ascii: never replaced
@@ -223,13 +217,7 @@ class FittedTable:
         return widths
 
     def _width(self, place: int, most: int | None) -> int:
-        """How wide a column is.
-
-        Args:
-            place: the column's.
-            most: the width that text has at most, beside headings broken at blanks; None: nothing
-                is broken.
-        """
+        """How wide a column is with text of at most `most`; with None nothing is broken."""
         column, texts = self.columns[place], [row.cells[place].text for row in self._rows]
         body = max((cell_len(line) for text in texts for line in text.split("\n")), default=0)
         if most is None:
