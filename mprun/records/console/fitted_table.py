@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from rich.box import Box
+from rich.box import SIMPLE_HEAD, Box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -180,9 +180,8 @@ class FittedTable:
 
     def _table(self, places: Sequence[int], room: int, rule: str) -> Table:
         """Rich's table of these columns, of width `room`, to which rich breaks text."""
-        lines = ["    "] * 8  # a box of rich has eight lines of four characters; this is no frame
-        lines[2] = f" {rule}{rule} "  # the line below the headings
-        box = Box("".join(f"{line}\n" for line in lines), ascii=True)  # ascii: never replaced
+        # "ascii": rich would take a box with a frame where the encoding lacks the rule
+        box = Box(str(SIMPLE_HEAD).replace("\u2500", rule), ascii=True)
         # The box is one blank between two columns, the padding is the others.
         table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, BETWEEN - 1, 0, 0))
         widths = self._widths(places, room)
