@@ -21,11 +21,9 @@ from docs.examples import (
     TERMINAL,
     Example,
     ExampleError,
-    Runs,
     digest,
     examples,
     excerpt,
-    rewrite,
     stale,
 )
 from tests.example_outputs import OUTPUTS, output
@@ -268,12 +266,6 @@ def test_a_command_that_fails_leaves_the_block(
     assert "legal: answer, long, quick, timed, words" in capsys.readouterr().out
 
 
-def test_a_command_is_run_once_for_all_its_examples(page: Path, tmp_path: Path) -> None:
-    example = Example(page, "", "a", run="echo once >> ../count; cat ../count")
-    runs = Runs(tmp_path)
-    assert runs.block(example) == runs.block(replace(example, example="b")) == "once\n"
-
-
 def test_a_mark_with_a_mistake_is_refused(page: Path) -> None:
     page.write_text(PAGE.replace("columns: 77", "colums: 77"), encoding="utf-8")
     with pytest.raises(ExampleError, match=r"page.md, example: words: .*colums"):
@@ -281,10 +273,3 @@ def test_a_mark_with_a_mistake_is_refused(page: Path) -> None:
     page.write_text(PAGE.replace("made: 2026-11-21 01234567\n", ""), encoding="utf-8")
     with pytest.raises(ExampleError, match="the last two with made: DATE"):
         list(examples())
-
-
-def test_a_page_is_rewritten_only_where_the_block_differs(page: Path) -> None:
-    first = next(examples())
-    assert not rewrite(first, first.block)
-    assert rewrite(first, "43\n")
-    assert next(examples()).block == "43\n"

@@ -51,15 +51,11 @@ class Arguments(argparse.Namespace):
     multirun: bool = False
     show_config: bool = False
     save: Path | None = None  # Of diff: where one side is written
-    verbose: bool = False
+    verbose: bool = False  # Of the commands that compare: everything, not the short answer
     update: bool = False  # Of check: whether the baseline is written
     observed: Path | None = None  # Of check: the folder of a loop that `mprun.observe` recorded
     python: Path | None = None  # Of check: the interpreter of another environment
     requirement: str | None = None  # Of check: what another environment has, as `torch==2.13.0`
-
-
-# Of the commands that compare: everything on the terminal, not the short answer
-VERBOSE = ("--verbose", "-v")
 
 
 def _folder(text: str) -> Path:
@@ -76,7 +72,7 @@ OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--observed",): ({"type": Path}, ("check",)),
     ("--python",): ({"type": Path}, ("check",)),
     ("--with",): ({"dest": "requirement"}, ("check",)),
-    VERBOSE: (FLAG, ("sweep", "advise", "double", "show")),
+    ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),
     # what Hydra's users type for the same
@@ -121,10 +117,7 @@ def parse_arguments(command: Command | Question, args: Sequence[str]) -> Argumen
 
 
 def _note_repeated(overrides: Sequence[str]) -> None:
-    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`.
-
-    A value that is given twice is no news: scripts add overrides to a list of usual ones.
-    """
+    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`."""
     from mprun.config.reference import GROUPS
 
     for group in GROUPS:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import VERBOSE, Command
-from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
+from mprun.cli.arguments import Command, parse_arguments
+from mprun.errors import EXIT_OK, ConditionMetError, UsageError, printable
 from mprun.records.console import print_line, stdout_console
 from mprun.records.console.formatting import counted
 from mprun.records.listing import STUDIES
@@ -30,9 +30,13 @@ ACCEPTED = {
 
 def compare_command(args: Sequence[str]) -> int:
     """Run `mprun compare`; the exit status."""
-    paths, settings = parse([text for text in args if text not in VERBOSE])
+    known = parse_arguments(COMPARE, args)
+    paths, settings = parse(known.overrides)
     comparison = with_open_runs(compared(paths, settings), paths)
-    report(comparison, settings, default_folder(paths), any(x in VERBOSE for x in args))
+    # into the argument, if it is a single folder and no run
+    is_study = len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists()
+    folder = paths[0] if is_study else Path("comparison")
+    report(comparison, settings, folder, known.verbose)
     check(comparison, settings.fail_if)
     return EXIT_OK
 
@@ -166,40 +170,25 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
     from mprun.config.validate import check_name
     from mprun.study.compare.load import expand
 
-    paths, rest = [], []
+    paths, words = [], []
     for text in args:
         matches = expand(text)  # first: a folder's name may look like a setting
         paths += matches
-        if not matches:
-            rest.append(text)
-    legal = fields(["compare"])
-    for text in rest:
-        name, is_setting, _ = text.partition("=")
-        if not is_setting:
-            problem = (
-                f"mprun compare has no option '{text}'"
-                if text.startswith("-")
-                else f"there is no folder '{text}', and no folder matches it"
-            )
-            raise UsageError(f"{problem}; write {EXAMPLE}, see mprun compare --help")
-        if name.lstrip("+").partition(".")[0] != "compare":
-            near = nearest(f"compare.{name}", legal)
-            meant = f"; did you mean '{near}=...'?" if near else ""
+        if not matches and "=" not in text:
             raise UsageError(
-                f"'{text}' is neither a path nor a setting; legal: {', '.join(legal)}{meant}"
+                f"there is no folder '{text}', and no folder matches it; write {EXAMPLE}, see "
+                "mprun compare --help"
             )
-    settings = take(rest, "compare")[0].compare
+        words += [] if matches else [text]
+    taken, others = take(words, "compare")
+    settings = taken.compare
+    if others:
+        legal = ", ".join(fields(["compare"]))
+        raise UsageError(f"'{others[0]}' is neither a path nor a setting; legal: {legal}")
     check_name("compare.dir", settings.dir, "a folder")
     if not paths:
         raise UsageError(f"mprun compare needs folders of runs: {EXAMPLE}")
     return paths, settings
-
-
-def default_folder(paths: Sequence[Path]) -> Path:
-    """The report's folder: the argument, if it is a single folder and no run, else `comparison`."""
-    if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists():
-        return paths[0]
-    return Path("comparison")
 
 
 def check(comparison: Comparison, condition: str) -> None:

@@ -38,11 +38,7 @@ def data_command(args: Sequence[str]) -> int:
 
 
 def _parsed(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
-    """The action, the names of the sets, and the folder or None.
-
-    Raises:
-        UsageError: an argument that has no meaning here.
-    """
+    """The action, the names of the sets, and the folder or None."""
     from mprun.config.validate import check_name
 
     if not args or args[0] not in ACTIONS:
@@ -72,16 +68,7 @@ def _parsed(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
 
 
 def _check_files(names: Sequence[str], root: Path, fetches: bool) -> None:
-    """Print the state of every file of the sets; first download what is missing or damaged.
-
-    Args:
-        names: of the sets.
-        root: the folder of the data sets.
-        fetches: whether anything is downloaded.
-
-    Raises:
-        MprunError: a file is missing or damaged, or cannot be downloaded and is as it was.
-    """
+    """Print the state of every file of the sets; with `fetches`, first download those not ok."""
     from mprun.train.data.sources import DownloadError, check, download, fetch_command
 
     states, broken, failures = [], [], []

@@ -219,18 +219,7 @@ def _run_study(
     screening: Screening | None = None,
     verbose: bool = False,
 ) -> StudyResult:
-    """Run a study's trials; what was run.
-
-    Args:
-        study: the study.
-        launcher: which processes run it.
-        budget: its time.
-        screening: how variants are dropped; None if none is.
-        verbose: whether each warning of a run is shown when it begins.
-
-    Raises:
-        StoppedError: a signal ended it, or no run was completed.
-    """
+    """Run a study's trials; `StoppedError` if a signal ended it, or no run was completed."""
     from mprun.study.hydra_launch import run_launched
     from mprun.study.trials import StudyProgress
     from mprun.train.signals import SignalReceivedError
@@ -256,11 +245,7 @@ def _run_study(
 def _show_failures(
     study: Study, result: StudyResult, budget: Budget, progress: StudyProgress
 ) -> None:
-    """Show which runs the machine ended and which did not start.
-
-    Raises:
-        StoppedError: no run was completed.
-    """
+    """Show which runs the machine ended and which did not start."""
     outcomes = result.outcomes
     # no fault of a mode: a full disk or too little memory says nothing about its precision
     ended = [o for o in outcomes if o.by_machine]
@@ -288,11 +273,7 @@ def _budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]
 
 
 def _study_status(outcomes: Sequence[Outcome], comparison: Comparison, fail_if: str) -> int:
-    """The exit status after the comparison: 1 if a run failed to start or the machine ended it.
-
-    Raises:
-        ConditionMetError: `compare.fail_if` is met.
-    """
+    """The exit status after the comparison: 1 if a run failed to start or the machine ended it."""
     check(comparison, fail_if)  # raises: its status 3 outweighs a missing run
     missing = any(o.summary is None or o.by_machine for o in outcomes)
     return EXIT_FAILED if missing else EXIT_OK

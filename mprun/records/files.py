@@ -86,11 +86,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def _draft(path: Path, data: bytes) -> Path:
-    """Write `data`, synced, to a file beside `path` that has the name `.NAME.*.tmp`.
-
-    Raises:
-        OSError: as `write_atomic`.
-    """
+    """Write `data`, synced, to a file beside `path` that has the name `.NAME.*.tmp`."""
     reserve_descriptors()
     # a name that cannot be guessed, of no file that exists: a link laid there would lead elsewhere
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")

@@ -92,10 +92,6 @@ class PolicyColumns:
         """The same row, with this dtype of the accumulation inside matmuls and convolutions."""
         return replace(self, partials_dtype=dtype)
 
-    def with_partials_of(self: Row, other: PolicyColumns) -> Row:
-        """The same row, with the other one's dtype of that accumulation."""
-        return replace(self, partials_dtype=other.partials_dtype)
-
 
 LATER_COLUMNS: dict[str, Any] = {
     x.name: x.default

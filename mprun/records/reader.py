@@ -312,11 +312,7 @@ def _parsed(parse: Any, text: str) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse a text that is nested too deeply: the C library's loader would exhaust the stack.
-
-    Raises:
-        NotYamlError: it is too deep.
-    """
+    """Refuse a text that is nested too deeply: the C library's loader would exhaust the stack."""
     depth = 0
     for event in yaml.parse(text, Loader=_PlainLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -327,11 +323,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_extent(content: Any) -> None:
-    """Refuse what no configuration has: too many values, or a depth that aliases may make endless.
-
-    Raises:
-        NotYamlError: it is too large or too deep.
-    """
+    """Refuse what no configuration has: too many values, or a depth that aliases make endless."""
     count, level = 0, [content]
     for _ in range(DEEPEST):
         below: list[Any] = []

@@ -203,7 +203,7 @@ def _assemble(
                 parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
             summary.converted_gemms = parts.precision.converted_gemms
-            summary.effective = row.with_partials_of(summary.effective)
+            summary.effective = row.with_partials(summary.effective.partials_dtype)
         finally:
             # also where the model cannot be built: a tracker shows the failed run
             for callback in callbacks:
@@ -394,7 +394,7 @@ def _first_summary(
         # whether scores are partial is decided anew at the run's end
         remaining = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
         summary.warnings = list(dict.fromkeys([*remaining, *summary.warnings]))
-        summary.effective = summary.effective.with_partials_of(earlier.effective)
+        summary.effective = summary.effective.with_partials(earlier.effective.partials_dtype)
     return summary
 
 

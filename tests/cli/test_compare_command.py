@@ -72,18 +72,12 @@ def test_real_runs_are_compared(
     assert (sweep / "comparison-difference.png").exists()
 
 
-@pytest.mark.representative(0, 3, 8)
 @pytest.mark.parametrize(
     ("words", "folder"),
     [
-        (["sweep"], "sweep"),
-        (["sweep/"], "sweep"),
         (["sweep*"], "sweep"),
         (["sweep/0", "sweep/3"], "comparison"),
-        (["sweep/*"], "comparison"),
-        (["sweep/0"], "comparison"),
         (["sweep/0/summary.json"], "comparison"),
-        (["sweep", "compare.dir=some/where"], "some/where"),
         (["sweep", "compare.dir='odd, name'"], "odd, name"),
     ],
     ids=str,
@@ -131,17 +125,6 @@ def test_verbose_shows_all_of_it_and_the_short_form_counts_what_it_leaves_out(
     assert short.splitlines()[-1].endswith("all figures with --verbose")
 
 
-def test_comparing_again_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep()
-    Path("sweep/empty").mkdir()
-    shown = []
-    for _ in range(2):
-        assert main(["compare", "."]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
-    assert "sweep/empty" in shown[0]
-
-
 def test_a_path_wins_over_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     write_sweep("compare.margin=0.01")
     assert main(["compare", "compare.margin=0.01", "compare.report=false"]) == 0
@@ -174,19 +157,12 @@ def test_a_label_with_a_blank_can_be_named(capsys: pytest.CaptureFixture[str]) -
 # ---- fail_if -------------------------------------------------------------------------------------
 
 
-@pytest.mark.representative(1, 3, 4, 9, 10)
 @pytest.mark.parametrize(
     ("accuracies", "condition", "status"),
     [
-        (ACCURACIES["bf16_mixed"], "none", 0),
-        (ACCURACIES["bf16_mixed"], "worse", 0),
         (ACCURACIES["bf16_mixed"], "not_equivalent", 0),
         (WORSE, "none", 0),
         (WORSE, "worse", 3),
-        (WORSE, "not_equivalent", 3),
-        ((0.99, 0.999, 0.9951), "worse", 0),
-        ((0.99, 0.999, 0.9951), "not_equivalent", 0),
-        ((0.9, 0.99, 0.95), "worse", 0),
         ((0.9, 0.99, 0.95), "not_equivalent", 3),
         ((0.95,), "not_equivalent", 3),
     ],
@@ -267,17 +243,11 @@ def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
         ([], "mprun compare needs folders of runs: mprun compare outputs/DATE/TIME"),
         (["compare.report=false"], "mprun compare needs folders of runs"),
         (["swep"], "there is no folder 'swep', and no folder matches it"),
-        (["swep*"], "there is no folder 'swep*', and no folder matches it"),
         (["sweep", "--all"], "mprun compare has no option '--all'"),
-        (["sweep", "margin=1"], "did you mean 'compare.margin=...'?"),
+        (["sweep", "margin=1"], "there is no field 'margin'; did you mean 'compare.margin'?"),
         (["sweep", "recipe=mnist"], "'recipe=mnist' is neither a path nor a setting"),
         (["sweep", "compare.margn=1"], "did you mean 'compare.margin'?"),
         (["sweep", "compare.margin=0.5"], "compare.margin=0.5: legal is above 0 and at most 0.1"),
-        (["sweep", "compare.margin=half"], "compare.margin is a number"),
-        (["sweep", "compare.relative_margin=0"], "legal is above 0 and at most 1"),
-        (["sweep", "compare.split=dev"], "compare.split is one of auto, test, validation, train"),
-        (["sweep", "compare.mix=code"], "is a list [name, ...] of recipes, data, hardware, code"),
-        (["sweep", "compare.fail_if=better"], "is one of none, worse, not_equivalent"),
         (["sweep", "compare.baseline=bf16"], "legal: 'fp32', 'bf16_mixed'"),
         (["sweep", "compare.dir=''"], "compare.dir='': legal is the name of a folder, or null"),
         (["empty"], "no completed run to compare: empty: contains no run (no summary.json)"),

@@ -58,9 +58,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Groups
     ("recipe=mnits", ["'recipe=mnits'", f"one of {RECIPES}", "did you mean 'mnist'?"]),
     ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
-    ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
-    ("recipe=null", ["'recipe=null'", "recipe is one of"]),
     (
         "precision=[fp32]",
         [
@@ -69,10 +67,8 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ],
     ),
     ("recipe=../recipe/mnist", [f"recipe is one of {RECIPES}"]),
-    ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
-    ("data.qqqqqqqq=3", ["no field 'data.qqqqqqqq'", "legal: data.source, data.root,"]),
     ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
     ("lr=0.1", ["no field 'lr'", "did you mean 'train.lr'?"]),
     ("optimizer=sgd", ["did you mean 'train.optimizer.name'?"]),
@@ -82,7 +78,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("+foo=1", ["'+foo=1'", "no field 'foo'"]),
     ("hydra.job.name=x", ["'hydra.job.name=x'", "legal in a single run: hydra.run.dir"]),
     ("hydra/launcher=x", ["mprun -m reads Hydra's own settings"]),
-    ("train=null", ["train has fields; set one of them: train.epochs, "]),
     (
         "train.optimizer=adamw",
         ["train.optimizer has fields; set one of them: train.optimizer.name, "],
@@ -95,10 +90,8 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("seed==1", ["'seed==1' cannot be read"]),
     ("seed=nope(1)", ["'seed=nope(1)' cannot be read", "Unknown function 'nope'"]),
     ("run.dir=ü", ["'run.dir=ü' cannot be read", "in quotes that the shell leaves"]),
-    ("seed=１", ["'seed=１' cannot be read"]),
     ("seed=1\nmprun: done", [r"'seed=1\nmprun: done' cannot be read"]),
     ("seed='\x1b[31m'", [r"seed='\x1b[31m'", "seed is a whole number"]),
-    ("seed=\udcff", [r"'seed=\udcff' cannot be read"]),
     ("x" * 10_000, ["is neither a command nor an override"]),
     ("seed=" + "x" * 10_000, ["seed is a whole number"]),
     ("seed=" + "[" * 1000 + "]" * 1000, ["cannot be read"]),
@@ -108,24 +101,17 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recipe=glob(*)", ["'recipe=glob(*)' lists several values"]),
     # Types
     ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
-    ("seed=1.5", ["'seed=1.5'", "seed is a whole number"]),
     ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
-    ("data.root=[a]", ["data.root is a text, or null"]),
-    ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
     ("device=tpu", ["device=tpu", "legal: auto, cpu, cuda, xpu, mps, hpu"]),
-    ("speed=fast", ["'speed=fast'", "speed is one of auto, plain"]),
     (
         "train.optimizer.name=adam",
         ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
     ),
     ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
     ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
-    ("seed=${oc.env:MPRUN_NOPE}", ["seed is a whole number", "'MPRUN_NOPE' not found"]),
-    ("seed=${train.lr}", ["'seed=${train.lr}'", "seed is a whole number"]),
     # Ranges
     ("train.lr=-1", ["train.lr=-1.0: legal is above 0"]),
     ("seed=4294967296", ["seed=4294967296: legal is 0 or more and at most 4294967295"]),
-    ("train.batch_size=0", ["train.batch_size=0: legal is 1 or more"]),
     (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
     # A recipe's own parameters
     (
@@ -138,7 +124,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
     ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
     ("recipe.target=mprun.recipes.mnist.Nope", ["is not a dataclass", "write module.Class"]),
-    ("recipe.target=os.path", ["os.path is not a dataclass that extends mprun.recipe.Recipe"]),
     # What cannot be carried out
     (
         ("precision=bf16_mixed", "precision.compute_dtype=float16"),
@@ -162,7 +147,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("--config-dir", ["--config-dir/-cd: expected one argument"]),
     ("--config-dir=", ["--config-dir/-cd: expected a folder"]),
-    ("--config-dir=nope", ["--config-dir nope cannot be read: No such file or directory"]),
 ]
 
 
@@ -326,13 +310,11 @@ def test_options_are_taken_apart() -> None:
     assert (none.overrides, none.config_dir) == ([], None)
 
 
-@pytest.mark.parametrize("option", ["-m", "--multirun", "--show-config"])
-@pytest.mark.parametrize(
-    "command", ["sweep", "advise", "double", "trace", "memory", "numerics", "search-ops"]
-)
-def test_only_train_takes_these_options(command: str, option: str) -> None:
-    with pytest.raises(UsageError, match=f"mprun {command} has no option '{option}'"):
-        parse_arguments(BY_NAME[command], [option, "seed=0,1"])
+def test_only_train_takes_these_options() -> None:
+    for command in ("sweep", "memory"):
+        for option in ("-m", "--show-config"):
+            with pytest.raises(UsageError, match=f"mprun {command} has no option '{option}'"):
+                parse_arguments(BY_NAME[command], [option, "seed=0,1"])
 
 
 @pytest.mark.parametrize("command", [[], ["train"]])
@@ -371,27 +353,16 @@ def test_show_config_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("own_recipe")
-def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--config-dir", "my configs", "recipe=points", "run.dir=run"]
-    assert main([*where, "precision=bf16_mixed", "recipe.model.points=16"]) == 0
-    summary = read_summary(Path("run"))
-    assert (summary.recipe, summary.status, summary.steps) == ("points", "completed", 8)
-    assert summary.data.test_samples == 16
-    losses = [line["loss"] for line in read_lines(Path("run")) if line["kind"] == "step"]
-    assert losses[-1] < losses[0]
-    capsys.readouterr()
-    assert main([*where, "recipe.model.cuont=16"]) == 2
-    assert main([*where, "recipe.model.piont=16"]) == 2
-
-
-@pytest.mark.usefixtures("own_recipe")
 def test_an_own_recipe_trains_by_the_real_command(forking: Forking) -> None:
     code = "import runpy; runpy.run_module('mprun', run_name='__main__')"
     done = forking.run(code, "--config-dir=my configs", "recipe=points", "run.dir=run")
     code = Path("my_recipes.py").absolute()
     note = f"note: recipe.target=my_recipes.Points runs the code of {code}\n"
     assert (done.returncode, done.stderr) == (0, note)
-    assert read_summary(Path("run")).recipe == "points"
+    summary = read_summary(Path("run"))
+    assert (summary.recipe, summary.status, summary.steps) == ("points", "completed", 4)
+    losses = [line["loss"] for line in read_lines(Path("run")) if line["kind"] == "step"]
+    assert losses[-1] < losses[0]
 
 
 WITHOUT_TORCH = """

@@ -186,20 +186,16 @@ def test_the_figures_are_those_of_a_run_s_record(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.representative("null")
-@pytest.mark.parametrize("fits", ["null", "1TiB"])
-def test_a_model_larger_than_the_machine_is_planned_without_its_memory(
-    fits: str, forking: Forking
-) -> None:
+def test_a_model_larger_than_the_machine_is_planned_without_its_memory(forking: Forking) -> None:
     """100 GB of parameters, in a process of its own that never holds more than PyTorch does.
 
     The kernel's `VmHWM` is its own peak; `ru_maxrss` begins at the peak of the process before it.
     """
-    code = f"""
+    code = """
 import sys
 from mprun.cli.main import main
 words = ["recipe=linear", "recipe.model.in_features=500000", "recipe.model.out_features=50000"]
-words += ["train.optimizer.name=adamw", "memory.fits={fits}", "memory.picture=false"]
+words += ["train.optimizer.name=adamw", "memory.picture=false"]
 status = main(["memory", *words, "device=cpu", "run.dir=plan"])
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 sys.exit(status or int(peak.split()[1]) > 2 * 2**20)  # KiB
@@ -208,8 +204,6 @@ sys.exit(status or int(peak.split()[1]) > 2 * 2**20)  # KiB
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(Path("plan/memory.json").read_text(encoding="utf-8"))["modes"][0]
     assert found["bytes"]["parameters"] == (500_000 * 50_000 + 50_000) * 4
-    if fits != "null":
-        assert found["fits"]["batch_size"] > 100_000
 
 
 OWN = """

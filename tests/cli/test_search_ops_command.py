@@ -236,14 +236,7 @@ def test_modules_are_the_answer_where_they_leave_less_in_float32(
 
 
 def test_the_mode_is_bf16_mixed_unless_one_is_named() -> None:
-    overrides = [
-        "--config-dir",
-        "conf",
-        "recipe=planted",
-        "device=cpu",
-        *QUICK,
-        OPS_ALONE,
-    ]
+    overrides = ["--config-dir", "conf", "recipe=planted", "device=cpu", *QUICK, OPS_ALONE]
     assert main(["search-ops", *overrides, "run.dir=found"]) == 0
     assert (read()["precision"], read()["low"]) == ("bf16_mixed", "bfloat16")
     assert main(["search-ops", *overrides, "op_lists=hmp", "run.dir=hmp"]) == 0
@@ -257,15 +250,10 @@ def test_what_the_configuration_has_is_measured_beside() -> None:
     assert not math.isfinite(number(given["measure"]["loss_difference"]))
 
 
-@pytest.mark.representative(0)
-@pytest.mark.parametrize("options", [["execution=emulated"], ["loss_scale=static"]], ids=str)
-def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are(
-    options: list[str],
-) -> None:
-    found = searched("exp", *options, OPS_ALONE)
+def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are() -> None:
+    found = searched("exp", "execution=emulated", "loss_scale=static", OPS_ALONE)
     assert found["search"]["ops"]["high"] == ["exp"]
-    scale = found["search"]["ops"]["measure"]["loss_scale"]
-    assert (scale == 1024) == (options == ["loss_scale=static"])
+    assert found["search"]["ops"]["measure"]["loss_scale"] == 1024
 
 
 # ---- which samples -------------------------------------------------------------------------------
@@ -376,13 +364,6 @@ def test_ctrl_c_keeps_the_list_of_ops_while_modules_are_measured(
     assert found["unsettled"] == ["1 of 3 modules measured, and no list of modules chosen"]
     assert "exp" in yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))["fp32"]
     assert "use it: mprun" in capsys.readouterr().out
-
-
-def test_ctrl_c_before_the_first_op_leaves_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ended_early(monkeypatch, ("training", 0)) == 130
-    assert capsys.readouterr().err.endswith("mprun: stopped by Ctrl-C before the first result\n")
 
 
 def test_a_budget_ends_it_with_what_was_measured(

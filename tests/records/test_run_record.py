@@ -106,15 +106,6 @@ def folder(tmp_path: Path) -> Any:
     made.close()
 
 
-def test_a_folder_holds_the_four_parts(folder: RunFolder) -> None:
-    folder.write("config.yaml", "seed: 1\n")
-    folder.summary(example())
-    names = {p.name for p in folder.path.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
-    assert (folder.path / "config.yaml").read_text() == "seed: 1\n"
-    assert (folder.path / "checkpoints").is_dir()
-
-
 def test_an_existing_folder_without_a_run_will_do(tmp_path: Path) -> None:
     (tmp_path / "note.txt").touch()
     RunFolder(tmp_path).close()
@@ -180,14 +171,10 @@ def test_of_runs_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     made[0].close()
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"run\.dir=.*\(or is a file\); choose another folder"):
         RunFolder(tmp_path / "file")
-
-
-def test_a_parent_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\); choose another"):
         RunFolder(tmp_path / "file" / "run")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from rich.box import Box
+from rich.box import SIMPLE_HEAD, Box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -179,16 +179,9 @@ class FittedTable:
             yield from (Text(line, "dim") for line in broken(text, width))
 
     def _table(self, places: Sequence[int], room: int, rule: str) -> Table:
-        """Rich's table of these columns.
-
-        Args:
-            places: of the columns.
-            room: the width that it has; rich breaks text, from the widest column on, to fit it.
-            rule: the character of the line below the headings.
-        """
-        lines = ["    "] * 8  # a box of rich has eight lines of four characters; this is no frame
-        lines[2] = f" {rule}{rule} "  # the line below the headings
-        box = Box("".join(f"{line}\n" for line in lines), ascii=True)  # ascii: never replaced
+        """Rich's table of these columns, of width `room`, to which rich breaks text."""
+        # "ascii": rich would take a box with a frame where the encoding lacks the rule
+        box = Box(str(SIMPLE_HEAD).replace("\u2500", rule), ascii=True)
         # The box is one blank between two columns, the padding is the others.
         table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, BETWEEN - 1, 0, 0))
         widths = self._widths(places, room)
@@ -223,13 +216,7 @@ class FittedTable:
         return widths
 
     def _width(self, place: int, most: int | None) -> int:
-        """How wide a column is.
-
-        Args:
-            place: the column's.
-            most: the width that text has at most, beside headings broken at blanks; None: nothing
-                is broken.
-        """
+        """How wide a column is with text of at most `most`; with None nothing is broken."""
         column, texts = self.columns[place], [row.cells[place].text for row in self._rows]
         body = max((cell_len(line) for text in texts for line in text.split("\n")), default=0)
         if most is None:

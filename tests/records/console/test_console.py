@@ -8,8 +8,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from mprun.records import console as progress
@@ -48,12 +46,6 @@ def test_durations_as_text() -> None:
     assert short == ["0 s", "0 s", "45 s", "59 s", "1:00", "2:05"]
     long = [duration(seconds) for seconds in (3599.6, 3725, 360_000)]
     assert long == ["1:00:00", "1:02:05", "100:00:00"]
-
-
-@given(st.floats(60, 1e6))
-def test_a_duration_says_the_second(seconds: float) -> None:
-    parts = [int(p) for p in duration(seconds).split(":")]
-    assert sum(p * 60**i for i, p in enumerate(reversed(parts))) == round(seconds)
 
 
 def test_the_time_left_assumes_the_same_rate() -> None:
@@ -98,21 +90,6 @@ def test_quiet_lines_come_at_most_every_ten_seconds(clock: SimpleNamespace) -> N
     assert all(10 <= gap < 10.2 for gap in gaps)
     assert len(shown_at) in (9, 10)
     assert written(console).splitlines() == [MOMENT.text(5, 120)] * len(shown_at)
-
-
-def test_quiet_lines_have_no_control_characters(clock: SimpleNamespace) -> None:
-    console = file()
-    view = RunProgress(console, 5, 120)
-    view.start()
-    clock.now += 10
-    view.update(MOMENT)
-    view.line("epoch 1: [not markup] a line far wider than the forty columns there are")
-    view.stop()
-    lines = written(console).split("\n")
-    assert lines[0].startswith("epoch 2/5")
-    assert lines[1].startswith("epoch 1: [not markup]")
-    assert lines[2:] == [""]
-    assert all(c.isprintable() for line in lines for c in line)
 
 
 def test_a_line_is_always_printed_and_postpones_the_next_status(
