@@ -151,7 +151,7 @@ class ShardLayout(GroupLayout):
     def _gathered(self, part: DTensor) -> Tensor:
         """The whole tensor on the CPU in the first process, nothing in the others."""
         with self._group.communicating():
-            whole = part.detach().full_tensor()
+            whole: Tensor = part.full_tensor().detach()
         return whole.cpu() if self.ranks.is_first else whole.new_empty(0)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
