@@ -129,13 +129,6 @@ def test_op_lists_and_layers_are_honoured() -> None:
     assert layers["policy"]["layers"] == {"0": "fp32"}
 
 
-def test_another_mode_to_be_set_against_comes_first() -> None:
-    words = ("precision=fp32,bf16_mixed,half_sr", "memory.against=bf16_mixed")
-    found = planned(*LINEAR, *words, QUIET)
-    assert [m["label"] for m in found["modes"]] == ["bf16_mixed", "fp32", "half_sr"]
-    assert found["against"] == "bf16_mixed"
-
-
 def test_any_list_makes_columns_named_by_what_differs() -> None:
     found = planned(*LINEAR, "precision=fp32,half_sr", "train.batch_size=8,16", QUIET)
     assert [m["label"] for m in found["modes"]] == [
@@ -325,11 +318,6 @@ def test_cuda_is_planned_only_where_there_is_one(capsys: pytest.CaptureFixture[s
     assert made() == []
 
 
-def test_weights_have_no_say(capsys: pytest.CaptureFixture[str]) -> None:
-    planned(*LINEAR, "train.init_from=nowhere", QUIET)
-    assert "train.init_from has no effect" in capsys.readouterr().err
-
-
 # ---- one of several processes --------------------------------------------------------------------
 
 MLP = ["recipe=mnist", "train.batch_size=64", QUIET]
@@ -349,13 +337,6 @@ def cut(world_size: int) -> int:
     return sum(
         4 * -(-shape[0] // world_size) * (shape[1] if shape[1:] else 1) for shape in MLP_SHAPES
     )
-
-
-def test_one_process_of_one_is_what_is_counted_without_others() -> None:
-    alone = planned(*MLP)["modes"]
-    for parallel in ("ddp", "fsdp2"):
-        Path("plan/memory.json").rename(f"{parallel}.json")
-        assert planned(*MLP, "memory.world_size=1", f"memory.parallel={parallel}")["modes"] == alone
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -399,8 +380,3 @@ def test_the_header_names_the_processes(capsys: pytest.CaptureFixture[str]) -> N
         "batch 64 per process, rmsprop, cpu, one of 8 processes of fsdp2, blocks checkpointed"
         in capsys.readouterr().out
     )
-
-
-def test_parallel_without_processes_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
-    planned(*MLP, "memory.parallel=fsdp2")
-    assert "memory.parallel has no effect: memory.world_size is 1" in capsys.readouterr().err

@@ -220,12 +220,6 @@ def test_the_scale_in_use_is_judged(value: str, word: str) -> None:
     assert (max(h["became_zero"] for h in held) > 0.1) == (word == "too low")
 
 
-def test_a_run_without_a_loss_scale_has_none_in_use() -> None:
-    scale = found(*MNIST, "precision=fp32")["loss_scale"]
-    assert (scale["kind"], scale["in_use"]) == ("none", None)
-    assert [v["label"] for v in scale["verdicts"]] == ["none", "published", "recommended"]
-
-
 def test_rows_are_those_of_the_model_in_its_order() -> None:
     rows = rows_of(of_mnist())
     parameters = [f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")]
@@ -394,16 +388,6 @@ def test_the_terminal_shows_verdicts_and_tables() -> None:
         assert text in out, text
 
 
-def test_pictures_and_file_are_left(capsys: pytest.CaptureFixture[str]) -> None:
-    found(*LINEAR, plots=True)
-    assert sorted(p.name for p in Path("run").iterdir()) == [
-        "numerics.json",
-        "numerics.png",
-        "numerics.svg",
-    ]
-    assert "written: run/numerics.json, numerics.png, numerics.svg" in capsys.readouterr().out
-
-
 def test_the_file_says_what_was_looked_at_and_where() -> None:
     made = found(*MNIST, "precision=bf16_mixed", "seed=3")
     assert made["schema_version"] == 2
@@ -429,12 +413,6 @@ def test_what_was_seen_of_a_run_that_fails_is_shown(capsys: pytest.CaptureFixtur
     assert 0 < len(made["steps"]) < 50
 
 
-def test_a_run_that_fails_before_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*DIVERGES, "numerics.warmup=100", "numerics.span=101", "run.dir=run"]
-    assert main(["numerics", *words]) == 1
-    assert capsys.readouterr().err.startswith("mprun: the loss became ")
-
-
 def inspecting(stop: Callable[[], bool], **settings: Any) -> Any:
     chosen = make_plan(compose(LINEAR).config, ())
     return inspect_steps(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
@@ -447,25 +425,6 @@ def test_what_was_seen_of_a_run_that_is_stopped_is_saved() -> None:
     assert result.result.rows
     with pytest.raises(StopRequestedError):
         inspecting(lambda: True, steps=1)
-
-
-def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: data.root has no effect: recipe=linear does not use it",
-        "warning: debug.fp_exceptions has no effect: mprun numerics does not detect exceptions",
-    ]
-
-
-def test_each_inspected_step_is_reported() -> None:
-    parts: list[tuple[str, int, int | None]] = []
-
-    def report(text: str, done: int = 0, total: int | None = None) -> None:
-        parts.append((text, done, total))
-
-    chosen = make_plan(compose(LINEAR).config, ())
-    inspect_steps(chosen, NumericsSettings(steps=2, span=9), lambda: False, report)
-    assert parts == [("inspecting step 4 of 9", 0, 2), ("inspecting step 9 of 9", 1, 2)]
 
 
 def test_time_that_runs_out_before_the_first_look_is_said() -> None:

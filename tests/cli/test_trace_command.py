@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import re
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,6 @@ def test_ops_are_listed_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed.count(" linear ") == 3
 
 
-def test_without_a_folder_s_name_one_with_the_date_is_made(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["trace", *LINEAR]) == 0
-    (folder,) = Path("outputs").glob("*/*")
-    assert sorted(path.name for path in folder.iterdir()) == ["trace.chrome.json", "trace.json"]
-    assert f"written: {folder}/trace.json" in capsys.readouterr().out
-
-
 def test_the_file_says_what_was_traced_and_where() -> None:
     found, *_ = _of_mnist()
     assert found["schema_version"] == 1
@@ -151,13 +141,6 @@ def test_ops_that_are_not_pytorch_s_are_noted(
     assert (found["execution"] == "emulated") == noted
 
 
-def test_float32_has_no_cast(capsys: pytest.CaptureFixture[str]) -> None:
-    total = traced(*MNIST, "precision=fp32")["totals"]
-    assert (total["casts"], total["cast_bytes"], total["redundant"]) == (0, 0, {})
-    assert set(total["by_dtype"]) == {"float32"}
-    assert re.search(r"redundant casts\W+none", capsys.readouterr().out)
-
-
 def test_lists_that_alternate_cost_casts_at_each_change_of_dtype() -> None:
     Path("fp32.txt").write_text("relu\n", encoding="utf-8")
     Path("lower.txt").write_text("linear\n", encoding="utf-8")
@@ -176,12 +159,6 @@ def test_lists_that_alternate_cost_casts_at_each_change_of_dtype() -> None:
 def test_weights_of_a_run_can_be_traced() -> None:
     assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
     assert traced(*LINEAR, "train.init_from=before", "op_lists=hmp")["totals"]["casts"] == 7
-
-
-def test_an_empty_folder_is_taken_and_two_files_are_left() -> None:
-    Path("run").mkdir()
-    traced(*LINEAR, "precision=fp16_mixed", "speed=plain")
-    assert made() == ["run", "run/trace.chrome.json", "run/trace.json"]
 
 
 # ---- op_lists.verbose ----------------------------------------------------------------------------

@@ -21,15 +21,12 @@ from mprun.inspect.numerics import (
     RULES,
     NumericsResult,
     lost_table,
-    number,
     rows_table,
     scales_table,
     sentences,
-    unjudged,
 )
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.records.run_record import Reference
 from mprun.watch.updates import RULES as KNOWN_RULES
 
 SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
@@ -192,12 +189,6 @@ def test_what_decided_stands_first_and_its_worst_row_too() -> None:
     assert body == [["p1", "71", "3", "needs"], ["p0", "71", "12", "needs"]]
 
 
-def test_only_the_first_rows_are_shown() -> None:
-    lines = shown(rows_table(RESULT, top=1))
-    assert "1 of 4 rows" in lines[1]
-    assert not any("either" in line for line in lines)
-
-
 def test_loss_scales_and_why_one_will_not_do() -> None:
     lines = shown(scales_table(RESULT))
     assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
@@ -293,21 +284,6 @@ def test_the_answer_comes_first_and_names_the_formats_that_are_good_enough(verdi
     assert second.startswith(f"range or precision: {verdict}")
 
 
-def test_the_substitute_for_float64_is_named() -> None:
-    (line,) = unjudged([], [], Reference("something else", "no kernel"))
-    assert line == (
-        "note: this model was not computed in float64 (no kernel); gradients that are only "
-        "rounding errors were detected with something else"
-    )
-
-
-@pytest.mark.parametrize(
-    ("scale", "text"), [(65536.0, "65,536"), (0.0625, "0.0625"), (1e-6, "1e-06"), (1.5, "1.5")]
-)
-def test_scales(scale: float, text: str) -> None:
-    assert number(scale) == text
-
-
 # ---- pictures ------------------------------------------------------------------------------------
 
 
@@ -368,12 +344,6 @@ def test_of_many_layers_the_worst_are_drawn_in_the_model_s_order() -> None:
     assert figure.get_size_inches()[1] < 6
 
 
-def test_every_kind_of_line_is_in_the_legend() -> None:
-    (legend,) = exponents().legends
-    named = [text.get_text() for text in legend.get_texts()]
-    assert named == ["float16's limits", "float16's limits, loss scaled"]
-
-
 def test_the_files_have_a_title_and_a_caption() -> None:
     saved = numerics_plot(RESULT, "mnist in fp16_mixed")
     assert list(saved) == ["numerics.png", "numerics.svg"]
@@ -382,7 +352,3 @@ def test_the_files_have_a_title_and_a_caption() -> None:
     text = " ".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("text"))
     for word in ("Sizes of the numbers of mnist in fp16_mixed", "Dashed:", "131,072"):
         assert word in text
-
-
-def test_nothing_at_all_can_be_drawn() -> None:
-    assert numerics_plot(result(rows=[]), "mnist")

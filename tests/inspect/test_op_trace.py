@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -535,18 +534,6 @@ def test_times_of_rows_are_positive_and_add_up_to_the_totals() -> None:
     assert [row.began_ms for row in rows] == sorted(row.began_ms for row in rows)
 
 
-@pytest.mark.usefixtures("short")
-def test_every_row_that_computes_is_counted_under_the_dtype_it_gives() -> None:
-    found, _ = trace_step(planned("fashion_mnist", *MODES["hmp"]))
-    by_dtype = found.totals(1.0).by_dtype
-    assert set(by_dtype) == {"bfloat16", "float32"}
-    for dtype, (count, time_ms) in by_dtype.items():
-        rows = [row for row in found.rows if row.kernels and row.dtypes_out[:1] == [dtype]]
-        assert count == len(rows)
-        # The same numbers summed in the same order, from 0 or from 0.0.
-        assert time_ms == pytest.approx(sum(row.time_ms for row in rows), rel=1e-12)
-
-
 def row(
     op: str = "mm", *, ms: float = 1.0, dtype: str = "float32", casts: tuple[float, ...] = ()
 ) -> TraceRow:
@@ -592,11 +579,3 @@ def test_the_typical_step_is_the_last_where_they_ran_different_ops() -> None:
     other = StepTrace([row("exp", ms=100)])
     last = StepTrace([row(ms=7)])
     assert [(r.op, r.time_ms) for r in typical([other, other, last]).rows] == [("mm", 7)]
-
-
-def test_the_typical_step_leaves_out_those_that_cast_otherwise() -> None:
-    cast = StepTrace([row(ms=100, casts=(1.0,))])
-    alike = [StepTrace([row(ms=ms)]) for ms in (1.0, 2.0)]
-    (found,) = typical([cast, cast, *alike]).rows
-    assert found.casts == []
-    assert found.time_ms == median((1.0, 2.0))

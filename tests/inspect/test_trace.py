@@ -21,7 +21,6 @@ from mprun.inspect.trace import (
 )
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.watch.step_events import PHASES as OBSERVED
 from tests.summaries import example
 
 
@@ -147,12 +146,3 @@ def test_casts_are_events_before_their_op_on_the_track_of_its_phase() -> None:
     )
     alone = [e for e in events if PHASES[e["tid"]] == "backward"][-1]
     assert (alone["name"], alone["ts"]) == ("cast bf16 to fp32", 16000.0)
-
-
-def test_a_step_without_a_row_is_a_trace_without_an_event() -> None:
-    events = chrome([])["traceEvents"]
-    assert [e["ph"] for e in events] == ["M"] * len(PHASES)
-
-
-def test_the_tracks_are_the_phases_of_an_observer() -> None:
-    assert PHASES == OBSERVED
