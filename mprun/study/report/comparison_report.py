@@ -233,11 +233,7 @@ def _grouped(reasons: Mapping[str, str]) -> str:
 
 
 def footer(comparison: Comparison) -> list[str]:
-    """Lines below the table, as plain text without rich markup.
-
-    Warnings, the reasons of verdicts other than `equivalent`, a sentence on each variant, baseline
-    and margin, data, hardware, code, notes, failed runs, skipped folders.
-    """
+    """Lines below the table, as plain text without rich markup: all that the comparison says."""
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
         *(
