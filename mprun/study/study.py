@@ -396,9 +396,9 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
 
 
 def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None]) -> None:
-    """Add a run `comparison of FOLDER` with these files beside the runs of the study's trials.
+    """Add a run with these files beside the trials' runs, or replace its files.
 
-    Nothing happens with a logger that keeps no files. A study that is resumed replaces the files.
+    Nothing happens with a logger that keeps no files.
     """
     trial = study.trials[0]
     config = compose(trial.overrides, study.config_dir).config

@@ -401,13 +401,10 @@ FOLDER = ".claims"  # Hidden, so that `compare` does not search it for runs
 
 
 class TrialClaims:
-    """The locks of a study.
-
-    Args:
-        study: its folder.
+    """The locks of a study, in its folder.
 
     Raises:
-        UsageError: the folder cannot be written.
+        UsageError: the folder cannot be written, or its file system has no locks.
     """
 
     def __init__(self, study: Path) -> None:
@@ -419,11 +416,7 @@ class TrialClaims:
 
     @contextmanager
     def held(self, name: str) -> Iterator[bool]:
-        """Inside, this process holds the lock of this name; False if another process does.
-
-        Raises:
-            UsageError: the folder cannot be written, or its file system has no locks.
-        """
+        """Inside, this process holds the lock of this name; False if another process does."""
         # The system releases it when the process ends, however it ends: the trial is open again
         lock = FileLock(self._folder / f"{name}.lock", timeout=0)
         try:

@@ -212,6 +212,18 @@ def test_an_artefact_takes_no_mode_for_its_time() -> None:
     assert found.label == "bf16_mixed"
 
 
+def test_trials_that_overlapped_give_no_advice_on_time() -> None:
+    began = {"started_at": "2026-01-01T00:00:00.000+00:00", "wall_time_s": 5.0}
+    runs = [
+        run_of(name, seed, accuracy=0.95 + 0.01 * seed, step_ms=ms, **began)
+        for name, ms in (("fp32", 40.0), ("bf16_mixed", 20.0))
+        for seed in range(3)
+    ]
+    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, "time")
+    assert found.label == "fp32"
+    assert found.notes[0].startswith("trials ran at the same time on one machine")
+
+
 DAYS = itertools.count(1)
 
 

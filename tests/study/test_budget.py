@@ -194,7 +194,6 @@ def test_a_budget_without_a_completed_run_is_a_failure_that_says_how_to_continue
     assert "continue with: mprun sweep run.resume=s" in text
 
 
-@pytest.mark.parametrize("setting", ["sweep.budget_min=0", "sweep.budget_min=-1"])
-def test_a_budget_is_above_zero(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", *OVERRIDES, setting]) == 2
+def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *OVERRIDES, "sweep.budget_min=0"]) == 2
     assert "legal is above 0" in capsys.readouterr().err

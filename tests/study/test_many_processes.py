@@ -207,22 +207,3 @@ def test_a_run_of_another_process_that_lasts_keeps_modes_from_being_screened_by_
     content |= {"status": "running", "written_at": None}
     path.write_text(json.dumps(content), encoding="utf-8")
     assert drop(rest) == {}
-
-
-def test_advice_on_time_is_not_given_from_trials_that_overlapped(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A study whose runs say that they began together."""
-    words = ["recipe=linear", "train.max_steps=20", "precision=fp32,bf16_mixed", "seeds=3"]
-    assert main(["advise", *words, "run.dir=a", "advise.screen=9"]) == 0
-    for path in Path("a").glob("*/summary.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content |= {"started_at": "2026-01-01T00:00:00.000+00:00", "wall_time_s": 5.0}
-        content["step_time_ms"]["median"] *= 1 if content["precision"] == "fp32" else 100
-        path.write_text(json.dumps(content), encoding="utf-8")
-    capsys.readouterr()
-    assert main(["advise", "run.resume=a", "advise.screen=2"]) == 0
-    text = capsys.readouterr().out
-    assert "take fp32" in text
-    assert "screened out" not in text
-    assert "note: trials ran at the same time on one machine, so that no mode could be" in text

@@ -100,7 +100,9 @@ def short_table(comparison: Comparison) -> FittedTable:
     for row, v in zip(cells.rows(comparison), variants, strict=True):
         interval, _ = cells.deciding(v)
         ratio = cells.beside(*(cells.time_ratio(v, v.throughput_ratio) if rates else row.ratio))
-        has_interval = interval is not None and row.difference[0] != cells.NONE
+        span = ""
+        if interval is not None and row.difference[0] != cells.NONE:
+            span = cells.difference_span(comparison, interval)
         table.add_row(
             row.label[0],
             row.step_time[0],
@@ -108,10 +110,7 @@ def short_table(comparison: Comparison) -> FittedTable:
             row.memory[0],
             row.memory[1] or cells.NONE,
             row.metric[0],
-            cells.beside(
-                row.difference[0],
-                cells.difference_span(comparison, interval) if interval and has_interval else "",
-            ),
+            cells.beside(row.difference[0], span),
             TableCell(v.verdict.word, TERMINAL.get(TONES.get(v.verdict.word, ""), "")),
         )
     return table
@@ -233,11 +232,7 @@ def _grouped(reasons: Mapping[str, str]) -> str:
 
 
 def footer(comparison: Comparison) -> list[str]:
-    """Lines below the table, as plain text without rich markup.
-
-    Warnings, the reasons of verdicts other than `equivalent`, a sentence on each variant, baseline
-    and margin, data, hardware, code, notes, failed runs, skipped folders.
-    """
+    """Lines below the table, as plain text without rich markup: all that the comparison says."""
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
         *(

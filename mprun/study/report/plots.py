@@ -20,7 +20,7 @@ from mprun.errors import UsageError
 from mprun.records.console.formatting import counted
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Summary, read_lines
-from mprun.study.compare.comparison import Comparison, Run, StepPercentiles, Variant
+from mprun.study.compare.comparison import Comparison, Run, Variant
 from mprun.study.report import cells
 from mprun.study.report.canvas import LIGHT, Plot, colour, figure, marker, panels, spread_axis
 
@@ -37,8 +37,12 @@ def against_time(comparison: Comparison) -> Plot:
     """The metric of each variant over the time of a step."""
     name = cells.metric_name(comparison)
     plot = Plot("metric-time", f"{comparison.metric.capitalize()} against time", "")
-    points = _points(comparison)
-    if not points:
+    drawn = {
+        index: variant
+        for index, variant in enumerate(comparison.variants)
+        if variant.step_time_ms and variant.metric and math.isfinite(variant.metric.value)
+    }
+    if not drawn:
         return plot._replace(caption=f"No variant has both a step time and a {name}.")
     margin = cells.difference_text(comparison, comparison.margin, signed=False)
     has_interval = any(v.metric and v.metric.interval for v in comparison.variants)
@@ -48,17 +52,16 @@ def against_time(comparison: Comparison) -> Plot:
         f"{'Vertical line: the 95 % interval. ' if has_interval else ''}The grey band is "
         f"{cells.plain(comparison.baseline)}'s mean plus and minus the margin, {margin}."
     )
-    drawn = {point.row for point in points}
     notes = [
         f"{cells.plain(v.label)} is missing: it has no step time or no metric."
         for i, v in enumerate(comparison.variants)
         if i not in drawn
     ]
-    if any(cells.is_emulated(point.variant) for point in points):
+    if any(map(cells.is_emulated, drawn.values())):
         notes.append("Hollow markers are emulated: their times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: {name} against time per step",
-        lambda: _draw_against_time(comparison, points),
+        lambda: _draw_against_time(comparison, drawn),
     )
 
 
@@ -88,45 +91,29 @@ def differences(comparison: Comparison) -> Plot | None:
     )
 
 
-class _Point(NamedTuple):
-    """A variant in the plot of metric against time, in the units shown."""
-
-    row: int  # In the table
-    variant: Variant
-    step: StepPercentiles
-    metric: float
-    low: float
-    high: float
-
-
-def _points(comparison: Comparison) -> list[_Point]:
-    points = []
-    for index, variant in enumerate(comparison.variants):
-        step, metric = variant.step_time_ms, variant.metric
-        if step and metric and math.isfinite(metric.value):
-            values = (metric.value, *(metric.interval or (metric.value, metric.value)))
-            shown = (value * cells.metric_scale(comparison) for value in values)
-            points.append(_Point(index, variant, step, *shown))
-    return points
-
-
-def _draw_against_time(comparison: Comparison, points: Sequence[_Point]) -> Figure:
+def _draw_against_time(comparison: Comparison, variants: dict[int, Variant]) -> Figure:
     made = figure(4.3)
     axes: Axes = made.subplots()
-    for point in points:
-        line: dict[str, Any] = {"color": colour(point.row), "linewidth": 0.9, "zorder": 3.0}
-        x, y = point.step.median, point.metric
-        axes.plot([point.step.p10, point.step.p90], [y, y], **line)
-        axes.plot([x, x], [point.low, point.high], **line)
-        axes.plot([x], [y], **mark(point.variant, point.row), zorder=4)
+    scale = cells.metric_scale(comparison)
+    times_ms = []
+    for index, variant in variants.items():
+        step, metric = variant.step_time_ms, variant.metric
+        assert step is not None
+        assert metric is not None
+        line: dict[str, Any] = {"color": colour(index), "linewidth": 0.9, "zorder": 3.0}
+        x, y = step.median, scale * metric.value
+        axes.plot([step.p10, step.p90], [y, y], **line)
+        if metric.interval is not None:
+            axes.plot([x, x], [scale * end for end in metric.interval], **line)
+        axes.plot([x], [y], **mark(variant, index), zorder=4)
+        times_ms.append(x)
     _draw_margin(axes, comparison)
     unit = cells.metric_unit(comparison)
     axes.set_ylabel(cells.metric_name(comparison) + (f" ({unit})" if unit else ""))
-    spread_axis(axes, "x", [point.step.median for point in points], TIMES_FACTOR)
+    spread_axis(axes, "x", times_ms, TIMES_FACTOR)
     axes.set_xlabel("time per step (ms)")
     axes.grid(axis="y")
     axes.margins(x=0.16, y=0.14)  # markers at the edge would be cut off
-    variants = {point.row: point.variant for point in points}
     name_variants(made, variants, loc="outside upper left", ncols=2)
     return made
 
