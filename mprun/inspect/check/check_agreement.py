@@ -113,12 +113,7 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
 
 
 def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
-    """How much the losses of the same batches fall, and the most that is noise.
-
-    Args:
-        losses: of steps.
-        count: batches that they cycle through.
-    """
+    """How much the losses of the same batches fall, and the most that is noise."""
     visits = len(losses) // count
     if visits < VISITS:  # there are more batches than that many steps visit
         return losses[0] - losses[-1], 0.0

@@ -53,11 +53,6 @@ ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
 def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Result:
     """Judge what `mprun.observe` left in a folder.
 
-    Args:
-        folder: the record.
-        settings: of the check.
-        update: write the baseline instead of comparing with it.
-
     Raises:
         UsageError: it is no such record.
     """
@@ -132,10 +127,7 @@ def check_environment(
 ) -> Result:
     """Hold the step of each mode in another environment against this one, module by module.
 
-    Args:
-        modes: planned with `ONE_STEP`.
-        settings: of the check.
-        python: the command of the other environment's interpreter.
+    Modes are planned with `ONE_STEP`; `python` is the command of the other interpreter.
 
     Raises:
         UsageError: it cannot be started, or has no mprun.

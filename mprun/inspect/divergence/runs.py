@@ -125,15 +125,7 @@ def capture_in_mode(
     scale: float = 1.0,
     passes: int = 1,
 ) -> Captured:
-    """Each module's own errors in a plan's mode.
-
-    Args:
-        plan, model, precision: of a run.
-        part: its batch.
-        handed_on: the output as the loss gets it.
-        scale: the loss scale.
-        passes: as in `capture`.
-    """
+    """Each module's own errors in a plan's mode; `handed_on`: the output as the loss gets it."""
     loss = LossTerms(plan.recipe)
     low = torch_dtype(plan.policy.compute_dtype) if plan.policy.casts else None
     step = SharedStep(
