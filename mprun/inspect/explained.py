@@ -127,12 +127,7 @@ class _Runs:
             return self.results(function, self.dtype)
 
     def exact(self, function: Function, op: str = "") -> tuple[dict[str, Tensor], set[str]]:
-        """The results in float64, of inputs and parameters in the dtype, and the ops there.
-
-        Args:
-            function: is run; a module has parameters in the dtype.
-            op: one whose results are rounded to the dtype.
-        """
+        """The results in float64 of inputs in the dtype, with results of `op` rounded; the ops."""
         with unfused(), exact_arithmetic(nn.Module()) as mode:
             mode.dtype, mode.only = (self.dtype if op else None), op
             return self.results(function, torch.float64), mode.ops
@@ -171,14 +166,7 @@ def _in(function: Any, dtype: torch.dtype) -> Any:
 def _beyond_bound(
     actual: Tensor, exact: Tensor, rounded: Sequence[Tensor], dtype: torch.dtype
 ) -> list[str]:
-    """What of a tensor is beyond its bound, each as it follows its name.
-
-    Args:
-        actual: floating, any shape.
-        exact: float64 of that shape.
-        rounded: of that shape, the results of the passes, the one to nearest last.
-        dtype: of the roundings.
-    """
+    """What of a tensor is beyond its bound; of the passes, the one to nearest is the last."""
     if not exact.numel():
         return []
     shape, x, passes = exact.shape, actual.double(), torch.stack([*rounded]).double()

@@ -91,11 +91,7 @@ def plan_check(
 ) -> list[CheckedMode]:
     """The modes of a check: one for each combination of the listed values.
 
-    Args:
-        overrides: of a run; `precision=` may list modes.
-        config_dir: a further folder of configs, or None.
-        settings: of the check.
-        given: the arguments of `given_recipe`, for a recipe in place of the overrides'.
+    `given`: the arguments of `given_recipe`, for a recipe in place of the overrides'.
 
     Raises:
         UsageError: an override is not legal, or a mode cannot be planned.
@@ -138,11 +134,7 @@ def check_modes(
 ) -> Result:
     """Check each mode; the status of the result is 1 where there is an error.
 
-    Args:
-        modes: what is checked.
-        settings: of the check.
-        update: write the baseline instead of comparing with it.
-        report: is called before each mode.
+    `update` writes the baseline instead of comparing with it.
     """
     began, new = time.monotonic(), list[Baseline]()
     old = read_baseline(Path(settings.baseline))

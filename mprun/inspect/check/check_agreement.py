@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean, stdev
 
 import torch
@@ -34,9 +35,10 @@ from mprun.inspect.check.checked_mode import (
     StepPasses,
     is_finite,
 )
-from mprun.inspect.divergence import DifferenceRow, Side
+from mprun.inspect.divergence import DifferenceRow
 from mprun.inspect.divergence.boundaries import COPIES, OpError
-from mprun.inspect.divergence.side_by_side import Captured, SharedStep, capture, compare
+from mprun.inspect.divergence.runs import capture_in_mode
+from mprun.inspect.divergence.side_by_side import Captured, compare
 from mprun.inspect.rounding_oracle import (
     ALIKE,
     COARSEST,
@@ -61,7 +63,6 @@ from mprun.precision.policy import torch_dtype
 from mprun.precision.rounding import sums_db
 from mprun.study.planned_run import FLOAT32_MODE
 from mprun.train.data.random_numbers import untouched
-from mprun.train.loss_terms import LossTerms
 from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
 
@@ -112,12 +113,7 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
 
 
 def _fall(losses: Sequence[float], count: int) -> tuple[float, float]:
-    """How much the losses of the same batches fall, and the most that is noise.
-
-    Args:
-        losses: of steps.
-        count: batches that they cycle through.
-    """
+    """How much the losses of the same batches fall, and the most that is noise."""
     visits = len(losses) // count
     if visits < VISITS:  # there are more batches than that many steps visit
         return losses[0] - losses[-1], 0.0
@@ -249,17 +245,11 @@ def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> C
     """Each module's own errors in the mode, or in float32, on a batch of this number."""
     plan, parts = (mode.exact if exact else mode.plan), mode.trainer(exact).parts
     part = (mode.exact_batches if exact else mode.batches)[n].parts[0]
-    policy, loss = plan.policy, LossTerms(plan.recipe)
-    dtype = torch_dtype(policy.output_dtype)
-
-    def scaled(output: object) -> Tensor:
-        return loss(to_dtype(output, dtype), part.content) * scale
-
-    low = torch_dtype(policy.compute_dtype) if policy.casts else None
-    side = Side(parts.model, region=parts.precision.region, low=low)
-    step = SharedStep(plan.recipe.forward, part.inputs, scaled)
+    handed_on = partial(to_dtype, dtype=torch_dtype(plan.policy.output_dtype))
     with parts.precision.arithmetic.region():  # of the backward pass too
-        return capture(step, side, passes=ROUNDED)
+        return capture_in_mode(
+            plan, parts.model, parts.precision, part, handed_on, scale, passes=ROUNDED
+        )
 
 
 # ---- gradients that are absent -------------------------------------------------------------------

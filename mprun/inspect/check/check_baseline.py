@@ -55,12 +55,7 @@ class BaselineFigure(NamedTuple):
     explained: float  # The bound; the name is that of the file
 
     def agrees(self, other: BaselineFigure, exact: bool) -> bool:
-        """Whether another number is the same in the digits that are written.
-
-        Args:
-            other: the number.
-            exact: without the bound for another machine.
-        """
+        """Whether another number is the same, to its last digit (`exact`) or within the bounds."""
         if exact:
             return rounded(self.value) == rounded(other.value)
         # both have errors, which are independent; and a file's last digit is off by up to a unit
@@ -103,12 +98,7 @@ class Baseline:
     modes: dict[str, ModeBaseline] = field(default_factory=dict)
 
     def figures(self, mode: str, steps: int) -> dict[str, dict[str, BaselineFigure]]:
-        """What a mode is compared by, in this order: what it is, and where, to the figures.
-
-        Args:
-            mode: the mode.
-            steps: of how many its losses are compared.
-        """
+        """What a mode is compared by, in this order; of its losses, the first `steps`."""
         losses = {f"step {n}": x for n, x in enumerate(self.modes[mode].losses[:steps], 1)}
         if self.reference is None:
             return {LOSS: losses}
@@ -192,10 +182,7 @@ def _changed_figures(
 ) -> Iterator[tuple[str, str]]:
     """The module of each figure that is new, gone, or differs by more than its bound; a text.
 
-    Args:
-        old, new: the baselines.
-        mode: of both.
-        bits: whether losses of the mode must be the same in each digit.
+    `bits`: losses of the mode must be the same in each digit.
     """
     steps = min(len(x.modes[mode].losses) for x in (old, new))
     before = old.figures(mode, steps)

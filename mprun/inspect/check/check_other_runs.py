@@ -36,7 +36,7 @@ from mprun.inspect.check.check_baseline import (
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
 from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.inspect.divergence import DifferenceRow
-from mprun.inspect.divergence.runs import capture_run, diff_captures, load_run, read_capture
+from mprun.inspect.divergence.runs import captured, diff_captures
 from mprun.inspect.rounding_oracle import OBSERVED_LEVEL, chance_of_fall, spread_bound
 from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
@@ -52,11 +52,6 @@ ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
 
 def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Result:
     """Judge what `mprun.observe` left in a folder.
-
-    Args:
-        folder: the record.
-        settings: of the check.
-        update: write the baseline instead of comparing with it.
 
     Raises:
         UsageError: it is no such record.
@@ -132,10 +127,7 @@ def check_environment(
 ) -> Result:
     """Hold the step of each mode in another environment against this one, module by module.
 
-    Args:
-        modes: planned with `ONE_STEP`.
-        settings: of the check.
-        python: the command of the other environment's interpreter.
+    Modes are planned with `ONE_STEP`; `python` is the command of the other interpreter.
 
     Raises:
         UsageError: it cannot be started, or has no mprun.
@@ -153,7 +145,7 @@ def check_environment(
             file = folder / "other.json"
             saved = ["-m", "mprun", "diff", str(folder), "--save", str(file)]
             _ask([*python, *saved], RunFailedError, f"{mode.checks.label} in the other environment")
-            difference = diff_captures(capture_run(load_run(folder)), read_capture(file))
+            difference = diff_captures(captured(folder)[0], captured(file)[0])
             notes += [x for x in difference.notes if x not in notes]
             mode.checks.findings += map(_parted, filter(None, [difference.first]))
             mode.checks.done["agrees"] = time.monotonic() - began

@@ -278,9 +278,7 @@ def _case(group: str, mode: ModeChecks, check: str) -> Xml.Element:
 def github_commands(record: CheckRecord, workspace: Path) -> Iterator[str]:
     """A command of GitHub for each finding, errors first: it shows the first ten of each severity.
 
-    Args:
-        record: the record.
-        workspace: the folder of the checkout; files outside of it are named in the text alone.
+    Files outside of `workspace`, the folder of the checkout, are named in the text alone.
     """
     for label, x in record.merged:
         where = _place(x.line, workspace) | {"title": f"mprun check: {x.kind} in {label}"}

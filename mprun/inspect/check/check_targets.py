@@ -106,12 +106,7 @@ def target_findings(names: Sequence[str], wanted: Configuration) -> Iterator[Fin
 
 
 def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
-    """What a configuration would not do on a target as it is asked for; nothing where it would.
-
-    Args:
-        name: of the target.
-        wanted: the configuration.
-    """
+    """What a configuration would not do on a target as it is asked for; nothing where it would."""
     target = TARGETS[name]
     for format_name, use in wanted.uses.items():
         if (lack := target.lacks.get(format_name)) is None:
@@ -236,11 +231,7 @@ def _first_step(mode: CheckedMode) -> FormatUse:
 
 
 class _Float64Ops(OpWatcher):
-    """Finds the first op of forward pass and loss that gives float64 on the device.
-
-    Args:
-        tensors: what is on the device at first.
-    """
+    """Finds the first op of forward pass and loss that gives float64 of `tensors`' device."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

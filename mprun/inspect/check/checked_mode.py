@@ -166,14 +166,7 @@ class StepPasses:
     def low(
         self, n: int = 0, scale: float = 1.0, arithmetic: Arithmetic | None = None, seed: int = 0
     ) -> Figures:
-        """A pass in the mode.
-
-        Args:
-            n: the number of the batch.
-            scale: the loss scale.
-            arithmetic: computes the ops; None: the mode's own.
-            seed: of the random numbers that the model draws.
-        """
+        """A pass in the mode, on batch `n`; `arithmetic`: in place of the mode's own."""
         regions = list[Region]()
         if arithmetic is not None:
             arithmetic.begin_step(1)  # the step is a part of the seed of its roundings
@@ -188,16 +181,12 @@ class StepPasses:
         return self._pass(self.mode.float32_probe, batch, *regions, scale=scale, seed=seed)
 
     def moved(self, seed: int) -> Region:
-        """A region with weights that are moved at random by up to half a unit of the mode."""
+        """A region with weights that are moved by up to half a unit of the mode."""
         most = half_step(self.dtype)
         return lambda model: weights_moved(list(model.parameters()), most, seed)
 
     def in_float64(self, move: Figures | None = None) -> Figures:
-        """A pass on the first batch, without the casts that the code asks for.
-
-        Args:
-            move: is added to the weights, by name.
-        """
+        """A pass without the casts that the code asks for; `move` is added to the weights."""
 
         @contextmanager
         def moved(model: nn.Module) -> Iterator[None]:
@@ -260,14 +249,8 @@ def with_moved_inputs(
 ) -> list[Batch]:
     """The batches with inputs that are moved at random by up to a share of themselves.
 
-    A number stays between the whole numbers around it: labels, masks and probabilities stay what
-    they are.
-
-    Args:
-        batches: in a mode's dtypes.
-        exact: the same in float32, of which the inputs are made.
-        most: the share.
-        seed: of the random numbers.
+    They are made of those in float32. A number stays between the whole numbers around it: labels,
+    masks and probabilities stay what they are.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -297,13 +280,8 @@ def _curve_key(mode: CheckedMode, number: int, exact: bool, most: float) -> tupl
 class Curve:
     """The losses of a training that can go on; it ends at one that is not finite.
 
-    Args:
-        mode: the mode.
-        number: of the start: 0 is the run's own, others have moved weights and inputs, and other
-            random numbers.
-        exact: train in float32 instead.
-        most: the share of themselves by which first weights and inputs are moved at most.
-        moves_inputs: whether inputs are moved, too.
+    Start 0 is the run's own. Others have other random numbers, and first weights and inputs that
+    are moved by up to the share `most`.
     """
 
     def __init__(
@@ -347,12 +325,9 @@ class Curve:
         return self.losses[:steps]
 
     def step(self) -> float:
-        """Take the next step, as the loop does; if it is skipped, the loss scale falls: again.
+        """Take the next step; if it is skipped, the loss scale falls: again, as float32 skips none.
 
-        So a curve has as many updates as float32's.
-
-        Returns:
-            The loss; NaN where no loss scale gives finite gradients.
+        The loss is NaN where no loss scale gives finite gradients.
         """
         trainer, number = self.trainer, len(self.losses)
         batch = self._batches[number % len(self._batches)].trained

@@ -100,11 +100,8 @@ def calls_followed(
 ) -> Iterator[None]:
     """Follow the calls of modules, but for those that recompute in the backward pass.
 
-    Args:
-        modules: by path.
-        begin: is given path, module, and the pair of positional and named arguments; what it
-            returns takes the place of the pair, where it is not None.
-        end: is given path and output; what it returns takes the place of the output.
+    What `begin` returns takes the place of the pair of positional and named arguments, and what
+    `end` returns that of the output, where it is not None.
     """
 
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -129,11 +126,7 @@ def calls_followed(
 
 
 class Boundaries:
-    """Notes calls of modules.
-
-    Args:
-        low: see `record`.
-    """
+    """Notes calls of modules; `low`: the dtype that a region around them casts to."""
 
     def __init__(self, low: torch.dtype | None) -> None:
         self._low = low
@@ -196,11 +189,7 @@ def aliased(value: Any, gradients: dict[int, Tensor]) -> Any:
 def given_dtype(
     module: nn.Module, inputs: Sequence[Tensor], low: torch.dtype | None = None
 ) -> torch.dtype:
-    """The dtype with the fewest bits among the region's, the inputs' and the parameters'.
-
-    Args:
-        low: the region's, if it is not autocast's.
-    """
+    """The dtype with the fewest bits among autocast's or `low`, the inputs' and the parameters'."""
     own = [p.dtype for p in module.parameters() if p.is_floating_point()]
     dtypes = [*own, *(x.dtype for x in inputs), *([] if low is None else [low])]
     device = next((x.device for x in (*inputs, *module.parameters())), torch.device("cpu"))
@@ -309,12 +298,8 @@ def run_forced(
 ) -> Results:
     """Run each module's own code on a side's numbers.
 
-    Args:
-        twin: a float64 copy of the model; it gets the side's parameters and buffers.
-        side: the recording.
-        run: calls the copy, with any floating numbers.
-        rounded: round to the dtype of each call.
-        seed: of the random moves.
+    `twin` is a float64 copy of the model, which gets the side's parameters and buffers; `run` calls
+    it with any floating numbers. `rounded`: to the dtype of each call, with random moves.
     """
     set_values(twin, {**side.parameters, **side.buffers})
     if rounded:
@@ -333,7 +318,7 @@ def run_forced(
 def true_outputs(
     twin: nn.Module, side: Recording, run: Callable[[nn.Module], object]
 ) -> dict[Place, list[Tensor]]:
-    """The outputs of each call of a pass in float64, from the batch on; arguments as above."""
+    """The outputs of each call of a pass in float64, from the batch on."""
     set_values(twin, {**side.parameters, **side.buffers})
     noted = Boundaries(None)
     followed = calls_followed(twin.named_modules(), noted.begin, noted.end)

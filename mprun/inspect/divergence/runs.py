@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from mprun.records.result import Result
 from mprun.study.planned_run import plan_or_resume
 from mprun.train.assemble import Plan
 from mprun.train.assemble.parts import build_model, build_precision, first_samples
+from mprun.train.data import MicroBatch
 from mprun.train.loss_terms import LossTerms
 from mprun.train.machine import machine
 from mprun.train.user_code import described
@@ -61,85 +62,94 @@ class CaptureRecord(Captured):
     batch_sha256: str
 
 
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run's model with the weights of its last checkpoint."""
-
-    path: Path
-    plan: Plan
-    model: nn.Module
-    precision: Precision
-    step: int
-
-    @property
-    def side(self) -> Side:
-        """The model in the run's mode."""
-        policy = self.plan.policy
-        low = torch_dtype(policy.compute_dtype) if policy.casts else None
-        return Side(self.model, region=self.precision.region, low=low)
-
-
-def load_run(path: Path) -> LoadedRun:
-    """The model of a run.
+def captured(path: Path) -> tuple[CaptureRecord, nn.Module | None]:
+    """A side: that of a run's last checkpoint, with its model, or one that was saved in a file.
 
     Raises:
-        UsageError: it is no run of mprun, has no checkpoint, or its recipe cannot be loaded.
+        UsageError: it is neither, or its recipe cannot be loaded.
+        RunFailedError: its step raises an error.
     """
+    if path.is_dir():
+        return _captured_run(path)
+    try:
+        return read_json(path, CaptureRecord, SCHEMA_VERSION), None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
+    """A run's errors in its mode, on the first training samples."""
     # the run's own configuration, as if it went on
-    composed = compose([f"run.resume={quoted(str(path))}"])
-    plan, saved = plan_or_resume(composed)
+    plan, saved = plan_or_resume(compose([f"run.resume={quoted(str(path))}"]))
     if saved is None:
         raise UsageError(f"{path} has no checkpoint: train it with train.checkpoint_every_steps")
     precision = build_precision(plan)
     model, _ = build_model(plan, precision)
-    state = saved["trainer"]
     try:
         model.load_state_dict(state["model"])
     except (RuntimeError, KeyError, TypeError) as error:
         reason = described(error)
         raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None
-    return LoadedRun(path, plan, model, precision, int(state["step"]))
-
-
-def capture_run(run: LoadedRun) -> CaptureRecord:
-    """Each module's own errors in a run's model, in its mode, on the first training samples.
-
-    Raises:
-        RunFailedError: its step raises an error.
-    """
-    plan = run.plan
     try:
         with plan.backend_flags():  # TF32, deterministic kernels: as in the run
-            batch, step = _step_of(plan)
-            side = capture(step, run.side)
+            part = first_samples(plan, MAX_SAMPLES)
+            side = capture_in_mode(plan, model, precision, part, _widened)
     except MprunError:
         raise
     except Exception as error:
-        raise RunFailedError(f"{run.path}: the step fails: {described(error)}") from error
-    return CaptureRecord(
+        raise RunFailedError(f"{path}: the step fails: {described(error)}") from error
+    record = CaptureRecord(
         schema_version=SCHEMA_VERSION,
         recipe=plan.config.recipe.name,
         data=plan.splits.name,
         data_source=plan.splits.source,
         precision=plan.policy.name,
-        step=run.step,
+        step=int(saved["trainer"]["step"]),
         device=plan.device.type,
         hardware=machine.hardware(plan.device, []).name,
         versions=machine.versions(),
-        weights_sha256=_sha256(run.model.state_dict().values()),
-        batch_sha256=_sha256(all_tensors(batch)),
+        weights_sha256=_sha256(model.state_dict().values()),
+        batch_sha256=_sha256(all_tensors(part.content)),
         **vars(side),
     )
+    return record, model
+
+
+def capture_in_mode(
+    plan: Plan,
+    model: nn.Module,
+    precision: Precision,
+    part: MicroBatch,
+    handed_on: Callable[[object], object],
+    scale: float = 1.0,
+    passes: int = 1,
+) -> Captured:
+    """Each module's own errors in a plan's mode; `handed_on`: the output as the loss gets it."""
+    loss = LossTerms(plan.recipe)
+    low = torch_dtype(plan.policy.compute_dtype) if plan.policy.casts else None
+    step = SharedStep(
+        plan.recipe.forward, part.inputs, lambda x: loss(handed_on(x), part.content) * scale
+    )
+    return capture(step, Side(model, region=precision.region, low=low), passes=passes)
+
+
+def _widened(output: object) -> object:
+    """As a mixed mode hands it on; mse_loss of PyTorch 2.11 has no gradient for two dtypes."""
+    return map_tensors(lambda x: x.float() if x.dtype in LOW else x, output)
+
+
+def _sha256(tensors: Iterable[Tensor]) -> str:
+    """Of the tensors' float64 values, so that a float16 and a float32 of the same value agree."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        wide = x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()
+        digest.update(wide.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def saved_side(path: Path, name: str) -> Result:
-    """One side of a comparison, as a file of this name.
-
-    Raises:
-        UsageError: `path` is no run with a checkpoint.
-        RunFailedError: its step raises an error.
-    """
-    record = _bounded(msgspec.to_builtins(capture_run(load_run(path))))
+    """One side of a comparison, as a file of this name; errors are those of `captured`."""
+    record = _bounded(msgspec.to_builtins(captured(path)[0]))
     return Result(record, files={name: json_text(record)})
 
 
@@ -152,18 +162,6 @@ def _bounded(value: Any) -> Any:
     if isinstance(value, float) and not abs(value) < MAX_ERROR:
         return MAX_ERROR
     return value
-
-
-def read_capture(path: Path) -> CaptureRecord:
-    """A capture from its file.
-
-    Raises:
-        UsageError: it cannot be read, or is damaged.
-    """
-    try:
-        return read_json(path, CaptureRecord, SCHEMA_VERSION)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
@@ -180,17 +178,16 @@ def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
     ):
         if x != y:
             raise UsageError(f"the sides differ in their {what}: {x} and {y}; name two of one kind")
-    return compare(a, b, tuple(_circumstances(a, b)))
-
-
-def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:
+    notes = []
     if a.weights_sha256 != b.weights_sha256:
-        yield "the weights differ: losses and inherited errors are those of two models"
-    if a.hardware != b.hardware:
-        yield f"hardware: {a.hardware} and {b.hardware}"
-    for name in sorted({*a.versions, *b.versions}):
-        if a.versions.get(name) != b.versions.get(name):
-            yield f"{name}: {a.versions.get(name)} and {b.versions.get(name)}"
+        notes.append("the weights differ: losses and inherited errors are those of two models")
+    here, there = ({"hardware": x.hardware, **x.versions} for x in (a, b))
+    notes += [
+        f"{name}: {here.get(name)} and {there.get(name)}"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    return compare(a, b, notes)
 
 
 def diff_paths(a: Path, b: Path) -> Result:
@@ -200,15 +197,12 @@ def diff_paths(a: Path, b: Path) -> Result:
         UsageError: one is neither, or they are of other recipes, data or batches.
         RunFailedError: a step raises an error.
     """
-    runs = [load_run(path) if path.is_dir() else None for path in (a, b)]
-    sides = [
-        read_capture(path) if run is None else capture_run(run)
-        for path, run in zip((a, b), runs, strict=True)
-    ]
-    difference, weights = diff_captures(*sides), _weight_differences(*runs)
+    (first, model), (second, other) = captured(a), captured(b)
+    difference = diff_captures(first, second)
+    weights = [] if model is None or other is None else _weight_differences(model, other)
     parts: list[FittedTable | str] = [
         f"{name}: {path} ({side.precision}, step {side.step})"
-        for name, path, side in zip("ab", (a, b), sides, strict=True)
+        for name, path, side in (("a", a, first), ("b", b, second))
     ]
     if weights:
         parts.append("weights furthest apart (rms of the difference over rms of a):")
@@ -230,36 +224,12 @@ def diff_paths(a: Path, b: Path) -> Result:
     return Result(record, [*parts, *difference.parts()], {"diff.json": json_text(record)})
 
 
-def _weight_differences(a: LoadedRun | None, b: LoadedRun | None) -> list[tuple[str, float]]:
+def _weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
     """The parameters that both have, by the rms of their difference over that of the first."""
-    if a is None or b is None:
-        return []
-    others = dict(b.model.named_parameters())
+    others = dict(b.named_parameters())
     rows = [
         (name, relative_rms(others[name].detach().cpu(), p.detach().cpu()))
-        for name, p in a.model.named_parameters()
+        for name, p in a.named_parameters()
         if name in others and others[name].shape == p.shape
     ]
     return sorted(rows, key=lambda row: -row[1])
-
-
-def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
-    """The first samples of the training data, in the stored order, and the step on them."""
-    part = first_samples(plan, MAX_SAMPLES)
-    loss = LossTerms(plan.recipe)
-
-    def loss_of(output: object) -> Tensor:
-        # As a mixed mode hands it on; mse_loss of PyTorch 2.11 has no gradient for two dtypes.
-        wide = map_tensors(lambda x: x.float() if x.dtype in LOW else x, output)
-        return loss(wide, part.content)
-
-    return part.content, SharedStep(plan.recipe.forward, part.inputs, loss_of)
-
-
-def _sha256(tensors: Iterable[Tensor]) -> str:
-    """Of the tensors' float64 values, so that a float16 and a float32 of the same value agree."""
-    digest = hashlib.sha256()
-    for x in tensors:
-        wide = x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()
-        digest.update(wide.contiguous().numpy().tobytes())
-    return digest.hexdigest()

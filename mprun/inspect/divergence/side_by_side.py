@@ -344,11 +344,8 @@ def capture(
 ) -> Captured:
     """Each module's own errors on one side.
 
-    Args:
-        step: its step.
-        side: the side.
-        reference: a float64 copy of a model with the same modules; None: of the side's own.
-        passes: rounded passes; the bound is a multiple of the largest of their errors.
+    `reference` is a float64 copy of a model with the same modules; None: of the side's own. The
+    bound is a multiple of the largest error of `passes` rounded passes.
     """
     recording = step.record(side)
     twin = reference or _float64_of((side,))[0]
