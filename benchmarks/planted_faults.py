@@ -116,7 +116,7 @@ _in_a_row + 1 if line.skipped else 0 => _in_a_row + line.skipped
 evaluated-weight train/evaluation.py An evaluated loss is weighted by samples, not by what counts.
 (part.size, part.weight) for part in own.parts => (part.size, part.size) for part in own.parts
 host-random train/checkpoint.py Python's and NumPy's random numbers are not resumed.
-restore_states(own["host_rng"]) => pass
+devices.restore_host_random_states(own["host_rng"]) => pass
 warm-up train/clock.py A run of exactly 100 steps has a short warm-up.
 if steps < MANY_STEPS => if steps <= MANY_STEPS
 shared-metric train/recipe_metrics.py Training and evaluation add to one metric.

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,8 +73,8 @@ logger = logging.getLogger("mprun")
 WRITE_EVERY_S = 1.0
 MAX_NAMES = 20  # Of the gradients that are not finite: one NaN of the loss spoils all of them
 NO_STEP = (
-    "no step was observed: the loop has to call the model (or use its autograd graph) and the "
-    "optimizer that were given to mprun.observe"
+    "no step was observed: the loop has to call the model and the optimizer that were given to "
+    "mprun.observe"
 )
 ON_NONFINITE = ("off", "report", "save")
 
@@ -232,10 +233,7 @@ class Observation(StepListener):
         self._check(step.step, all_finite(gradients(optimizer)))
 
     def _check_loss(self, step: ObservedStep) -> bool:
-        """Whether an output of the model or the loss is not finite: reported and saved.
-
-        No loss scale helps a loss that is not finite itself.
-        """
+        """Report and save an output or a loss that is not finite, which no loss scale helps."""
         if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
             self._on_nonfinite_step(step.step, names)
             return True
@@ -482,12 +480,9 @@ class TrainerRecord:
         self._out, self._audit = Path(out), audit
         self._seed = seed
         self._window = _window(fp_exceptions, memory)
-        self._options: dict[str, Any] = {
-            "name": name,
-            "metric": metric,
-            "memory": memory,
-            "on_nonfinite": on_nonfinite,
-        }
+        self._observe = partial(
+            observe, name=name, metric=metric, memory=memory, on_nonfinite=on_nonfinite
+        )
         self._trainings = 0
         self._stack: ExitStack | None = None
         self._inspection: ExitStack | None = None
@@ -516,9 +511,7 @@ class TrainerRecord:
         seed = seed if self._seed is None else self._seed
         self._model, self._optimizers = model, plain_optimizers(optimizers)
         stack = ExitStack()
-        self.run = stack.enter_context(
-            observe(model, self._optimizers, out=out, seed=seed, **self._options)
-        )
+        self.run = stack.enter_context(self._observe(model, self._optimizers, out, seed=seed))
         self._stack, self._loss_logged, self._reports_audit = stack, False, self._audit
         atexit.register(self._at_exit)
 
@@ -586,10 +579,8 @@ class TrainerRecord:
 
 def _close(stack: ExitStack, error: BaseException | None) -> None:
     """Leave what was entered: with `error`, if there is one."""
-    if error is None:
-        stack.close()
-    else:
-        stack.__exit__(type(error), error, error.__traceback__)
+    kind = None if error is None else type(error)
+    stack.__exit__(kind, error, getattr(error, "__traceback__", None))
 
 
 def _window(given: Any, memory: bool) -> range:

@@ -223,9 +223,8 @@ def unsaved_types(value: Any) -> list[str]:
 
 def _exact(value: Any) -> Any:
     """A number or text without a class of its own, such as that of an enum."""
-    for kind in PLAIN:
-        if type(value) is kind:
-            return value
+    if type(value) in PLAIN:
+        return value
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
