@@ -219,7 +219,6 @@ class Precision:
             casts = self.policy.casts
             caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
             keep_layers(model, named, None if casts else dtype, caster.layer_region)
-        self._caster.convert(model)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         needed = self.loss_scale.tensor is not None or self.policy.is_low
