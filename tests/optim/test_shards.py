@@ -26,6 +26,7 @@ from tests.optim import (
     normal,
     same_bits,
     wide,
+    widen,
 )
 from tests.optim.test_engines import BY_INDUCTOR, compiles_for_torch, moments_of, needs_c
 
@@ -62,14 +63,6 @@ def stepped(
     states = [{"parameter": p, **o.state[p]} for p, o in zip(shards, optimizers, strict=True)]
     assert all(state.pop("step") == STEPS for state in states)
     return {entry: torch.cat([state[entry] for state in states]).detach() for entry in states[0]}
-
-
-def widen(state: dict[str, Tensor], size: int, part: slice) -> None:
-    """Moments of every size: subnormals and infinities too."""
-    for number, (entry, kept) in enumerate(sorted(state.items())):
-        if entry not in ("step", "remainder"):
-            values = wide(kept.dtype, size, seed=7 + number)[part]
-            kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())
 
 
 def unlike_entries(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

@@ -45,7 +45,10 @@ ELSEWHERE = {
     ],
     "c8": ["train/test_step_statistics.py::test_the_first_steps_are_warm_up"],
     "d1": [f"{TRUE_HALF}_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not"],
-    "d2": [f"{TRUE_HALF}_layers_are_stored_and_computed_in_their_own_dtype"],
+    "d2": [
+        "precision/test_layers.py"
+        "::test_a_layer_stores_and_computes_in_its_precision_and_the_table_says_so"
+    ],
     "d3": [
         "precision/test_rounding.py::test_float16_normals_round_up_as_often_as_the_exact_share",
         "optim/test_lost_updates.py::test_stochastic_moves_as_binomially_as_it_should",
