@@ -187,23 +187,6 @@ def test_a_parameter_whose_data_is_replaced_stays_its_shard() -> None:
     assert same_bits(p.detach(), whole["parameter"][391:])
 
 
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_optimizer_whose_only_parameter_is_empty_takes_steps(name: str, engine: str) -> None:
-    p = nn.Parameter(torch.zeros(0, 7, dtype=BRAIN))
-    mark_shard(p, "weight", SIZE)
-    optimizer = MAKE[name]([p], engine=engine)
-    for scale in (None, torch.tensor(2.0)):
-        p.grad = torch.zeros_like(p)
-        skipped = optimizer.scaled_step(scale, 1.0)
-        assert skipped is None or skipped.item() == 0
-    optimizer.step()
-    assert optimizer.state[p]["step"] == 3
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()
-    assert p.shape == (0, 7)
-
-
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.usefixtures("small_blocks")
 def test_masters_of_shards_round_as_the_whole(dtype: torch.dtype) -> None:
