@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from torch import nn
 
 from mprun.config.schema import OpListsConfig
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic, devices
@@ -90,9 +89,6 @@ class LabelledCaster(Caster):
         self.columns = caster.columns
         # dtype and device have no effect: `_NoCasts` casts nothing
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
-
-    def convert(self, model: nn.Module) -> None:
-        self._caster.convert(model)
 
     @contextmanager
     def region(self) -> Iterator[None]:

@@ -219,7 +219,6 @@ class Precision:
             casts = self.policy.casts
             caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
             keep_layers(model, named, None if casts else dtype, caster.layer_region)
-        self._caster.convert(model)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         needed = self.loss_scale.tensor is not None or self.policy.is_low
@@ -449,17 +448,10 @@ def forward_backward(
     """Run a model and add the gradients of its loss to the parameters' `grad`.
 
     The training loop, `mprun numerics` and `mprun search-ops` all take their steps with it, so that
-    what they measure is what is trained.
-
-    Args:
-        precision: the mode; it casts ops and scales the loss.
-        forward: gives the output for `inputs`, by the model that is prepared for that mode.
-        loss: `loss(output, batch)`, a scalar.
-        inputs: the argument of `forward`.
-        batch: the second argument of `loss`.
-        share: the loss is multiplied by this: the micro-batch's share of the step.
-        before_backward: called with the unscaled loss; an exception in it skips the backward pass.
-        run: runs the forward pass; several processes prepare for its backward pass there.
+    what they measure is what is trained. `loss(output, batch)` is multiplied by `share`, the
+    micro-batch's share of the step. `before_backward` gets it unscaled; an exception in it skips
+    the backward pass. `run` runs the forward pass; several processes prepare for its backward pass
+    there.
 
     Returns:
         The loss times `share`, unscaled and detached, and the output.

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.rules import Casts
@@ -29,9 +29,6 @@ class Caster:
 
     columns: Mapping[str, object] = {"casting": "none"}
     """Columns of a policy that it decides, for the record."""
-
-    def convert(self, model: nn.Module) -> None:
-        """Replace or wrap modules of a model whose parameters have their dtype and device."""
 
     def region(self) -> AbstractContextManager[object]:
         """A new region for a forward pass."""

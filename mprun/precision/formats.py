@@ -297,13 +297,9 @@ def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
 def scales(largest: Tensor, to: BlockFormat) -> Tensor:
     """What the numbers of each block are divided by, in a format with e8m0 or e4m3 scales.
 
-    Args:
-        largest: the largest magnitude of each block, float32.
-        to: the format; where it has a scale for the tensor, `largest` has all blocks of it.
-
-    Returns:
-        float32 of that shape. 0 where a block is so much smaller than the largest of its tensor
-        that its scale vanishes; NaN where a block holds an infinity or NaN.
+    `largest` is the largest magnitude of each block, float32; of a format with a scale for the
+    tensor, it has all blocks of it. The result is 0 where a block is so much smaller than the
+    largest of its tensor that its scale vanishes; NaN where a block holds an infinity or NaN.
     """
     bad = ~torch.isfinite(largest)
     if to.scale in ("e8m0", "e8m0_up"):

@@ -197,12 +197,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """`_scaled_dot_product_flash_attention_for_cpu`: the output, and each row's log of the sum.
 
-    Args:
-        round_: rounds to the inputs' dtype.
-        query: 16 bits, [batch, heads, queries, size]; keys and values have as many heads or, in
-            groups, fewer.
-        key, value, dropout_p, is_causal, attn_mask, scale: as of
-            `torch.nn.functional.scaled_dot_product_attention`; the dropout is 0.
+    All are in 16 bits, [batch, heads, queries, size]; keys and values may have fewer heads, in
+    groups.
     """
     dtype = query.dtype
     scores = _scores(query, key, is_causal, attn_mask, scale)

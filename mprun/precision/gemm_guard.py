@@ -70,16 +70,13 @@ def thresholds(underflow: float | None = None, error: float | None = None) -> di
 
 
 def losses(x: Tensor, q: Tensor, half_step: float) -> Tensor:
-    """Underflow and error of a factor, on its device.
+    """Underflow and error of a factor, float32 [2] of `Loss`, on its device.
+
+    Zeros and rows below `MIN_ROW` do not count; 0 where `x` is not finite.
 
     Args:
-        x: float32 [M, K], K is summed.
-        q: `x` rounded to the format, float32 of that shape.
+        x, q: float32 [M, K], K is summed; and rounded to the format.
         half_step: of the format: the share of itself by which it moves a number that fits it.
-
-    Returns:
-        float32 [2], of `Loss`. Zeros and rows below `MIN_ROW` do not count; 0 where `x` is
-        not finite.
     """
     present = x != 0
     underflow = (present & (q == 0)).sum() / present.sum().clamp_min(1)

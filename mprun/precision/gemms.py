@@ -179,16 +179,13 @@ def linear(
     guard: GemmGuard = NO_GUARD,
     name: str = "",
 ) -> Tensor:
-    """`torch.nn.functional.linear` with products in the given formats.
+    """`torch.nn.functional.linear` with products in the given formats, in the dtype of `x`.
 
     Args:
-        x: [..., in], in the dtype that the layer computes in: float32 or 16 bits.
-        weight: [out, in].
-        bias: [out], or None; added to the rounded product.
-        gemms: the formats.
+        x: [..., in], float32 or 16 bits.
+        weight, bias: [out, in], and [out] or None; the bias is added to the rounded product.
         bits: for stochastic rounding of gradients; None: all is rounded to nearest.
-        guard: judges each product, and may have it computed in the dtype of `x`.
-        name: the layer's, for the guard.
+        guard: judges each product by the layer's `name`, and may have it computed in that dtype.
 
     Returns:
         [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.

@@ -193,12 +193,8 @@ def round_twice(
 ) -> Tensor | None:
     """`x` rounded to `dtype`; the same numbers are written to `wide`, which may be `x` itself.
 
-    Args:
-        x: float32 on the CPU, dense, at most 2^31 numbers.
-        dtype: float16 or bfloat16.
-        key: of the random bits of stochastic rounding; None rounds to nearest.
-        overflow: infinity or saturate.
-        wide: float32, in the layout of `x`.
+    Both are float32 on the CPU, dense and of one layout, with at most 2^31 numbers; `key` None
+    rounds to nearest.
 
     Returns:
         The rounded numbers in the layout of `x`, with the bits of `stochastic` or `round_nearest`;
@@ -254,17 +250,10 @@ _BINADE = 2**23  # Float32 patterns from a power of two to the next one
 
 
 def split_master(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`x` as a master of 24 bits: the parameter, and the 8 bits beside it.
+    """`x` (float32) as a master of 24 bits: the parameter in `dtype`, and int8 beside it.
 
-    Args:
-        x: float32, any shape.
-        dtype: float16 or bfloat16.
-        bits: int32 of that shape, random bits of which the upper 8 (bfloat16) or 5 are used; None
-            rounds the master to nearest.
-
-    Returns:
-        The parameters in `dtype`, and int8 of that shape. Where a finite number rounds to infinity
-        the 8 bits are 0, and it stays an infinity.
+    The upper 8 (bfloat16) or 5 of `bits` (int32) are used; None rounds the master to nearest. Where
+    a finite number rounds to infinity the 8 bits are 0, and it stays an infinity.
     """
     unit = CUT[dtype] - REST_BITS
     # Half of a unit rounds to nearest, ties away from zero; random bits below a unit stochastically

@@ -103,3 +103,11 @@ def unlike(a: LowPrecisionOptimizer, b: LowPrecisionOptimizer) -> list[str]:
         assert one.keys() == other.keys()
         found += [f"{number}: {name}" for name in one if not same_bits(one[name], other[name])]
     return found
+
+
+def widen(state: dict[str, Tensor], size: int | None = None, part: slice = slice(None)) -> None:
+    """Give moments, of a part of `size` numbers, values of every size: infinities too."""
+    for number, (entry, kept) in enumerate(sorted(state.items())):
+        if entry not in ("step", "remainder"):
+            values = wide(kept.dtype, kept.numel() if size is None else size, seed=7 + number)[part]
+            kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())

@@ -30,6 +30,7 @@ from tests.optim import (
     same_bits,
     unlike,
     wide,
+    widen,
 )
 
 needs_c = pytest.mark.skipif(
@@ -56,18 +57,9 @@ def ran(
             give(p, wide(grad_dtype, p.numel(), seed=100 * step + p.numel()))
         optimizer.step()
         if step == 0:
-            widen(optimizer)
+            for state in optimizer.state.values():
+                widen(state)
     return optimizer
-
-
-def widen(optimizer: LowPrecisionOptimizer) -> None:
-    """Moments of every size: subnormals and infinities too."""
-    for state in optimizer.state.values():
-        for number, (entry, kept) in enumerate(sorted(state.items())):
-            if entry in ("step", "remainder"):
-                continue
-            values = wide(kept.dtype, kept.numel(), seed=7 + number)
-            kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())
 
 
 def moments_of(

@@ -640,16 +640,6 @@ def test_a_skipped_step_uses_up_its_random_bits() -> None:
         assert abs((a == b).double().mean().item() - 0.5) < 0.03
 
 
-def test_steps_without_a_scale_are_always_taken() -> None:
-    (p,) = parameters([torch.ones(3)])
-    optimizer = SGD([p], lr=1.0)
-    p.grad = torch.tensor([1.0, 2.0, math.nan])
-    assert optimizer.scaled_step(None) is None
-    assert p[0] == 0
-    assert p[1] == -1
-    assert p[2].isnan()
-
-
 @pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "sgd_nesterov"])
 def test_an_infinite_gradient_makes_of_a_parameter_what_torch_makes(name: str) -> None:
     _, torchs, options = ORACLES[name]
@@ -691,17 +681,6 @@ def test_clipping_is_clip_grad_norms_on_float32_copies(
         # A norm summed in float32 is off by some units (1e-6) of an update of up to 0.25; the
         # difference from 1 is itself rounded to 2^-24.
         torch.testing.assert_close(merged, q.detach(), rtol=0, atol=0.25e-6 + 2 * EPS)
-
-
-def test_without_any_gradient_nothing_happens() -> None:
-    (p,) = parameters([torch.ones(3)])
-    optimizer = AdamW([p])
-    skipped = optimizer.scaled_step(torch.tensor(2.0), max_norm=1.0)
-    assert skipped is not None
-    assert skipped.item() == 0
-    assert not optimizer.state[p]
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
 
 
 def half_model() -> tuple[nn.Module, Tensor]:

@@ -26,6 +26,7 @@ from tests.optim import (
     normal,
     same_bits,
     wide,
+    widen,
 )
 from tests.optim.test_engines import BY_INDUCTOR, compiles_for_torch, moments_of, needs_c
 
@@ -62,14 +63,6 @@ def stepped(
     states = [{"parameter": p, **o.state[p]} for p, o in zip(shards, optimizers, strict=True)]
     assert all(state.pop("step") == STEPS for state in states)
     return {entry: torch.cat([state[entry] for state in states]).detach() for entry in states[0]}
-
-
-def widen(state: dict[str, Tensor], size: int, part: slice) -> None:
-    """Moments of every size: subnormals and infinities too."""
-    for number, (entry, kept) in enumerate(sorted(state.items())):
-        if entry not in ("step", "remainder"):
-            values = wide(kept.dtype, size, seed=7 + number)[part]
-            kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())
 
 
 def unlike_entries(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -192,23 +185,6 @@ def test_a_parameter_whose_data_is_replaced_stays_its_shard() -> None:
             widen(optimizer.state[p], SIZE, slice(391, SIZE))
         assert same_bits(buffer[step : step + SIZE - 391], p.detach())
     assert same_bits(p.detach(), whole["parameter"][391:])
-
-
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_optimizer_whose_only_parameter_is_empty_takes_steps(name: str, engine: str) -> None:
-    p = nn.Parameter(torch.zeros(0, 7, dtype=BRAIN))
-    mark_shard(p, "weight", SIZE)
-    optimizer = MAKE[name]([p], engine=engine)
-    for scale in (None, torch.tensor(2.0)):
-        p.grad = torch.zeros_like(p)
-        skipped = optimizer.scaled_step(scale, 1.0)
-        assert skipped is None or skipped.item() == 0
-    optimizer.step()
-    assert optimizer.state[p]["step"] == 3
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()
-    assert p.shape == (0, 7)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,6 @@ from torch import nn
 
 from mprun.precision import (
     AutocastCaster,
-    Caster,
     DynamicLossScale,
     DynamicRule,
     Emulated16,
@@ -34,58 +33,6 @@ def precision(name: str, **changes: object) -> Precision:
     row: Policy = replace(policy(name), **changes)  # type: ignore[arg-type]
     caster = AutocastCaster("cpu", torch.bfloat16) if row.casting == "autocast" else NoCaster()
     return Precision(row, device=CPU, execution="native", loss_scale="none", op_lists=caster)
-
-
-class Spy(nn.Module):
-    """A layer that remembers the dtype of its raw output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.seen: torch.dtype | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.layer(x)
-        self.seen = out.dtype
-        return out
-
-
-class Doubled(nn.Linear):
-    """A layer that another one was swapped for."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-class SwappedLayers(Caster):
-    """A mode's caster that swaps every linear layer, with its parameters."""
-
-    columns: Mapping[str, object] = {"casting": "doubled"}
-
-    def convert(self, model: nn.Module) -> None:
-        for parent in [*model.modules()]:
-            for name, layer in parent.named_children():
-                if type(layer) is nn.Linear:
-                    swapped = Doubled(layer.in_features, layer.out_features, device="meta")
-                    swapped.weight, swapped.bias = layer.weight, layer.bias
-                    setattr(parent, name, swapped)
-
-
-def test_a_caster_may_swap_layers_for_other_modules() -> None:
-    """They have the converted parameters, train, and the record names the casting."""
-    row = policy("bf16_true")
-    ours = Precision(row, device=CPU, execution="native", op_lists=SwappedLayers())
-    plain, model, x = precision("bf16_true"), Spy(), torch.randn(2, 4).bfloat16()
-    plain.prepare(model, CPU)
-    expected = 2 * plain.forward(model, x)
-    ours.prepare(model, CPU)
-    assert type(model.layer) is Doubled
-    output = ours.forward(model, x)
-    assert output.equal(expected)
-    ours.backward(output.sum())
-    assert model.layer.weight.dtype == torch.bfloat16
-    assert model.layer.weight.grad is not None
-    assert ours.columns["casting"] == "doubled"
 
 
 @each("overflow", ["infinity", "saturate"])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import _torch, _torch_switches
+from mprun.precision import _torch
 from mprun.watch import _torch_fakes
 
 MPRUN = Path(_torch.__file__).parents[1]
@@ -130,18 +130,6 @@ def recomputation() -> None:
         y.sum().backward()
         # forward pass; a hook in the backward pass; the forward pass again
         assert seen == [(False, False), (True, False), (True, True)]
-
-
-@interface("autocast of the device 'hpu' in nn.RNNBase.check_input")
-def recurrent_dtypes() -> None:
-    layer, x = nn.GRU(2, 2), torch.ones(1, 1, 2, dtype=torch.bfloat16)
-    with pytest.raises((ValueError, RuntimeError), match="dtype"):
-        layer(x)
-    with _torch.recurrent_layers_take_any_dtype():
-        layer.check_input(x, None)
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32  # nothing is cast
-        assert not torch.is_autocast_enabled("cpu")
-    assert not torch.is_autocast_enabled("hpu")
 
 
 @interface("torch._C._dispatch_has_kernel_for_dispatch_key, OpOverload._op_dk")
@@ -269,22 +257,6 @@ def storages() -> None:
     assert not reference.expired()
     del x
     assert reference.expired()
-
-
-@interface("torch._C._get_fp32_precision_getter and the setters of torch.backends")
-def switches() -> None:
-    before = _torch_switches.backend_switches()
-    calls: list[int] = []
-    try:
-        _torch_switches.set_backend_switches(_torch_switches.BackendSwitches.all_at("tf32", True))
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        assert torch.backends.cudnn.allow_tf32
-        with _torch_switches.on_backend_switch(lambda: calls.append(1)):
-            torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert calls
-    finally:
-        _torch_switches.set_backend_switches(before)
-    assert _torch_switches.backend_switches() == before
 
 
 @interface("_MultiProcessingDataLoaderIter._shutdown_workers")

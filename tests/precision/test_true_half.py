@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,68 +167,6 @@ def test_targets_keep_their_dtype() -> None:
 
 
 # ---- layers in a dtype of their own ------------------------------------------------------------
-
-
-class Watched:
-    """Dtypes of modules' inputs, outputs and parameters in a training step."""
-
-    def __init__(self, parts: TrainingComponents, names: Sequence[str]) -> None:
-        self.inputs: dict[str, torch.dtype] = {}
-        self.outputs: dict[str, torch.dtype] = {}
-        self.parameters: dict[str, torch.dtype] = {}
-        for name in names:
-            module = parts.model.get_submodule(name)
-            module.register_forward_hook(self._hook(name))
-            self.parameters[name] = module.weight.dtype
-        self.step = Step(parts)
-
-    def _hook(self, name: str) -> object:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self.inputs[name], self.outputs[name] = inputs[0].dtype, output.dtype
-
-        return hook
-
-
-@pytest.mark.representative("bf16_true-native", "half_sr-emulated")
-@pytest.mark.parametrize("execution", ["native", "emulated"])
-@pytest.mark.parametrize("mode", ["fp16_true", "bf16_true", "bf16_sr", "half_sr"])
-def test_layers_are_stored_and_computed_in_their_own_dtype(mode: str, execution: str) -> None:
-    words = [*FASHION, f"precision={mode}", f"execution={execution}"]
-    words.append("precision.layers={conv2: fp32, norm: bf16, fc1: fp16, fc2: fp32}")
-    parts = build_parts(planned(*words))
-    names = ("conv1", "conv2", "norm", "fc1", "fc2")
-    watched = Watched(parts, names)
-    expected = {
-        "conv1": TRUE_HALF[mode],
-        "conv2": torch.float32,
-        "norm": torch.bfloat16,
-        "fc1": torch.float16,
-        "fc2": torch.float32,
-    }
-    assert watched.parameters == watched.outputs == expected
-    for name, gradient in watched.step.gradients.items():
-        assert gradient is not None
-        assert gradient.dtype == expected[name.split(".")[0]]
-    # A layer is handed what the one before it computed in, and casts at its border.
-    assert watched.inputs["conv1"] == TRUE_HALF[mode]
-    assert watched.inputs["conv2"] == TRUE_HALF[mode]
-    assert watched.inputs["norm"] == torch.float32
-    assert watched.inputs["fc1"] == torch.bfloat16
-
-
-def test_a_layer_kept_in_float32_equals_the_cast_by_hand() -> None:
-    parts = build_parts(planned(*FASHION, "precision=bf16_true", "precision.layers={fc1: fp32}"))
-    seen: list[Tensor] = []
-    model = parts.model
-    model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
-    model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
-    batch = next(iter(parts.train))
-    with torch.no_grad():
-        parts.precision.forward(model, batch.parts[0].inputs[0])
-    normed, found = seen
-    by_hand = torch.addmm(model.fc1.bias, normed.flatten(1).float(), model.fc1.weight.t())
-    assert model.fc1.weight.dtype == torch.float32
-    assert torch.equal(found, by_hand)
 
 
 class Nested(nn.Module):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.precision import disable_casts
-from tests.adversarial.recipe import WORDS, write_recipe
-from tests.reference_features import faulty
+from mprun.recipes.linear import Linear
 from tests.reference_features.runs import (
     LINEAR,
     MNIST,
@@ -24,38 +22,30 @@ from tests.reference_features.runs import (
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
 
-def test_b5_regions_and_named_modules_stay_out_of_autocast() -> None:
-    x, w = torch.randn(4, 8), torch.randn(3, 8)
-    with torch.autocast("cpu", torch.bfloat16), disable_casts():
-        assert torch.equal(x @ w.t(), torch.mm(x, w.t()))
-        assert (x @ w.t()).dtype == torch.float32
-    words = [*MNIST, "precision=bf16_mixed", "precision.layers={2: fp32}"]
-    rows = written("trace", *words, file="trace.json")["rows"]
-    linear = {
-        row["module"]: row["dtypes_out"]
-        for row in rows
-        if row["phase"] == "forward" and row["op"] == "linear"
-    }
-    assert linear == {"0": ["bfloat16"], "2": ["float32"], "4": ["bfloat16"]}
+class Net(nn.Module):
+    """A float32 tensor comes between two layers, whatever the mode."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(features, 8), nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x) + torch.zeros(8))
+        return out
 
 
-HOSTILE = {"fp16_hostile": "range", "bf16_hostile": "precision"}
+@dataclass(frozen=True)
+class Faulty(Linear):
+    """`recipe=linear` with that model."""
 
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_b7_numerics_says_whether_range_or_precision_is_needed(case: str) -> None:
-    write_recipe(Path())
-    few = ["numerics.steps=6", "numerics.span=60", "numerics.plots=false"]
-    words = [*WORDS, f"recipe.model.case={case}", "precision=fp32", *few]
-    verdict = written("numerics", *words, file="numerics.json")["verdict"]
-    assert HOSTILE[case] in verdict["word"], verdict
+    def model(self) -> nn.Module:
+        return Net(self.in_features, self.out_features)
 
 
 def test_b8_trace_explains_the_op_in_which_two_dtypes_met(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    faulty.write_recipe()
-    words = [*faulty.WORDS, "recipe.model.fault=float32_tensor", "precision=bf16_true"]
+    words = [*LINEAR, f"recipe.target={__name__}.Faulty", "precision=bf16_true"]
     assert main(["trace", *words, "run.dir=run"]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     for word in ("addmm", "last", "float32", "bfloat16", "dtype=x.dtype"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.precision import OpListCaster, disable_casts, op_lists
+from mprun.precision import OpListCaster, op_lists
 from mprun.recipes.linear import Linear
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.run_record import read_summary
@@ -102,24 +102,6 @@ def test_a8_the_lists_for_resnet50() -> None:
     assert set(section["lower"]) == names(A8)
     assert set(section["fp32"]) == names(A8_FP32)
     assert run("op_lists=hmp_resnet50").variant == "bf16_mixed+hmp_resnet50"
-
-
-def test_a9_casts_are_off_in_a_region_and_in_named_modules() -> None:
-    x, w = torch.randn(4, 8), torch.randn(3, 8)
-    exact = nn.functional.linear(x, w)
-    with hmp().region():
-        assert nn.functional.linear(x, w).dtype == BF16
-        with disable_casts():
-            assert torch.equal(nn.functional.linear(x, w), exact)
-    rows = written(
-        "trace", *MNIST, "op_lists=hmp", "precision.layers={4: fp32}", file="trace.json"
-    )["rows"]
-    linear = [row for row in rows if (row["op"], row["phase"]) == ("linear", "forward")]
-    assert [row["dtypes_out"] for row in linear] == [["bfloat16"], ["bfloat16"], ["float32"]]
-    update = [row for row in rows if row["phase"] == "optimizer"]
-    assert update
-    assert {row["rule"] for row in update} == {"disabled"}
-    assert {dtype for row in update for dtype in row["dtypes_out"]} <= {"float32"}
 
 
 def test_a11_the_linear_recipe_is_the_published_one() -> None:

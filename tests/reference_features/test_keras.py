@@ -8,7 +8,7 @@ import torch
 from mprun.config import compose
 from mprun.recipes.mnist import Mnist
 from mprun.train.data import DataRequest
-from tests.reference_features.runs import MNIST, mnist_compared, recipes_page, run, weights, written
+from tests.reference_features.runs import mnist_compared, recipes_page, run, weights
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
@@ -20,24 +20,6 @@ def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
     assert (effective.compute_dtype, effective.param_dtype) == ("bfloat16", "float32")
     assert "policy: parameters float32, compute bfloat16" in capsys.readouterr().out
     assert {x.dtype for x in weights().values()} == {torch.float32}
-
-
-def test_c2_layers_have_policies_of_their_own_by_name() -> None:
-    """Keras' guide keeps the last softmax in float32; here a ReLU has a policy, too."""
-    words = ["precision=fp32", "precision.layers={2: bf16_true, 3: fp16}"]
-    run(*words)
-    stored = {name: str(x.dtype) for name, x in weights().items()}
-    assert stored == {
-        name: "torch.bfloat16" if name.startswith("2.") else "torch.float32" for name in stored
-    }
-    rows = written("trace", *MNIST, *words, file="trace.json", name="traced")["rows"]
-    forward = {
-        row["module"]: row["dtypes_out"]
-        for row in rows
-        if row["phase"] == "forward" and row["op"] in ("linear", "addmm", "relu")
-    }
-    low, high = ["float16"], ["float32"]
-    assert forward == {"0": high, "1": high, "2": ["bfloat16"], "3": low, "4": high}
 
 
 def test_c5_the_mnist_recipe_is_the_published_one() -> None:

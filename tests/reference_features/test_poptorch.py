@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mprun.cli.main import main
 from mprun.config import compose
 from mprun.recipes.fashion_mnist import FashionMnist
-from tests.adversarial.recipe import WORDS, write_recipe
-from tests.reference_features import faulty
 from tests.reference_features.runs import (
     FASHION,
     compared,
@@ -72,27 +67,3 @@ def test_d10_the_footprints_of_two_modes_are_in_one_picture() -> None:
     picture = (Path("plan") / "memory.svg").read_text(encoding="utf-8")
     assert "fp32" in picture
     assert "half_sr" in picture
-
-
-def test_d11_an_exception_is_named_where_it_arises(capsys: pytest.CaptureFixture[str]) -> None:
-    write_recipe(Path())
-    words = [*WORDS, "precision=fp16_mixed", "train.epochs=2"]
-    halting = [*words, "recipe.model.case=fp16_hostile", "debug.fp_exceptions=halt"]
-    assert main([*halting, "run.dir=halted"]) == 1
-    shown = capsys.readouterr()
-    assert "square" in shown.out + shown.err or "pow" in shown.out + shown.err
-    assert "float16" in shown.out + shown.err
-    clean = [*words, "recipe.model.case=conv_bias", "debug.fp_exceptions=true"]
-    assert main([*clean, "run.dir=run"]) == 0
-    row: dict[str, Any] = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
-    assert row["fp_exceptions"]["action"] == "log"
-    assert row["fp_exceptions"]["finding"] == 0
-
-
-def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped() -> None:
-    faulty.write_recipe()
-    words = [*faulty.WORDS, "recipe.model.fault=roots", "precision=fp16_mixed"]
-    assert main([*words, "debug.fp_exceptions=log", "run.dir=run"]) == 1
-    row: dict[str, Any] = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
-    assert row["status"] == "failed"  # it never took a step
-    assert row["fp_exceptions"]["finding"] > 0

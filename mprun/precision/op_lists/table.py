@@ -54,12 +54,9 @@ class Watcher(Protocol):
 
 
 class CastLog:
-    """A watcher that reports each distinct cast once, with its module.
+    """A watcher that reports each distinct cast once, with its module, in a line.
 
     `cast: linear (lower) in encoder.fc1 (Linear): float32 to bfloat16`
-
-    Args:
-        report: called with each line.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:

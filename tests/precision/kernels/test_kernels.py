@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun.precision import kernels
@@ -121,25 +119,6 @@ def test_the_kernel_gives_the_bits_of_pytorch(dtype: torch.dtype, overflow: str)
 def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int) -> None:
     x = in_float16s_range(size)
     assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
-
-
-@needs_compiler
-@pytest.mark.usefixtures("compiled")
-@cases
-@given(
-    pattern=st.integers(min_value=0, max_value=2**32 - 1),
-    low=st.integers(min_value=0, max_value=2**32 - 1),
-    high=st.integers(min_value=0, max_value=2**32 - 1),
-)
-@example(pattern=0x387FFFFF, low=0, high=0)
-@example(pattern=0x477FFFFF, low=2**32 - 1, high=2**31)
-@example(pattern=0x7F7FFFFF, low=2**31, high=2**32 - 1)
-def test_any_pattern_with_any_key(
-    dtype: torch.dtype, overflow: str, pattern: int, low: int, high: int
-) -> None:
-    x = floats(torch.full((33,), pattern))
-    words = Key(low, high)
-    assert_same(stochastic(x, dtype, words, overflow), by_pytorch(x, dtype, overflow, words))
 
 
 @needs_compiler
