@@ -150,17 +150,17 @@ class ShardLayout(GroupLayout):
 
     def _gathered(self, part: DTensor) -> Tensor:
         """The whole tensor on the CPU in the first process, nothing in the others."""
+        own: Any = part.detach()
         with self._group.communicating():
-            whole = part.detach().full_tensor()
+            whole: Tensor = own.full_tensor()
         return whole.cpu() if self.ranks.is_first else whole.new_empty(0)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        own = model.state_dict()
-        model.load_state_dict({name: self._as_own(x, own.get(name)) for name, x in state.items()})
-
-    def _as_own(self, value: Any, own: Any) -> Any:
-        """A state's entry, cut as the model's own is."""
-        return _as_part(self._cut(value, own), own) if isinstance(own, DTensor) else value
+        parts = dict(state)
+        for name, own in model.state_dict().items():
+            if isinstance(own, DTensor) and name in parts:
+                parts[name] = _as_part(self._cut(parts[name], own), own)
+        model.load_state_dict(parts)
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
         first, end = self._rows(p)
