@@ -366,7 +366,7 @@ def _is_whole(state: Any, fresh: Any, metric: Any) -> bool:
     except Exception:  # too few batches to compute, perhaps: nothing is known
         return True
     try:
-        load_state(fresh, state)
+        load_state(fresh, copy.deepcopy(state))
         return repr(_number("", fresh.compute())) == repr(_number("", expected))
     except Exception:  # what it left out is missed
         return False

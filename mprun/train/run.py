@@ -152,8 +152,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     plan, summary, folder, stop, messages, saved, watch = run
     coordinator, path = coordinator_here(), folder.path
     layout = coordinator.layout(plan.config.parallel.name, plan.device)
-    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted))
-    coordinator.keep_folder(path)
+    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted), path)
     parts, exceptions = _assemble(run, callbacks, layout, coordinator)
 
     arithmetic = parts.precision.arithmetic
