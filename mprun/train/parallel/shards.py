@@ -20,6 +20,7 @@ For a checkpoint one tensor after the other is made whole, on the CPU of the fir
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -254,13 +255,8 @@ def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:
 
 def _tied(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that several modules share; they have to be in one unit."""
-    seen: set[nn.Parameter] = set()
-    tied: set[nn.Parameter] = set()
-    for module in model.modules():
-        own = {p for p in own_parameters(module).values() if p is not None}
-        tied |= own & seen
-        seen |= own
-    return tied
+    users = Counter(p for module in model.modules() for p in {*own_parameters(module).values()})
+    return {p for p, count in users.items() if p is not None and count > 1}
 
 
 def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
@@ -271,8 +267,8 @@ def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
 
 def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
     """The dtypes of most parameters."""
-    sizes: dict[Dtypes, int] = {}
+    sizes = Counter[Dtypes]()
     for module in modules:
         numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
-        sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
+        sizes[kinds[id(module)]] += numel
     return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))
