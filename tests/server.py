@@ -33,10 +33,14 @@ class Server:
 
     def ask(self, question: object) -> str:
         """Send a question; the first line of the answer."""
+        self.send(question)
+        return self.next_line()
+
+    def send(self, question: object) -> None:
+        """Send a question, whose answer is read later."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(question)}\n")
         self._process.stdin.flush()
-        return self.next_line()
 
     def next_line(self) -> str:
         """A further line of the answer."""
@@ -45,4 +49,6 @@ class Server:
 
     def close(self) -> None:
         """End the process, which ends at the end of its input."""
-        self._process.communicate(timeout=PATIENCE_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)

@@ -415,5 +415,4 @@ def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None])
     for logger in build_loggers(config.logger.name, logged, tell):
         if logger.HAS_RUNS and files:
             logger.open()
-            logger.artifacts(files)
-            logger.finish("completed")
+            logger.finish("completed", files)

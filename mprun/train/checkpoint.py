@@ -73,14 +73,14 @@ def _check_pickles(path: Path) -> None:
     with path.open("rb") as file:
         is_archive = file.read(len(ZIP)) == ZIP  # how PyTorch decides
         file.seek(0)
-        content = _pickles_of(file) if is_archive else _legacy_pickles(file)
+        content = _archived_pickles(file) if is_archive else _legacy_pickles(file)
     if len(content) > MAX_PICKLE_BYTES:
         raise NotTensorsError(f"it has more than {MAX_PICKLE_BYTES:,} bytes beside its tensors")
     if b"bytearray" in content:  # allowed by `weights_only`, and `bytearray(n)` has any size
         raise NotTensorsError("it contains a bytearray")
 
 
-def _pickles_of(file: BinaryIO) -> bytes:
+def _archived_pickles(file: BinaryIO) -> bytes:
     with zipfile.ZipFile(file) as archive:
         entries = [x for x in archive.infolist() if x.filename.endswith(".pkl")]
         return b"".join(archive.read(entry) for entry in entries)
@@ -198,16 +198,11 @@ def restoring(run: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # its content can be of any type
-        raise CheckpointMisfitError(
-            f"{path_in(run)} does not fit this run: {_misfit(error)}"
-        ) from None
-
-
-def _misfit(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())}"[:300]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{' '.join(str(error).split())}"[:300]
+        if isinstance(error, KeyError):
+            reason = f"it lacks {error}"
+        raise CheckpointMisfitError(f"{path_in(run)} does not fit this run: {reason}") from None
 
 
 class Stateful(Protocol):

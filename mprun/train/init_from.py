@@ -5,15 +5,10 @@ A run starts from a run's folder, a checkpoint of mprun, the result of
 are loaded: optimizer, step and order of the data start from zero, so this is no resumed run.
 Reading someone else's file runs no code: safetensors has none, and see `load_torch_file`.
 
-The new run may have another precision: weights are rounded at most once, and `range_warning` warns
-if that rounding can cost much.
+Weights are rounded at most once, and `range_warning` warns if that rounding can cost much.
 
-`mprun export` writes the weights of a run's last checkpoint for other programs, in the dtype that
-the run stored them in:
-
-    model.safetensors    tensors by name, without code
-    model.pt             `torch.save(model.state_dict())`
-    a folder             what the model's own `save_pretrained` writes (Hugging Face)
+`mprun export` writes the weights of a run's last checkpoint for other programs, in their dtype, as
+safetensors, as `torch.save(model.state_dict())`, or by the model's own `save_pretrained`.
 """
 
 from __future__ import annotations

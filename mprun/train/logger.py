@@ -271,26 +271,26 @@ class Logger(Callback, ABC):
         self.write(rows)
         self._write_record()
 
-    def artifacts(self, files: Sequence[Path]) -> None:
-        """Keep copies of files; call it when they are complete."""
-        self.flush()
-        if not self._failed:
-            self._guarded(self.upload, files)
+    def finish(self, status: Status, files: Sequence[Path] = ()) -> None:
+        """End the tracker's run with copies of complete files, if it has begun.
 
-    def finish(self, status: Status) -> None:
-        """End the tracker's run, if it has begun; `running` stands for a run that was stopped."""
-        if self._is_open:
-            self._is_open = False
-            # after a failure too: some trackers wait for their end for ever
-            self._guarded(self.end, "interrupted" if status == "running" else status)
+        The status `running` stands for a run that was stopped.
+        """
+        if not self._is_open:
+            return
+        self.flush()
+        if files and not self._failed:
+            self._guarded(self.upload, files)
+        self._is_open = False
+        # after a failure too: some trackers wait for their end for ever
+        self._guarded(self.end, "interrupted" if status == "running" else status)
 
     def finish_run(self, summary: Summary) -> None:
         """Log the figures and files of a record that is complete, and end the tracker's run."""
         if self._is_open:
             self.scalars(summary_scalars(summary), summary.steps)
             files = [self.run.folder / name for name in RECORD_FILES]
-            self.artifacts([path for path in files if path.is_file()])
-            self.finish(summary.status)
+            self.finish(summary.status, [path for path in files if path.is_file()])
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
         """Carry out an action silently; the first one that fails is one warning."""

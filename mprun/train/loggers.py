@@ -27,9 +27,7 @@ from mprun.records.run_record import Status
 from mprun.train.logger import LoggedRow, LoggedRun, Logger, Tell, ignore, quiet
 
 STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-# MLflow's limits: of one call, and of one value
-MAX_ITEMS = {"metrics": 1000, "params": 100, "tags": 100}
-MAX_PARAMETER, MAX_MLFLOW_TAG = 6000, 5000
+MAX_ITEMS = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits of one call
 
 
 class MlflowLogger(Logger):
@@ -74,10 +72,10 @@ class MlflowLogger(Logger):
         if not self._id:
             run = self._client.create_run(self._experiment(), run_name=self.run.name)
             self._id = str(run.info.run_id)
-            values = {k: str(x)[:MAX_PARAMETER] for k, x in self.run.parameters.items()}
+            values = {name: str(value) for name, value in self.run.parameters.items()}
             self._log("params", self._named("Param", values))
-        tags = {name: value[:MAX_MLFLOW_TAG] for name, value in self.run.tags.items()}
-        self._log("tags", self._named("RunTag", tags | {"status": "running"}))
+        tags = {**self.run.tags, "status": "running"}
+        self._log("tags", self._named("RunTag", tags))
         return self._id
 
     def _experiment(self) -> str:

@@ -8,7 +8,6 @@ synchronization.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
@@ -215,10 +214,7 @@ class Trainer:
             self._save()
             raise
         except Exception:
-            # else other processes would have to be met, which may be gone
-            if self._step_sums.is_alone:
-                with contextlib.suppress(Exception):  # the fault may have left nothing to read
-                    self._flush()
+            self._step_sums.after_fault(self._flush)
             raise
         self._flush()
         self._save_once()
@@ -329,12 +325,8 @@ class Trainer:
         done = self._planned is not None and self.step >= self._planned
         # for a stream, whose number of steps is not planned
         done |= not self._in_epoch and self.epoch >= self._most_epochs
-        return done or self._is_time_over()
-
-    def _is_time_over(self) -> bool:
-        """Whether the time for training is up, in any process."""
-        if not self._time.is_limited:
-            return False
+        if done or not self._time.is_limited:
+            return done
         return self._ranks.any(self._time.is_training_over())
 
     def _train_epoch(self) -> None:
@@ -505,13 +497,7 @@ class Trainer:
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def _end_epoch(self, validation: Scores) -> None:
-        self._report_lost_metrics()
-        with self._watch.during("logging"):
-            self._notify_epoch(self._close_epoch(validation), self.step)
-
-    def _report_lost_metrics(self) -> None:
-        """Report metrics that a resumed epoch has no value of."""
-        for name in sorted(self._metric_pass.lost):
+        for name in sorted(self._metric_pass.lost):  # a resumed epoch has no value of them
             row = {"kind": "event", "event": "metric_lost", "step": self.step, "epoch": self.epoch}
             for callback in self._callbacks:
                 callback.on_event(
@@ -520,6 +506,8 @@ class Trainer:
                     "loaded within it, and the metric has no state that it can hold; numbers and "
                     "tensors as its attributes are one, or state_dict and load_state_dict",
                 )
+        with self._watch.during("logging"):
+            self._notify_epoch(self._close_epoch(validation), self.step)
 
     def _notify_epoch(self, epoch: Epoch, step: int) -> None:
         for callback in self._callbacks:

@@ -50,11 +50,13 @@ class LossTerms:
             if output is None:  # the cause of any error of the loss
                 raise RunFailedError(self._no_output) from error
             raise
-        if type(value) is Tensor and value.requires_grad and _is_scalar(value):
-            return value  # at once: the checks below would be part of the step's time
+        is_scalar = type(value) is Tensor and not value.dim() and value.is_floating_point()
+        if is_scalar and value.requires_grad:
+            return cast(Tensor, value)  # at once: the checks below would be part of the step's time
         if isinstance(value, Mapping):
             value = self._sum(value)
-        if value is None and not torch.is_grad_enabled() and not self._is_judged:
+        is_judged = self._metric == "loss" or self._metric.startswith(PREFIX)
+        if value is None and not torch.is_grad_enabled() and not is_judged:
             return cast(Tensor, None)
         return self._checked(value, output)
 
@@ -79,17 +81,10 @@ class LossTerms:
         return parts
 
     @property
-    def _is_judged(self) -> bool:
-        return self._metric == "loss" or self._metric.startswith(PREFIX)
-
-    @property
     def _no_output(self) -> str:
         forward = type(self._recipe).forward
-        brought = "" if forward is Recipe.forward else _at(forward)
-        return (
-            f"the model returned None{brought}: legal is an output that loss reads; let forward "
-            "end with a return"
-        )
+        place = "" if forward is Recipe.forward else _at(forward)
+        return f"the model returned None{place}: let forward end with a return"
 
     def _failed(self, text: str) -> RunFailedError:
         """With the place of the user's loss."""
@@ -144,10 +139,6 @@ class LossTerms:
 def _at(function: object) -> str:
     place = definition(function)
     return f" ({place})" if place else ""
-
-
-def _is_scalar(value: Tensor) -> bool:
-    return not value.dim() and value.is_floating_point()
 
 
 def _refusal(value: Any) -> str:

@@ -83,27 +83,17 @@ def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
             "MetricCollection of torchmetrics"
         )
     metrics: dict[str, RecipeMetric] = {}
-    for name, value in _each(given):
-        if name in metrics:  # a collection gives names of its own
-            raise UsageError(f"metrics() names two metrics {name!r}; rename one")
-        metrics[_checked_name(name)] = _metric(name, value)
-    return metrics
-
-
-def _each(given: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """The metrics by name; those of a collection of torchmetrics by the names that it gives."""
     for name, value in given.items():
-        metric, select = _pair(value)
-        if _is_of_torchmetrics(metric, "MetricCollection"):
-            for own, part in metric.items(keep_base=False, copy_state=False):
-                yield own, (part, select)
-        else:
-            yield name, value
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    """A metric, and what selects its arguments, if that is given."""
-    return value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        metric, select = value if is_pair else (value, None)
+        parts = {name: metric}
+        if _is_of_torchmetrics(metric, "MetricCollection"):  # it gives names of its own
+            parts = dict(metric.items(keep_base=False, copy_state=False))
+        for own, part in parts.items():
+            if own in metrics:
+                raise UsageError(f"metrics() names two metrics {own!r}; rename one")
+            metrics[_checked_name(own)] = _metric(own, part, select)
+    return metrics
 
 
 def _is_of_torchmetrics(value: Any, name: str) -> bool:
@@ -121,22 +111,19 @@ def _checked_name(name: Any) -> str:
     return name
 
 
-def _metric(name: str, value: Any) -> RecipeMetric:
-    if isinstance(value, str):
-        if value not in SHIPPED:
-            raise UsageError(f"metrics()[{name!r}] is {value!r}{hint(value, SHIPPED)}; {_LEGAL}")
-        return RecipeMetric(SHIPPED[value]())
-    metric, select = _pair(value)
-    if select is None and _is_of_torchmetrics(metric, "Metric"):
-        select = scores_and_targets
+def _metric(name: str, metric: Any, select: Any) -> RecipeMetric:
     if isinstance(metric, str) and metric in SHIPPED:
         metric = SHIPPED[metric]()
+    elif select is None and _is_of_torchmetrics(metric, "Metric"):
+        select = scores_and_targets
     has_methods = all(callable(getattr(metric, x, None)) for x in ("update", "compute"))
-    if not has_methods or isinstance(metric, type) or not (select is None or callable(select)):
-        is_class = isinstance(value, type)
-        kind = f"the class {value.__name__}, not an object of it" if is_class else shown(value)
-        raise UsageError(f"metrics()[{name!r}] is {kind}; {_LEGAL}")
-    return RecipeMetric(metric, select)
+    if has_methods and not isinstance(metric, type) and (select is None or callable(select)):
+        return RecipeMetric(metric, select)
+    near = hint(metric, SHIPPED) if isinstance(metric, str) else ""
+    kind = shown(metric if select is None or callable(select) else (metric, select))
+    if isinstance(metric, type):
+        kind = f"the class {metric.__name__}, not an object of it"
+    raise UsageError(f"metrics()[{name!r}] is {kind}{near}; {_LEGAL}")
 
 
 def check_metric(recipe: Recipe) -> None:
@@ -379,7 +366,7 @@ def _is_whole(state: Any, fresh: Any, metric: Any) -> bool:
     except Exception:  # too few batches to compute, perhaps: nothing is known
         return True
     try:
-        load_state(fresh, state)
+        load_state(fresh, copy.deepcopy(state))
         return repr(_number("", fresh.compute())) == repr(_number("", expected))
     except Exception:  # what it left out is missed
         return False

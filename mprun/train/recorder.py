@@ -87,7 +87,8 @@ class EpochHistory:
         if len(self._even) > self._most:  # then every second, fourth, eighth ... epoch
             self._stride *= 2
             self._even = [x for x in self._even if (x.epoch - 1) % self._stride == 0]
-        if epoch.validation.samples is not None or self._is_first_broken(epoch):
+        is_first_broken = _is_broken(epoch) and not any(map(_is_broken, self._special))
+        if epoch.validation.samples is not None or is_first_broken:
             self._special.append(epoch)
         if (score := self._score(epoch)) > self._best_score:
             self._best, self._best_score = epoch, score
@@ -97,9 +98,6 @@ class EpochHistory:
         single = [x for x in (self._best, self.last) if x is not None]
         chosen = {x.epoch: x for x in (*self._even, *self._special, *single)}
         return [chosen[epoch] for epoch in sorted(chosen)]
-
-    def _is_first_broken(self, epoch: Epoch) -> bool:
-        return _is_broken(epoch) and not any(map(_is_broken, self._special))
 
     def _score(self, epoch: Epoch) -> float:
         """The metric, signed so that more is better; minus infinity if there is none."""
@@ -472,13 +470,11 @@ class GuardLog(Callback):
         for finding in self._heard:
             # else its step is reported later, with its line
             if finding.step in epochs:
-                self._recorder.on_event(self._event(finding, epochs[finding.step]))
+                row: dict[str, Any] = {"kind": "event", "event": "guard"}
+                row["action"] = self._guard.action
+                row |= {**finding._asdict(), "factors": [*finding.factors]}
+                self._recorder.on_event({**row, "epoch": epochs[finding.step]})
         self._heard = [x for x in self._heard if x.step not in epochs]
-
-    def _event(self, finding: GemmFinding, epoch: int) -> dict[str, Any]:
-        """A finding's line in metrics.jsonl."""
-        row = {**finding._asdict(), "factors": [*finding.factors], "epoch": epoch}
-        return {"kind": "event", "event": "guard", "action": self._guard.action, **row}
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
         self._write()

@@ -117,9 +117,12 @@ def run(
                 folder.write(RECIPE, plan.recipe_source.content)
             folder.summary(summary)
             try:
-                with _accounted(summary, watch):
+                try:
                     shared = _StartedRun(plan, summary, folder, stop, messages, saved, watch)
                     _train(shared, [*loggers, *callbacks])
+                finally:
+                    watch.switch("logging")
+                    summary.wall_time_s, summary.time_budget_s = watch.read()
                 summary.status = "completed"
             except (StopRequestedError, SignalReceivedError):
                 summary.status = "interrupted"
@@ -149,8 +152,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     plan, summary, folder, stop, messages, saved, watch = run
     coordinator, path = coordinator_here(), folder.path
     layout = coordinator.layout(plan.config.parallel.name, plan.device)
-    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted))
-    coordinator.keep_folder(path)
+    coordinator.announce(Job(plan.config, plan.choices, saved, plan.untrusted), path)
     parts, exceptions = _assemble(run, callbacks, layout, coordinator)
 
     arithmetic = parts.precision.arithmetic
@@ -318,16 +320,6 @@ def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> I
         if len(summary.warnings) > before:
             with contextlib.suppress(OSError):  # a full disk has been reported before
                 folder.summary(summary)
-
-
-@contextlib.contextmanager
-def _accounted(summary: Summary, watch: Stopwatch) -> Iterator[None]:
-    """At the end of the code inside, record the run's wall time and what it was spent on."""
-    try:
-        yield
-    finally:
-        watch.switch("logging")
-        summary.wall_time_s, summary.time_budget_s = watch.read()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """The wall time of a run, by what it is spent on.
 
-A run is slower than its steps: data, evaluation, logging and the start-up take time that a step
-time does not show. A stopwatch is always in exactly one category, so the categories sum to the wall
-time. `TimeLimit` ends training in time for the last evaluation.
+A stopwatch is always in exactly one category, so the categories sum to the wall time. `TimeLimit`
+ends training in time for the last evaluation.
 
     start_up     until the first step: imports, configuration, data, model, memory of a step
     data         waits for batches, which include drawing the order of an epoch
@@ -12,9 +11,8 @@ time. `TimeLimit` ends training in time for the last evaluation.
     logging      records, loggers, progress
     checkpoints  collecting and writing states
 
-On CUDA a call returns before the device has computed. The wait for the device shows where the
-host waits for a result: in `metrics` and `evaluation`, which read losses, and in `compute` only
-when the queue of the device is full. The step times of the record do not depend on this.
+On CUDA the wait for the device shows where the host waits for a result: in `metrics` and
+`evaluation`, which read losses, and in `compute` only when the queue of the device is full.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ StepSums    the figures of steps over all processes, of which each knows its own
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mprun.errors import RunFailedError
 from mprun.precision import devices
+from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number
@@ -45,22 +47,12 @@ class Scalars(NamedTuple):
     skipped: Tensor | None = None
     parts: Mapping[str, Tensor] = MappingProxyType({})
 
-    @property
-    def values(self) -> tuple[Tensor | None, ...]:
-        """All of them, the parts last."""
-        single = (self.loss, self.correct, self.loss_scale, self.skipped)
-        return (*single, *self.parts.values()) if self.parts else single
 
-
-def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetrics:
-    """The numbers of `Scalars.values`; `names` are those of the parts."""
-    loss, correct, loss_scale, skipped, *parts = values
-    count = None if correct is None else int(correct)
-    scale = 1.0 if loss_scale is None else loss_scale
-    if not parts:  # the usual case, without a dict for each step
-        return StepMetrics(loss, count, scale, bool(skipped))
-    named = {k: x for k, x in zip(names, parts, strict=False) if x is not None}
-    return StepMetrics(loss, count, scale, bool(skipped), named)
+def _metrics(read: Any) -> StepMetrics:
+    """The metrics of `Scalars` with a number in place of each tensor."""
+    count = None if read.correct is None else int(read.correct)
+    scale = 1.0 if read.loss_scale is None else read.loss_scale
+    return StepMetrics(read.loss, count, scale, bool(read.skipped), read.parts)
 
 
 class MetricReadback:
@@ -79,8 +71,7 @@ class MetricReadback:
         # On the CPU they are computed when the step returns. Thousands of tiny tensors between
         # large ones would make the allocator return memory and fault it in again at every step
         # (measured: 30 to 50 page faults a step on `linear`).
-        values = [None if x is None else x.item() for x in scalars.values]
-        self._metrics.append(_metrics(values, scalars.parts))
+        self._metrics.append(_metrics(map_tensors(Tensor.item, scalars)))
 
     def take(self) -> list[StepMetrics]:
         """The metrics of the steps since the last call, in order."""
@@ -91,34 +82,27 @@ class MetricReadback:
 class DeviceReadback(MetricReadback):
     """For an accelerator, where reading a scalar makes the host wait: read together, later.
 
-    Args:
-        capacity: after this many steps they must be read.
+    After `capacity` steps they must be read.
     """
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity
-        self._steps: list[tuple[list[bool], tuple[str, ...]]] = []
-        """Of each step which values it has, and the names of its parts."""
-        self._rows: list[Tensor] = []
+        self._steps: list[Scalars] = []
 
     @property
     def full(self) -> bool:
         return len(self._steps) == self._capacity
 
     def put(self, scalars: Scalars) -> None:
-        values = scalars.values
-        self._steps.append(([x is not None for x in values], tuple(scalars.parts)))
-        # A copy in float64, which holds every count and every float32 exactly.
-        own = [x.detach().double().reshape(()) for x in values if x is not None]
-        self._rows += [torch.stack(own)] if own else []
+        # copies in float64, which holds every count and every float32 exactly
+        copies: Scalars = map_tensors(lambda x: x.detach().double().reshape(()), scalars)
+        self._steps.append(copies)
 
     def take(self) -> list[StepMetrics]:
-        (steps, self._steps), (rows, self._rows) = (self._steps, []), (self._rows, [])
-        numbers = iter(torch.cat(rows).tolist() if rows else ())
-        return [
-            _metrics([next(numbers) if is_there else None for is_there in present], names)
-            for present, names in steps
-        ]
+        steps, self._steps = self._steps, []
+        waiting = all_tensors(steps)
+        numbers = iter(torch.stack(waiting).tolist() if waiting else ())
+        return [_metrics(map_tensors(lambda _: next(numbers), step)) for step in steps]
 
 
 def readback_for(device: torch.device) -> MetricReadback:
@@ -264,9 +248,6 @@ GROWTH = 4
 class StepSums:
     """One process: its figures are the run's."""
 
-    is_alone = True
-    """Whether it can report its steps after a fault, where others cannot be met any more."""
-
     def __init__(self) -> None:
         self._met_at = time.perf_counter()
 
@@ -293,11 +274,14 @@ class StepSums:
         self._met_at = time.perf_counter()
         return list(steps), stop
 
+    def after_fault(self, report: Callable[[], None]) -> None:
+        """Report the last steps, if the fault has left something to read."""
+        with suppress(Exception):
+            report()
+
 
 class ProcessStepSums(StepSums):
     """One of several processes; all meet after an agreed number of steps, of about `EVERY_S`."""
-
-    is_alone = False
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -327,6 +311,9 @@ class ProcessStepSums(StepSums):
             summed.append(step._replace(loss=loss, correct=_sum_of_counts(counts), parts=named))
         self._met_at = time.perf_counter()
         return summed, any(stops)
+
+    def after_fault(self, report: Callable[[], None]) -> None:
+        pass  # the other processes would have to be met, which may be gone
 
 
 def _sum_of_counts(counts: Sequence[int | None]) -> int | None:

@@ -218,7 +218,13 @@ def _remedy(error: BaseException, kind: str, message: str, mode: str) -> str:
         package = _PACKAGES.get(missing[1], missing[1])
         return f"pip install {package}, unless it is a module of yours"
     if kind == "TypeError" and (call := _CALL.search(message)):
-        return _of_call(error, call[1])
+        if call[1] in _SIGNATURES:
+            return f"mprun calls {_SIGNATURES[call[1]]}"
+        if call[1] != "forward":
+            return ""
+        batch = _batch(error)
+        holds = "" if batch is None else f"the batch holds {form_of(batch)}; "
+        return f"{holds}a function forward(model, batch) decides what the model gets of it"
     for pattern, text in _KNOWN:
         if re.search(pattern, message):
             return text if isinstance(text, str) else text(mode)
@@ -275,16 +281,6 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
     (r"default_collate: batch must contain", _FORMS),
     (r"^Trying to resize storage that is not resizable", _FORMS),  # of shapes, in a worker
 )
-
-
-def _of_call(error: BaseException, function: str) -> str:
-    if function in _SIGNATURES:
-        return f"mprun calls {_SIGNATURES[function]}"
-    if function != "forward":
-        return ""
-    batch = _batch(error)
-    holds = "" if batch is None else f"the batch holds {form_of(batch)}; "
-    return f"{holds}a function forward(model, batch) decides what the model gets of it"
 
 
 def _batch(error: BaseException) -> Any:

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.records.run_record import Summary, read_summary
 from mprun.train.assemble import build_parts, make_plan
 from tests.run.conftest import AtStep
-from tests.run.test_resume import assert_equal, assert_same_run, crash, trained
+from tests.run.test_resume import assert_equal, assert_same_run, crash
 from tests.schema import conforms
+from tests.train.parallel.test_equal_runs import losses
+from tests.train.parallel.test_equal_runs import model as weights
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
 
@@ -46,15 +47,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert not Path("refused").exists()
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line
-
-
-def losses(name: str) -> list[float]:
-    return [x["loss"] for x in read_lines(Path(name)) if x["kind"] == "step"]
-
-
-def weights(name: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = trained(Path(name))["model"]
-    return found
 
 
 def file(name: str, *lines: str) -> str:

@@ -49,10 +49,6 @@ def test_every_run_records_its_conditions() -> None:
     assert conditions is not None
     assert conditions.drift is not None
     assert conditions.drift > 0
-    for share in (conditions.other_load, conditions.steal):
-        assert share is None or 0 <= share <= 1  # shorter than a second: usually not known
-    for mhz in (conditions.clock_mhz, conditions.clock_start_mhz, conditions.clock_end_mhz):
-        assert (mhz is None) == (conditions.clock_mhz is None)
     assert main(["run.resume=run", "train.max_steps=45"]) == 0
     resumed = read_summary(Path("run")).conditions
     assert resumed is not None

@@ -374,7 +374,7 @@ def with_metrics(given: Any, metric: Any = ("loss", "min")) -> Base:
     ("given", "text"),
     [
         ([F1()], r"metrics\(\) returned a list; legal is a dict"),
-        ({"x": "acuracy"}, r"is 'acuracy'; did you mean 'accuracy'\?; legal: an object with"),
+        ({"x": "acuracy"}, r"is 'acuracy' \(str\); did you mean 'accuracy'\?; legal: an object"),
         ({"x": F1}, r"metrics\(\)\['x'\] is the class F1, not an object of it"),
         ({"x": lambda o, b: 1}, r"metrics\(\)\['x'\] is a function; legal"),
         ({"x": (F1(), 3)}, r"metrics\(\)\['x'\] is a tuple; legal"),

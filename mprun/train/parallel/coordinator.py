@@ -49,8 +49,11 @@ class Coordinator:
 
     is_first = True
 
-    def announce(self, job: Any) -> None:
-        """The first process begins a job: the others get `job`."""
+    def announce(self, job: Any, folder: Path | None = None) -> None:
+        """The first process begins a job: the others get `job`.
+
+        The error of a lost process names the folder, from which a run can be resumed.
+        """
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -69,9 +72,6 @@ class Coordinator:
     def layout(self, kind: str, device: torch.device) -> Layout:
         """What this process holds of a model: none, ddp or fsdp2."""
         return Layout()
-
-    def keep_folder(self, folder: Path) -> None:
-        """Keep the folder of the run: the error of a lost process names it."""
 
     def close(self) -> None:
         """The command has ended: the other processes end."""
@@ -110,7 +110,7 @@ class GroupCoordinator(Coordinator):
             ) from None
         self._notes.set(f"process/{rank}", f"{gethostname()} {os.getpid()}")
 
-    def announce(self, job: Any) -> None:
+    def announce(self, job: Any, folder: Path | None = None) -> None:
         if self._is_busy:  # the others are still in an exchange of the last job
             self._disconnect()
         self._is_busy = job is not None
@@ -118,6 +118,8 @@ class GroupCoordinator(Coordinator):
         # the others look for this note before they enter an exchange, which ends after PATIENCE
         self._notes.set(f"job/{self._jobs}", "1")
         self._exchange(job)
+        if folder is not None:
+            self._notes.set("folder", str(folder.resolve()))
 
     def next_job(self) -> Any:
         """What the first process announces next; None where the command ends.
@@ -218,9 +220,6 @@ class GroupCoordinator(Coordinator):
 
             return ShardLayout(GroupRanks(device), device)
         return ReplicaLayout(GroupRanks(device))
-
-    def keep_folder(self, folder: Path) -> None:
-        self._notes.set("folder", str(folder.resolve()))
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the command ends in any case; the others may be gone

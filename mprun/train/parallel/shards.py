@@ -20,6 +20,7 @@ For a checkpoint one tensor after the other is made whole, on the CPU of the fir
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -150,17 +151,17 @@ class ShardLayout(GroupLayout):
 
     def _gathered(self, part: DTensor) -> Tensor:
         """The whole tensor on the CPU in the first process, nothing in the others."""
+        own: Any = part.detach()
         with self._group.communicating():
-            whole: Tensor = part.full_tensor().detach()
+            whole: Tensor = own.full_tensor()
         return whole.cpu() if self.ranks.is_first else whole.new_empty(0)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        own = model.state_dict()
-        model.load_state_dict({name: self._as_own(x, own.get(name)) for name, x in state.items()})
-
-    def _as_own(self, value: Any, own: Any) -> Any:
-        """A state's entry, cut as the model's own is."""
-        return _as_part(self._cut(value, own), own) if isinstance(own, DTensor) else value
+        parts = dict(state)
+        for name, own in model.state_dict().items():
+            if isinstance(own, DTensor) and name in parts:
+                parts[name] = _as_part(self._cut(parts[name], own), own)
+        model.load_state_dict(parts)
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
         first, end = self._rows(p)
@@ -254,13 +255,8 @@ def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:
 
 def _tied(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that several modules share; they have to be in one unit."""
-    seen: set[nn.Parameter] = set()
-    tied: set[nn.Parameter] = set()
-    for module in model.modules():
-        own = {p for p in own_parameters(module).values() if p is not None}
-        tied |= own & seen
-        seen |= own
-    return tied
+    users = Counter(p for module in model.modules() for p in {*own_parameters(module).values()})
+    return {p for p, count in users.items() if p is not None and count > 1}
 
 
 def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
@@ -271,8 +267,8 @@ def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
 
 def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
     """The dtypes of most parameters."""
-    sizes: dict[Dtypes, int] = {}
+    sizes = Counter[Dtypes]()
     for module in modules:
         numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
-        sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
+        sizes[kinds[id(module)]] += numel
     return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from mprun.train.data.sources import draw
+from tests.server import ROOT, Server
 from tests.waiting import PATIENCE_S, wait_for
-
-ROOT = Path(__file__).resolve().parents[3]
 
 FORKING = """
 import functools, gc, importlib, json, os, sys
@@ -40,7 +39,7 @@ from mprun.train.data import sources
 from mprun.study.report import plots
 from tests.train.parallel import planted
 
-drawn = torch.load(sys.argv[1], weights_only=False)
+drawn = torch.load(os.environ["DRAWN"], weights_only=False)
 sources.draw = lambda: drawn
 plots.draw = functools.partial(plots.draw, names=["difference"])
 
@@ -119,18 +118,11 @@ class Groups:
     def __init__(self, folder: Path) -> None:
         """Args: folder: an empty one, for the generated samples, which take seconds to draw."""
         torch.save(draw(), folder / "drawn.pt")
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING, str(folder / "drawn.pt")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": path,
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # as mprun sets it before it imports torch
-            },
+        self._server = Server(
+            FORKING,
+            DRAWN=str(folder / "drawn.pt"),
+            OMP_NUM_THREADS="1",
+            TORCH_CPP_LOG_LEVEL="ERROR",  # as mprun sets it before it imports torch
         )
         # A thread reads, since no `select` sees a line that is already in the stream's buffer.
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -195,9 +187,7 @@ class Groups:
             }
             for rank in range(processes)
         ]
-        assert self._server.stdin is not None
-        self._server.stdin.write(f"{json.dumps(jobs)}\n")
-        self._server.stdin.flush()
+        self._server.send(jobs)
         self.pids = self._read()
 
     def wait_until_connected(self) -> None:
@@ -228,8 +218,7 @@ class Groups:
         return Ended(statuses, out, err)
 
     def _pass_on(self) -> None:
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
+        while line := self._server.next_line():
             self._answers.put(line)
 
     def _read(self) -> list[int]:
@@ -240,9 +229,7 @@ class Groups:
         return answer
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()  # which ends it
-        self._server.wait(PATIENCE_S)
+        self._server.close()
 
 
 class Torchrun:

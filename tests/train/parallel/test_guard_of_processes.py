@@ -7,13 +7,12 @@ those of the processes, one after the other.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mprun.cli.main import main
-from mprun.records.run_record import GuardRow, read_lines, read_summary
-from tests.run.test_guard_runs import RECIPE
+from mprun.records.run_record import GuardRow, read_summary
+from tests.run.test_guard_runs import RECIPE, events
 from tests.run.test_resume import assert_equal
 from tests.train.parallel.processes import Groups
 from tests.train.parallel.test_equal_runs import losses, model, plain
@@ -36,10 +35,6 @@ def guard_of(name: str) -> GuardRow:
     assert guard is not None
     assert {(x.module, x.product) for x in guard.gemms} == FOUND
     return guard
-
-
-def events(name: str) -> list[dict[str, Any]]:
-    return [x for x in read_lines(Path(name)) if x.get("event") == "guard"]
 
 
 def test_replicas_find_what_one_process_finds_in_micro_batches(groups: Groups) -> None:
