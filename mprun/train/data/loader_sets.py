@@ -316,10 +316,10 @@ def _check_stream(dataset: Any, name: str) -> None:
 
 
 def _is_map_style(part: Any) -> bool:
-    if isinstance(part, str | bytes | tuple | dict | torch.Tensor):
+    # what has a dtype is an array or a tensor: content, no data set
+    if isinstance(part, str | bytes | tuple | dict) or hasattr(part, "dtype"):
         return False
-    # what has a dtype is an array: content, no data set
-    return hasattr(part, "__getitem__") and hasattr(part, "__len__") and not hasattr(part, "dtype")
+    return hasattr(part, "__getitem__") and hasattr(part, "__len__")
 
 
 def _in_torch_format(part: Any) -> Any:
