@@ -356,6 +356,6 @@ def test_an_error_in_a_worker_is_shown_by_its_own_message() -> None:
         list(batches.epoch(order.draw()))
     text = described(caught.value)
     assert text.startswith("KeyError: \"no column 'x'\" (")
-    assert "test_loader_batches.py:" in text
+    assert "test_loader_sets.py:" in text
     assert text.endswith(", in a DataLoader worker)")
     assert not own_children()
