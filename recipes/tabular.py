@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mprun.errors import UsageError
 from mprun.recipe import Classification
 from mprun.train.data import DataRequest, Splits, TensorSet
+from mprun.train.data.sources import held_out
 
 FEATURES, CLASSES, LARGEST = 64, 10, 16
 TEST_SHARE = 0.2
@@ -59,21 +60,8 @@ class Tabular(Classification):
         )
         inputs, tested, targets, tested_classes = (torch.from_numpy(part) for part in parts)
         known = TensorSet(inputs.float(), targets.long())
-        held_in = len(known) - round(len(known) * request.validation_fraction)
-        if held_in < 1:
-            raise UsageError(
-                f"data.validation_fraction={request.validation_fraction} leaves no training sample"
-            )
-        train, validation = known.split(held_in)
         test = TensorSet(tested.float(), tested_classes.long())
-        limit = request.eval_limit
-        return Splits(
-            "scikit-learn digits",
-            "local",
-            train.first(request.train_limit),
-            validation.first(limit),
-            test.first(limit),
-        )
+        return held_out("scikit-learn digits", "local", known, test, request)
 
     def sample(self) -> TensorSet:
         return TensorSet(torch.empty(1, FEATURES), torch.empty(1, dtype=torch.int64))

@@ -239,13 +239,12 @@ def is_of_hydra(override: Override) -> bool:
     return str(override.key_or_group).startswith(("hydra.", "hydra/"))
 
 
-def single(text: str, else_: str = "a sweep, which needs -m") -> Override:
-    """An override, parsed, that gives a field, a group or a setting its one value.
+def single(override: Override, else_: str = "a sweep, which needs -m") -> Override:
+    """An override that gives a field, a group or a setting its one value.
 
     Raises:
         UsageError: it is something else; `else_` says what a list of values would be.
     """
-    override = parse(text)
     text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
     if override.is_delete():
         raise UsageError(f"'{text}': nothing can be deleted; leave {key} out for its default")
@@ -269,7 +268,7 @@ def checked(text: str, config_dir: Path | None) -> Override:
             f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "
             "which is run.dir"
         )
-    single(text)
+    single(override)
     if key in GROUPS:
         _check_option(override, key, config_dir)
     elif key == "recipe.file":

@@ -173,9 +173,9 @@ class OptimizerRow:
     """The class of `torch.optim`."""
     arguments: tuple[str, ...]
     """Of the class: fields of `OptimizerConfig`, or betas."""
-    moments: tuple[str, ...] | None = None
-    """Of the class of this name in `mprun.optim`, in the mode's dtypes; None: there is none, and
-    16-bit parameters get float32 masters. A moment with a field is stored where that is not 0."""
+    moments: tuple[str, ...]
+    """Of the class of this name in `mprun.optim`, in the mode's dtypes. A moment with a field is
+    stored where that is not 0."""
 
 
 MOMENTS = ("momentum", "variance")
@@ -213,15 +213,10 @@ class OptimizerConfig:
     """Term added to the denominator of RMSprop and AdamW."""
 
     @property
-    def stores_low(self) -> bool:
-        """Whether a class of `mprun.optim` stores its parameters and moments in 16 bits."""
-        return self.target is None and OPTIMIZERS[self.name].moments is not None
-
-    @property
     def stored_moments(self) -> set[str]:
         """Which of "momentum" and "variance" are stored, in the mode's dtypes."""
         row = OPTIMIZERS[self.name]
-        moments = row.moments or () if self.target is None else ()
+        moments = row.moments if self.target is None else ()
         return {x for x in moments if x not in row.arguments or getattr(self, x)}
 
 

@@ -215,7 +215,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
                 raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
-        override = single(text, "a setting has one")
+        override = single(parse(text), "a setting has one")
         key = override.key_or_group
         field = _field_of(key, known)
         if field is None:
@@ -386,7 +386,7 @@ OWN = ("run.dir", "run.resume", "run.trust")
 def _own_value(override: Override) -> bool | str | None:
     """The value of a field in `OWN`: whether to trust, the name of a folder, or None."""
     key, value = override.key_or_group, override.value()
-    single(str(override.input_line), "legal is one")
+    single(override, "legal is one")
     if key == "run.trust":
         if not isinstance(value, bool):
             raise UsageError(f"'{override.input_line}': run.trust is true or false")

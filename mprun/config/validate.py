@@ -171,13 +171,10 @@ def _check_optimizer(config: Config) -> None:
             f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
             "such as torch.optim.Adagrad"
         )
-    if config.precision.rounding == "split" and not optimizer.stores_low:
-        given = f"name={optimizer.name}" if target is None else f"target={target}"
-        own = "|".join(name for name, row in OPTIMIZERS.items() if row.moments is not None)
+    if config.precision.rounding == "split" and target is not None:
         raise UsageError(
-            f"precision.rounding=split with train.optimizer.{given}, which gets float32 masters; "
-            "legal: precision.rounding=nearest, or train.optimizer.name"
-            + (f"={own}" if target is None else "")
+            f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
+            "masters; legal: precision.rounding=nearest, or train.optimizer.name"
         )
     if target is not None and "lr" in optimizer.args:
         raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
@@ -360,9 +357,9 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "precision.rounding", always if low else nothing
     moments = optimizer.stored_moments
     yield from _overflow_reasons(config, low, nothing)
-    if not optimizer.stores_low:
+    if optimizer.target is not None:
         for key in ("precision.momentum_dtype", "precision.variance_dtype"):
-            yield key, f"{optimizer.target or optimizer.name} keeps its state in float32"
+            yield key, f"{optimizer.target} keeps its state in float32"
         return
     if "momentum" not in moments:
         yield (

@@ -48,7 +48,7 @@ def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
         (["--config-name=mine"], "legal: --config-dir"),
         (["hydra.verbose=true"], "mprun -m reads Hydra's own settings"),
         (["hydra/launcher=joblib"], "mprun -m reads Hydra's own settings"),
-        (["~precision"], "a group to none"),
+        (["~precision"], "leave precision out"),
         (["precision@two=fp32"], "write precision=..."),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from mprun.config import Config, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.recipe_file import named_file, option_of, recipe_text, with_absolute_paths
+from mprun.config.recipe_file import named_file, recipe_text, with_absolute_paths
 from mprun.config.settings import study_request, variants
 from mprun.errors import UsageError
 from mprun.records.run_config import variant_hash
@@ -217,13 +217,6 @@ def test_variants_of_several_files_have_their_names() -> None:
     write(name="a.py"), write(name="b.py")
     found = variants(["recipe=a.py,b.py", "precision=fp32"])
     assert list(found.overrides) == ["a", "b"]
-
-
-def test_one_file_is_one_option() -> None:
-    write(name="a.py"), write(name="b.py")
-    assert option_of("mnist") == "mnist"
-    assert option_of("a.py") == option_of("./a.py")
-    assert len({option_of("a.py"), option_of("b.py"), option_of("a.py:X")}) == 3
 
 
 CLASSES = '''"""Two sizes.

@@ -78,22 +78,9 @@ def test_every_type_has_words() -> None:
     assert describe_type(bytes) == "<class 'bytes'>"
 
 
-def test_choices_are_what_a_user_types() -> None:
-    assert leaves()["execution"].choices == ("auto", "native", "emulated")
-    assert leaves()["seed"].choices == ()
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_options_are_the_files_with_their_opening_comment(group: str) -> None:
     found = options(group)
     assert list(found) == sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     for name, comment in found.items():
         assert f"# {comment}\n" in (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_file_opens_with_a_comment(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = lines[lines[0].startswith("# @package")]
-    assert comment.startswith("# ")
-    assert len(comment) > len("# No x")

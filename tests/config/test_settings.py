@@ -22,11 +22,6 @@ def test_settings_are_taken_and_the_rest_is_left() -> None:
     assert found.compare.fail_if == "none"
 
 
-def test_a_command_knows_its_own_sections_alone() -> None:
-    _, rest = take(["seeds=3", "advise.screen=1", "compare.margin=0.01"], "compare")
-    assert rest == ["seeds=3", "advise.screen=1"]
-
-
 @pytest.mark.parametrize(
     ("word", "text"),
     [
@@ -122,16 +117,6 @@ def test_lists_are_combined_and_what_cannot_be_is_left_out() -> None:
     }
     assert set(listed.left_out) == {"fp32+hmp+train.lr=0.001", "fp32+hmp+train.lr=0.01"}
     assert "op lists choose between" in listed.left_out["fp32+hmp+train.lr=0.001"]
-
-
-def test_modes_that_cannot_be_with_what_was_asked_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    some = ["fp32", "bf16_mixed", "fp16_mixed", "half_sr"]
-    monkeypatch.setattr("mprun.config.settings.modes", lambda folder: some)
-    listed = variants(["op_lists=hmp"])
-    assert set(listed.overrides) == {"bf16_mixed", "fp16_mixed"}
-    assert set(listed.left_out) == {"fp32", "half_sr"}
 
 
 def test_a_combination_without_effect_of_its_own_is_the_variant_it_repeats() -> None:

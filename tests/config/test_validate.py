@@ -23,6 +23,7 @@ from mprun.records.run_config import OWN_TAGS
 from mprun.train.assemble import build_optimizer
 from mprun.train.assemble.dtype_choices import build_policy
 from mprun.train.machine.speed_choices import SpeedChoice
+from tests.each import each
 
 NUMBERS = {key: field.limits for key, field in leaves().items() if field.limits}
 
@@ -155,11 +156,6 @@ UNUSED = [
             "data.root has no effect: data.source=generated reads no files",
         ),
         (
-            ["data.source=generated", "data.fallback=generated"],
-            "data.fallback has no effect: it applies to data.source=auto, "
-            "and data.source=generated",
-        ),
-        (
             ["data.source=real", "data.fallback=generated"],
             "data.fallback has no effect: it applies to data.source=auto, and data.source=real",
         ),
@@ -187,15 +183,11 @@ SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rms
 LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"
 
 
-@pytest.mark.representative(0, 4, 5, 7, 9, 11, 13)
-@pytest.mark.parametrize(
-    ("words", "key", "reason"),
+@each(
+    "words,key,reason",
     [
-        (["precision=fp32"], "rounding=stochastic", nothing_kept("fp32")),
         (["precision=fp32", LAYER], "rounding=stochastic", nothing_kept("fp32")),
         (["precision=tf32"], "rounding=kahan", nothing_kept("tf32")),
-        (["precision=bf16_mixed"], "rounding=kahan", nothing_kept("bf16_mixed")),
-        (["precision=bf16_mixed"], "rounding=stochastic", nothing_kept("bf16_mixed")),
         (["precision=bf16_mixed", LOW_LAYER], "rounding=kahan", nothing_kept("bf16_mixed")),
         (
             ["precision=bf16_mixed", "execution=emulated"],
@@ -205,18 +197,11 @@ LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"
         ([*ADAMW, "precision.variance_dtype=float16"], "rounding=stochastic", ALWAYS),
         (["precision=fp32"], "overflow=saturate", nothing_kept("fp32")),
         (
-            ["precision=fp16_mixed", "loss_scale=static"],
-            "overflow=saturate",
-            nothing_kept("fp16_mixed"),
-        ),
-        (
             ["precision=fp16_mixed", "loss_scale=none", "execution=native"],
             "overflow=saturate",
             nothing_kept("fp16_mixed"),
         ),
-        (SGD, "momentum_dtype=float16", NO_FIRST),
         (RMSPROP, "momentum_dtype=bfloat16", NO_FIRST),
-        (SGD, "variance_dtype=float16", "sgd keeps no second moment"),
         ([*SGD, "precision=bf16_true"], "variance_dtype=float16", "sgd keeps no second moment"),
     ],
 )
@@ -227,8 +212,7 @@ def test_a_precision_field_without_effect_is_told(words: list[str], key: str, re
     assert compose(["recipe=linear", *words, f"precision.{key}"]).warnings == (sentence,)
 
 
-@pytest.mark.representative(0, 2, 3, 6, 8, 10)
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["precision=bf16_true", "precision.rounding=kahan"],
@@ -281,11 +265,10 @@ def test_the_optimizers_use_what_the_table_says(
     assert uses == (field in OPTIMIZER_FIELDS[optimizer])
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides",
     [
         [],
-        ["recipe=linear", "train.optimizer.momentum=0.9"],
         ["data.root=x", "data.fallback=generated"],
         ["data.source=real", "data.root=x"],
         ["batch=double", "batch.lr_rule=linear"],

@@ -10,11 +10,6 @@ from mprun.train.data import DataRequest
 RECIPE = Linear(in_features=1024, out_features=512, samples=64)
 
 
-def test_one_layer() -> None:
-    shapes = [tuple(p.shape) for p in RECIPE.model().parameters()]
-    assert shapes == [(512, 1024), (512,)]
-
-
 def test_the_data_are_one_normal_batch_in_stored_order() -> None:
     splits = RECIPE.data(DataRequest(seed=1))
     assert splits.train.inputs.shape == (64, 1024)

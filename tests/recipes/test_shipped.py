@@ -54,19 +54,13 @@ def test_a_seed_gives_the_weights(name: str) -> None:
     ("name", "wrong", "legal"),
     [
         ("mnist", "units=0", "1 or more"),
-        ("mnist", "units=-1", "1 or more"),
         ("fashion_mnist", "image_size=11", "12 or more"),
         ("fashion_mnist", "log_softmax_dim=2", "1 or 0"),
-        ("fashion_mnist", "log_softmax_dim=-1", "1 or 0"),
         ("linear", "in_features=0", "1 or more"),
-        ("linear", "out_features=0", "1 or more"),
-        ("linear", "samples=0", "1 or more"),
         ("tabular", "units=0", "1 or more"),
-        ("tabular", "layers=0", "1 or more"),
         ("char_gpt", "layers=0", "1 or more"),
         ("char_gpt", "heads=3", "a multiple of heads=3"),
         ("char_gpt", "vocabulary=257", "from 2 to 256"),
-        ("char_gpt", "vocabulary=1", "from 2 to 256"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(name: str, wrong: str, legal: str) -> None:

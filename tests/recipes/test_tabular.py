@@ -43,11 +43,6 @@ def test_features_are_scaled_to_one() -> None:
     assert (scaled.min(), scaled.max()) == (0, 1)
 
 
-def test_no_training_sample_is_refused() -> None:
-    with pytest.raises(UsageError, match="leaves no training sample"):
-        Tabular(8, 1).data(DataRequest(validation_fraction=0.9999))
-
-
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UsageError, match=r"pip install 'mprun\[tabular\]'"):

@@ -210,16 +210,6 @@ def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixtur
 # ---- modes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
-def test_habanas_lists_train_it() -> None:
-    words = ["recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
-    words += ["train.max_steps=10", "train.batch_size=16", "data.eval_limit=16", "train.lr=0.01"]
-    assert main([*words, "run.dir=run"]) == 0
-    losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
-    assert read_summary(Path("run")).effective.compute_dtype == "bfloat16"
-
-
 def test_habanas_lists_cast_convolutions_and_not_the_loss() -> None:
     words = ["trace", "recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
     assert main([*words, "train.batch_size=2", "run.dir=run"]) == 0

@@ -16,7 +16,6 @@ from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.recipes.transformer import Transformer
 from mprun.records.run_record import read_summary
-from mprun.train.data import DataRequest
 
 MISSING = "transformers is not installed: mprun[transformer]"
 transformers = pytest.importorskip("transformers", reason=MISSING)
@@ -57,11 +56,6 @@ def test_a_prediction_sees_no_later_character(architecture: str) -> None:
     assert not torch.equal(one.logits[:, 12:], two.logits[:, 12:])
     shifted = F.cross_entropy(one.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(one.loss, shifted)
-
-
-def test_the_attention_can_be_chosen() -> None:
-    config: Any = recipe(config={"attn_implementation": "eager"}).model().config
-    assert config._attn_implementation == "eager"
 
 
 def test_the_mlp_and_the_heads_are_the_usual_ones_unless_set() -> None:
@@ -105,12 +99,6 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'mprun\[transformer\]'"):
         recipe()
-
-
-def test_data_are_windows_of_text() -> None:
-    train = recipe().data(DataRequest(source="generated")).train
-    assert train.content.shape[1:] == (16,)
-    assert recipe().prepare(train.content[:2]).dtype == torch.int64
 
 
 @pytest.mark.representative("bf16_mixed")

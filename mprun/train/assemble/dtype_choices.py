@@ -60,10 +60,8 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
 def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLists | None:
     """The op lists for a device, or None where nothing is cast by name.
 
-    Args:
-        config: the configuration; its lists include the names in the user's files.
-        device: PyTorch's own lists differ between devices.
-        resumed: whether a run is resumed; the user's files may no longer exist.
+    PyTorch's own lists differ between devices. A resumed run has the names in the user's files in
+    its configuration.
 
     Raises:
         UsageError: two of the user's files, or two of the configuration's lists, have the same op;

@@ -1,9 +1,9 @@
 """Which optimizer and which learning-rate schedule a run gets.
 
 An optimizer by name (`config.schema.OPTIMIZERS`) is PyTorch's, or its namesake of `mprun.optim`
-that stores parameters and state in 16 bits. One without namesake, by import path or made by the
-recipe computes in its parameters' dtype, so with 16-bit parameters it gets float32 masters. The
-schedule is the configuration's, or the recipe's own.
+that stores parameters and state in 16 bits. One by import path or made by the recipe computes in
+its parameters' dtype, so with 16-bit parameters it gets float32 masters. The schedule is the
+configuration's, or the recipe's own.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def check_optimizer(
     Raises:
         UsageError: see `build_optimizer` and `build_schedule`.
     """
-    is_named = config.train.optimizer.stores_low and not recipe.makes_optimizer
+    is_named = config.train.optimizer.target is None and not recipe.makes_optimizer
     try:
         if is_named and not recipe.makes_schedule:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -340,22 +340,15 @@ def choose_implementation(
 ) -> str | None:
     """The implementation of an optimizer without namesake in `mprun.optim`: see `SpeedChoice`.
 
-    Args:
-        config: the optimizer section.
-        recipe: the recipe, which may make its own.
-        low: whether parameters are stored in 16 bits.
-        fastest: the fastest of PyTorch's implementations, as measured.
-        untrusted: a folder whose code is not run.
-
-    Returns:
-        None for one with a namesake.
+    It is None for one by name. `low` says whether parameters are stored in 16 bits; `fastest` is
+    PyTorch's, as measured.
 
     Raises:
         UsageError: there is no such class, or it does not take the arguments.
     """
     if recipe.makes_optimizer:
         return "masters" if low else "own"
-    if config.stores_low:
+    if config.target is None:
         return None
     kind = class_of(config, untrusted)
     given = options_of(config, kind)

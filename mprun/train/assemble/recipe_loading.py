@@ -219,14 +219,10 @@ class DataCache:
 # ---- which code runs -----------------------------------------------------------------------------
 
 
-class UntrustedCodeError(UsageError):
-    """A recipe's code lies in a folder that the user does not trust."""
-
-
 def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
-    """Raise `UntrustedCodeError` for a file in a folder whose code is not run."""
+    """Raise `UsageError` for a file in a folder whose code is not run."""
     if untrusted is not None and lies_in(file, untrusted):
-        raise UntrustedCodeError(
+        raise UsageError(
             f"{what} would run {file}, which is a part of {untrusted} itself and may be anyone's "
             "code; read it, then add run.trust=true"
         )
@@ -238,8 +234,8 @@ def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
     The current folder is searched too. The user's files are named before they run.
 
     Raises:
-        UsageError: its module cannot be imported; `legal` is what the field can be.
-        UntrustedCodeError: one of its files lies in the folder whose code is not run.
+        UsageError: its module cannot be imported (`legal` is what the field can be), or one of its
+            files lies in the folder whose code is not run.
     """
     module, _, name = target.rpartition(".")
     # `python -m` searches the current folder, an installed command does not; last, so that no file
@@ -257,7 +253,7 @@ def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
                     note(f"{what} runs the code of {spec.origin}")
             importlib.import_module(part)
         return getattr(sys.modules[module], name, None)
-    except UntrustedCodeError:
+    except MprunError:
         raise
     except Exception as error:  # the module is the user's: anything can be wrong with it
         raise UsageError(f"{what} cannot be loaded ({described(error)}); {legal}") from None

@@ -21,7 +21,6 @@ from torch import Tensor
 from mprun.errors import RunFailedError
 from mprun.precision import devices
 from mprun.precision.nested import all_tensors, map_tensors
-from mprun.train.data.loader_sets import LoadedSet
 
 Convert = Callable[[Any], Any]
 
@@ -50,8 +49,44 @@ class BatchSplit:
 WHOLE = BatchSplit()
 
 
+class SampleSet(ABC):
+    """Samples, in memory (`TensorSet`) or behind a `DataLoader` (`LoadedSet`)."""
+
+    nbytes: int
+    """Bytes of the samples that are kept in memory."""
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """The size of the batches that the samples come in; None: the run decides it."""
+        return None
+
+    @property
+    @abstractmethod
+    def samples(self) -> int | None:
+        """How many there are; None for a stream."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none; a stream has some."""
+        return self.samples == 0
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether only a pass over the samples shows how many there are."""
+        return self.samples is None
+
+    @property
+    def places(self) -> int | None:
+        """How many positions `select` takes: also of samples that no batch of an epoch has."""
+        return self.samples
+
+    @abstractmethod
+    def batches(self, batch_size: int) -> int | None:
+        """Micro-batches of a pass; None where that is unknown."""
+
+
 @dataclass(frozen=True, init=False)
-class TensorSet:
+class TensorSet(SampleSet):
     """Samples in memory: tensors [N, ...] of any dtype, nested in tuples, lists and mappings.
 
     `TensorSet(x, y)` holds the tuple `(x, y)`; `TensorSet({"ids": x})` holds the mapping.
@@ -66,26 +101,14 @@ class TensorSet:
         # the dataclass is frozen, and makes no __init__ that takes the items of a tuple
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
-    own_batch_size = None
-    """The run decides it."""
-    is_stream = False
-    """The samples are known."""
-
     def __len__(self) -> int:
         return len(all_tensors(self.content)[0])
 
     @property
     def samples(self) -> int:
-        """How many there are."""
         return len(self)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are none."""
-        return not len(self)
-
     def batches(self, batch_size: int) -> int:
-        """Batches of a pass."""
         return -(-len(self) // batch_size)
 
     @property
@@ -99,7 +122,7 @@ class TensorSet:
         return self.content[-1]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes that the tensors occupy."""
         return sum(x.nbytes for x in all_tensors(self.content))
 
@@ -115,11 +138,6 @@ class TensorSet:
     def first(self, n: int | None) -> TensorSet:
         """The first `n` samples, or all where `n` is None; no copy."""
         return self if n is None else self.map(lambda x: x[:n])
-
-    @property
-    def places(self) -> int:
-        """How many positions `select` takes."""
-        return len(self)
 
     def select(self, index: Sequence[int]) -> TensorSet:
         """A copy of the samples at these positions."""
@@ -231,7 +249,7 @@ Stream = Generator[Batch, None, None]  # Batches one after the other; `close` en
 class Batches(ABC):
     """A set of samples, batch by batch."""
 
-    data: TensorSet | LoadedSet
+    data: SampleSet
     """The samples."""
     batch_size: int | None
     """Samples per batch; the last one of an epoch may be smaller. None where they differ."""

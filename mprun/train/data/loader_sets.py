@@ -1,11 +1,14 @@
-"""Samples that a PyTorch data set or data loader reads one by one.
+"""Samples that a PyTorch data set or data loader reads one by one, and batches of them.
 
     DatasetSet   a map-style data set: mprun batches and shuffles it
     StreamSet    an iterable data set: batched as it comes, its length unknown
-    LoaderSet    a ready `DataLoader`: its batches are the micro-batches of a step
+    LoaderSet    a ready `DataLoader`, copied for each run: its batches are micro-batches of a step
 
-Each makes a `DataLoader` whose random numbers come from one generator, which the run seeds. A ready
-loader and its samplers are copied, so that runs that share it do not disturb each other.
+The order of samples comes from one generator, seeded by the run: what a raw loop gets from
+`DataLoader(..., generator=torch.Generator().manual_seed(seed))`. All other random numbers that data
+code draws are those of the batch (`random_numbers.py`), or of a worker in this epoch. So an epoch
+that is read again from its start gives the same samples, and a resumed run continues exactly: it
+reads the epoch's first batches again and drops them.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import copy
 import itertools
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -32,8 +36,23 @@ from torch.utils.data import (
     Subset,
 )
 
-from mprun.errors import UsageError
-from mprun.precision.nested import children
+from mprun.errors import RunFailedError, UsageError
+from mprun.precision import devices
+from mprun.precision._torch import end_workers, started
+from mprun.precision.nested import children, map_tensors
+from mprun.train.data.batches import (
+    WHOLE,
+    Batch,
+    Batches,
+    BatchForm,
+    BatchSplit,
+    MicroBatch,
+    SampleSet,
+    Stream,
+    Whole,
+    filled,
+    first_samples,
+)
 from mprun.train.data.random_numbers import seeded
 
 
@@ -47,38 +66,17 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadedSet(ABC):
-    """Samples behind a `DataLoader`."""
+class LoadedSet(SampleSet):
+    """Samples behind a `DataLoader`, of which none are kept in memory."""
 
-    nbytes: ClassVar[int] = 0
-    """None of them are kept in memory."""
+    nbytes: ClassVar[int] = 0  # type: ignore[misc]
     most: ClassVar[int | None] = None
     """At most this many batches are read; None: all."""
 
     @property
-    def own_batch_size(self) -> int | None:
-        """The size of the batches that the samples come in; None: the run decides it."""
-        return None
-
-    @property
     def fixed_batch_size(self) -> int | None:
-        """The same, where all batches but the last have it."""
+        """The own batch size, where all batches but the last have it."""
         return self.own_batch_size
-
-    @property
-    @abstractmethod
-    def samples(self) -> int | None:
-        """How many there are; None for a stream."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are none; a stream has some."""
-        return self.samples == 0
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether only a pass over the samples shows how many there are."""
-        return self.samples is None
 
     @abstractmethod
     def first(self, n: int | None) -> LoadedSet:
@@ -87,11 +85,6 @@ class LoadedSet(ABC):
     def select(self, index: Sequence[int]) -> LoadedSet | None:
         """The samples at these positions; None where they cannot be told apart."""
         return None
-
-    @property
-    def places(self) -> int | None:
-        """How many positions `select` takes: also of samples that no batch of an epoch has."""
-        return self.samples
 
     def with_inputs(self, convert: Callable[[Any], Any]) -> LoadedSet:
         """The same: samples are not in memory yet."""
@@ -106,10 +99,6 @@ class LoadedSet(ABC):
         The generator gives the order of samples and the seeds of workers; the epoch is the number
         of the pass, for samplers with `set_epoch`.
         """
-
-    @abstractmethod
-    def batches(self, batch_size: int) -> int | None:
-        """Micro-batches of a pass; None where that is unknown."""
 
     def example(self, batch_size: int) -> Any:
         """The first batch, or None where there is none; it is read here, without workers."""
@@ -316,10 +305,10 @@ def _check_stream(dataset: Any, name: str) -> None:
 
 
 def _is_map_style(part: Any) -> bool:
-    if isinstance(part, str | bytes | tuple | dict | torch.Tensor):
+    # what has a dtype is an array or a tensor: content, no data set
+    if isinstance(part, str | bytes | tuple | dict) or hasattr(part, "dtype"):
         return False
-    # what has a dtype is an array: content, no data set
-    return hasattr(part, "__getitem__") and hasattr(part, "__len__") and not hasattr(part, "dtype")
+    return hasattr(part, "__getitem__") and hasattr(part, "__len__")
 
 
 def _in_torch_format(part: Any) -> Any:
@@ -424,3 +413,177 @@ class _FirstOf(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._dataset), self._limit)
+
+
+# ---- batches that a loader reads -----------------------------------------------------------------
+
+EVALUATION_SEED = 0  # Evaluation reads the same samples each time
+MAX_SEED = 2**62  # PyTorch's seeds are int64, and numbers of batches are added
+_EPOCH_BYTES = 8  # Of the epoch's number, behind the generator's state: a checkpoint has one tensor
+
+
+class EpochSeed(NamedTuple):
+    """What decides the samples of an epoch, beside the generator's state."""
+
+    seed: int  # Of what data code draws
+    number: int  # From 0, for samplers with `set_epoch`
+
+
+class LoaderOrder:
+    """The order of a loader's samples; its state is that of the loader's generator.
+
+    The generator moves on while an epoch is read, as in a raw loop.
+    """
+
+    def __init__(self, generator: torch.Generator, seed: int) -> None:
+        self._generator = generator.manual_seed(seed)
+        self._epoch = 0
+
+    def state(self) -> Tensor:
+        """The generator's state and the number of epochs: what the next epoch depends on."""
+        epoch = torch.tensor(list(self._epoch.to_bytes(_EPOCH_BYTES, "little")), dtype=torch.uint8)
+        return torch.cat([self._generator.get_state(), epoch])
+
+    def restore(self, state: Tensor) -> None:
+        self._generator.set_state(state[:-_EPOCH_BYTES].clone())
+        self._epoch = int.from_bytes(bytes(state[-_EPOCH_BYTES:].tolist()), "little")
+
+    def draw(self) -> EpochSeed:
+        """What decides the next epoch."""
+        # from a copy: the loader's generator moves on as in a raw loop, which draws no such seed
+        copy = torch.Generator()
+        copy.set_state(self._generator.get_state())
+        self._epoch += 1
+        seed = int(torch.randint(MAX_SEED, (), generator=copy))
+        return EpochSeed(seed, self._epoch - 1)
+
+
+class LoaderBatches(Batches):
+    """The batches of a loader, on the training device: `accumulate` micro-batches per process.
+
+    Of `split` only one process's micro-batches are taken; the others are read and dropped, so that
+    the order of samples is that of one process. The generator gives the random order.
+    """
+
+    data: LoadedSet
+
+    def __init__(
+        self,
+        data: LoadedSet,
+        reading: Reading,
+        generator: torch.Generator,
+        form: BatchForm,
+        device: torch.device,
+        accumulate: int = 1,
+        split: BatchSplit = WHOLE,
+    ) -> None:
+        self.data, self.device = data, device
+        size = reading.batch_size if data.own_batch_size is None else data.fixed_batch_size
+        self._split, self._per_step = split, accumulate * split.of
+        self.batch_size = None if size is None else size * self._per_step
+        self._reading, self._generator = reading, generator
+        self._form, self._accumulate = form, accumulate
+        self._structure: str | None = None  # Of the first batch, as text
+
+    @property
+    def length(self) -> int | None:
+        micro_batches = self.data.batches(self._reading.batch_size)
+        return None if micro_batches is None else -(-micro_batches // self._per_step)
+
+    def epoch(self, order: EpochSeed | None, skip: int = 0) -> Stream:
+        """The batches of an epoch, less the first `skip`, which are read and dropped.
+
+        The order is what `LoaderOrder.draw` gave; None for an evaluation.
+
+        Raises:
+            RunFailedError: the data ended before the first batch that is wanted.
+        """
+        with closing(self._contents(order)) as contents:
+            wanted = skip * self._per_step
+            dropped = sum(1 for _ in itertools.islice(contents, wanted))
+            if dropped < wanted:
+                raise RunFailedError(
+                    f"the data gave {dropped:,} batches in this epoch, and the run that is resumed "
+                    f"had taken {wanted:,}: it can be resumed only with the same data"
+                )
+            empty = not skip
+            while batch := self._step(contents):
+                empty = False
+                yield batch
+            if empty:
+                raise RunFailedError(
+                    "the data gave no batch: the dataset is empty, or smaller than batch_size with "
+                    "drop_last=True"
+                )
+
+    def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
+        """At most `wanted` micro-batches; one that cannot be cut may have more samples."""
+        reading = self._reading._replace(shuffle=False)
+        if self.data.own_batch_size is None:
+            known = self.samples or wanted * at_most  # a stream: as if it had enough
+            size = max(1, min(at_most, known // min(wanted, known)))
+            reading = reading._replace(batch_size=size)
+        cut = LoaderBatches(self.data, reading, self._generator, self._form, self.device)
+        with closing(iter(cut)) as stream:
+            parts = [batch.parts[0] for batch in itertools.islice(stream, wanted)]
+        return [first_samples(part, at_most) for part in parts]
+
+    def _step(self, contents: Iterator[Any]) -> Batch | None:
+        """The micro-batches of the next step; the last step of an epoch may have fewer."""
+        if self._split.of == 1:
+            parts = tuple(map(self._micro_batch, itertools.islice(contents, self._accumulate)))
+            return Batch(parts) if parts else None
+        read = list(itertools.islice(contents, self._per_step))
+        if not read:
+            return None
+        first, end = self._split.rows(len(read))
+        own = tuple(map(self._micro_batch, read[first:end]))
+        own = own or (self._micro_batch(read[0]).as_idle,)
+        own = filled(own, self._split.most(len(read)))
+        size = sum(map(batch_size, read))
+        return Batch(own, Whole(size, float(size) if self._form.count is None else None))
+
+    def _contents(self, order: EpochSeed | None) -> Generator[Any, None, None]:
+        """What the loader yields, each batch with random numbers of its own."""
+        generator, epoch = self._generator, order
+        if epoch is None:
+            generator = torch.Generator().manual_seed(EVALUATION_SEED)
+            epoch = EpochSeed(EVALUATION_SEED, 0)
+        loader = self.data.loader(self._reading, generator, epoch.number)
+        with seeded(epoch.seed):  # the data set's own `__iter__` may draw when it begins
+            source = started(loader)
+        try:
+            # One more is asked for than there are: then a sampler draws its last numbers, as in a
+            # raw loop.
+            for number in itertools.count(1):
+                if self.data.most is not None and number > self.data.most:
+                    return
+                with seeded((epoch.seed + number) % MAX_SEED):
+                    try:
+                        content = next(source)
+                    except StopIteration:
+                        return
+                self._check(content)
+                yield content
+        finally:  # an epoch that is not read to its end leaves workers behind
+            end_workers(source)
+
+    def _check(self, content: Any) -> None:
+        """Refuse a batch of another structure than the first: it may not be trained as meant."""
+        found = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            found += f" of {', '.join(map(str, content))}"
+        elif isinstance(content, tuple):
+            found += f" of {len(content)}"
+        self._structure = self._structure or found
+        if found != self._structure:
+            raise RunFailedError(
+                f"the data gave a batch that is {found}, after one that was {self._structure}; "
+                "legal are batches of one structure"
+            )
+
+    def _micro_batch(self, content: Any) -> MicroBatch:
+        size, pinned = batch_size(content), devices.backend(self.device).pins
+        content = map_tensors(lambda x: x.to(self.device, non_blocking=pinned), content)
+        content = self._form.prepared(content)
+        return self._form.micro_batch(content, self._form.convert(content), size)

@@ -58,15 +58,7 @@ def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
         train, validation, notice = _held_out(train, request.validation_fraction)
     elif request.validation_fraction:
         notice = "data.validation_fraction has no effect: data() gives its own validation samples"
-    limit = request.eval_limit
-    return Splits(
-        name,
-        "recipe",
-        train.first(request.train_limit),
-        validation.first(limit),
-        test.first(limit),
-        notice=notice,
-    )
+    return Splits(name, "recipe", train, validation, test, notice=notice).limited(request)
 
 
 def _by_name(parts: Any) -> dict[str, Any]:
@@ -79,18 +71,17 @@ def _by_name(parts: Any) -> dict[str, Any]:
                     f"{hint(str(key), NAMES)}; {FORM}"
                 )
         return dict(parts)
+    received = None
     if not isinstance(parts, tuple):
         received = "nothing" if parts is None else f"a {type(parts).__name__}"
-        raise UsageError(f"data() gives {received}; {FORM}")
-    if any(isinstance(part, Tensor) for part in parts):
+    elif any(isinstance(part, Tensor) for part in parts):  # inputs and targets, or parts
+        received = "tensors directly"
+    elif not 1 <= len(parts) <= len(NAMES):
+        received = f"{len(parts)} parts"
+    if received is not None:
         raise UsageError(
-            "data() gives tensors directly, which could be inputs and targets or the training, "
-            f"validation and test samples; {FORM}"
-        )
-    if not 1 <= len(parts) <= len(NAMES):
-        raise UsageError(
-            f"data() gives {len(parts)} parts; legal are one to three, in the order "
-            f"{', '.join(NAMES)}; or {FORM}"
+            f"data() gives {received}; legal is a tuple of {', '.join(NAMES)}, of which the first "
+            f"is needed and none is a tensor; or {FORM}"
         )
     return dict(zip(NAMES, parts, strict=False))
 
@@ -101,8 +92,7 @@ def _as_set(part: Any, key: str) -> TensorSet | LoadedSet:
         return part
     if isinstance(part, Tensor | tuple | Mapping):
         return _in_memory(part, key)
-    loaded = loaded_set(part, key)
-    if loaded is not None:
+    if (loaded := loaded_set(part, key)) is not None:
         return loaded
     raise UsageError(
         f"data() gives a {type(part).__name__} as {key}; legal is a tuple or a dict of tensors, a "
@@ -173,12 +163,16 @@ def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
         UsageError: the folder has no images in folders of classes, or its parts differ in classes.
     """
     from torchvision import transforms
+    from torchvision.datasets import ImageFolder
 
     # resized so that the shorter side is the wanted one, and no augmentation, so that runs of
     # different precisions see the same samples
     steps = [transforms.Resize(image_size), transforms.CenterCrop(image_size)]
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
-    sets = {name: _images(path, transform) for name, path in _parts(Path(folder)).items()}
+    sets = {}
+    for name, path in _parts(Path(folder)).items():
+        with _refusals(path):
+            sets[name] = ImageFolder(str(path), transform, loader=_image)
     classes = class_names(folder)
     for name, images in sets.items():
         if images.classes != classes:
@@ -221,13 +215,6 @@ def _parts(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in named.items() if path.is_dir()}
 
 
-def _images(path: Path, transform: Any) -> Any:
-    from torchvision.datasets import ImageFolder
-
-    with _refusals(path):
-        return ImageFolder(str(path), transform, loader=_image)
-
-
 def _image(path: str) -> Any:
     """An image as RGB; raises `UsageError` for a file that is none."""
     from torchvision.datasets.folder import pil_loader
@@ -235,9 +222,7 @@ def _image(path: str) -> Any:
     try:
         return pil_loader(path)
     except (OSError, SyntaxError) as error:  # the latter: a damaged PNG
-        raise UsageError(
-            f"the image {path} cannot be read ({error}); replace or delete it"
-        ) from None
+        raise UsageError(f"the image {path} cannot be read ({error}); replace it") from None
 
 
 @contextmanager

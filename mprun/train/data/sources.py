@@ -23,7 +23,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -284,6 +284,12 @@ class Splits:
     notice: str | None = None
     """A sentence the user must see before the run, or None."""
 
+    def limited(self, request: DataRequest) -> Splits:
+        """The first samples of each part, as many as the request wants."""
+        train, most = self.train.first(request.train_limit), request.eval_limit
+        validation, test = self.validation.first(most), self.test.first(most)
+        return replace(self, train=train, validation=validation, test=test)
+
 
 def image_splits(name: str, request: DataRequest) -> Splits:
     """MNIST or FashionMNIST as bytes [N, 1, 28, 28] and class indices [N] (int64).
@@ -292,20 +298,25 @@ def image_splits(name: str, request: DataRequest) -> Splits:
         UsageError: a file is damaged, or none is available and no fallback was asked for.
     """
     train, test, source, notice = _load(name, request)
-    held_in = len(train) - round(len(train) * request.validation_fraction)
+    name = name if source != "generated" else "generated glyphs"
+    return replace(held_out(name, source, train, test, request), notice=notice)
+
+
+def held_out(
+    name: str, source: str, known: TensorSet, test: TensorSet, request: DataRequest
+) -> Splits:
+    """Splits whose validation samples are the last of the known ones, within the request's limits.
+
+    Raises:
+        UsageError: the request leaves no training sample.
+    """
+    held_in = len(known) - round(len(known) * request.validation_fraction)
     if held_in < 1:
         raise UsageError(
             f"data.validation_fraction={request.validation_fraction} leaves no training sample"
         )
-    train, validation = train.split(held_in)
-    return Splits(
-        name if source != "generated" else "generated glyphs",
-        source,
-        train.first(request.train_limit),
-        validation.first(request.eval_limit),
-        test.first(request.eval_limit),
-        notice=notice,
-    )
+    train, validation = known.split(held_in)
+    return Splits(name, source, train, validation, test).limited(request)
 
 
 def image_sample() -> TensorSet:

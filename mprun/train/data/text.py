@@ -80,14 +80,8 @@ def text_splits(
     none = windows(train, context, 1, targets).first(0)
     # side by side, so that every held-out character counts once
     held = windows(validation, context, context, targets) if held_out else none
-    return Splits(
-        name,
-        source,
-        windows(train, context, 1, targets).first(request.train_limit),
-        held.first(request.eval_limit),
-        none,
-        notice=notice,
-    )
+    splits = Splits(name, source, windows(train, context, 1, targets), held, none, notice=notice)
+    return splits.limited(request)
 
 
 def text_sample(context: int, targets: bool = True) -> TensorSet:

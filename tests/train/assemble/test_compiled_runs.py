@@ -49,12 +49,3 @@ def test_a_compiled_run_is_recorded_resumed_and_close_to_an_eager_one(
     for name, x in weights("whole").items():
         assert torch.equal(x, weights("part")[name]), name
         assert torch.allclose(x, weights("eager")[name], rtol=1e-5, atol=1e-5), name
-
-
-@needs_compiler
-def test_compile_is_an_axis_of_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", *WORDS, "precision=fp32", "speed.compile=true,false", "train.epochs=1"]
-    assert main([*words, "seeds=1", "run.dir=study"]) == 0
-    runs = [p.parent for p in Path("study").rglob("summary.json")]
-    assert sorted(read_summary(run).backend.compile for run in runs) == [False, True]
-    assert "speed.compile" in capsys.readouterr().out

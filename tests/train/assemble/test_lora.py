@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.optim import LowPrecisionOptimizer, MasterWeights
 from mprun.recipe import Recipe
-from mprun.records.run_record import read_summary
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.assemble.planned_memory import step_memory
 from mprun.train.data import DataRequest, Splits, TensorSet
@@ -117,26 +114,3 @@ def test_frozen_parameters_have_neither_gradients_nor_state(mode: str) -> None:
     assert max(at_end["gradients"]) == size * adapters
     state = 4 * adapters + 4 * 4  # a sum of squares of each, and four step counts
     assert max(at_end["optimizer_state"]) == state + (4 * adapters if size == 2 else 0)
-
-
-@pytest.mark.representative("fp16_mixed", "half_sr")
-@pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "half_sr"])
-def test_a_run_and_the_commands(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "lora.yaml").write_text(
-        f"# @package _global_\nrecipe:\n  name: lora\n  target: {__name__}.Lora\n"
-        "train:\n  batch_size: 4\n  eval_batch_size: 4\n  max_steps: 3\n  lr: 0.01\n"
-        "  optimizer:\n    name: adamw\n"
-    )
-    given = ["--config-dir", "conf", "recipe=lora", f"precision={mode}", "device=cpu"]
-    assert main([*given, "run.dir=one"]) == 0
-    summary = read_summary(tmp_path / "one")
-    assert summary.memory_bytes.peak
-    assert summary.memory_bytes.gradients < summary.memory_bytes.parameters / 4
-    assert main(["memory", *given, "memory.picture=false"]) == 0
-    few = ["numerics.warmup=1", "numerics.steps=2", "numerics.plots=false"]
-    assert main(["numerics", *given, *few]) == 0
-    capsys.readouterr()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,16 +14,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from mprun.cli.main import main
-from mprun.config import reference
 from mprun.config.compose import compose
-from mprun.config.schema import OPTIMIZERS, OptimizerRow
 from mprun.errors import UsageError
 from mprun.optim import MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.assemble.parts import effective, initial_summary
-from mprun.train.assemble.planned_memory import step_memory
 from mprun.train.checkpoint import path_in
 from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, Trainer, TrainingComponents
@@ -168,6 +164,7 @@ def test_a_class_by_import_path_is_a_raw_loop(
             ["Adagrad cannot be made", "Invalid epsilon", "its arguments: lr_decay"],
         ),
         (["target=torch.optim.Adagrad", "args.lr=1"], ["the learning rate is train.lr"]),
+        (["name=adam"], ["is one of sgd, rmsprop, adamw"]),
     ],
 )
 def test_what_is_no_optimizer_is_refused_in_one_line(
@@ -222,65 +219,6 @@ def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> No
     a, b = (torch.load(path_in(tmp_path / x), weights_only=True) for x in "ab")
     for key, value in a["trainer"]["model"].items():
         assert torch.equal(value, b["trainer"]["model"][key])
-
-
-@pytest.fixture
-def adamax(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A row of the table is all that a further optimizer by name takes."""
-    row = OptimizerRow("Adamax", ("weight_decay", "betas", "eps"))
-    monkeypatch.setitem(OPTIMIZERS, "adamax", row)
-    _forget_fields()
-    yield [f"train.optimizer.{x}" for x in ("name=adamax", "beta2=0.99", "weight_decay=0.1")]
-    _forget_fields()
-
-
-def _forget_fields() -> None:
-    """Read the schema's legal values again."""
-    for function in (*vars(reference).values(), *vars(sys.modules[compose.__module__]).values()):
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "half_sr"])
-def test_a_row_adds_an_optimizer_by_name(mode: str, adamax: list[str], tmp_path: Path) -> None:
-    given = [*PLAIN, f"precision={mode}"]
-    args = ["target=torch.optim.Adamax", "args={betas: [0.9, 0.99]}", "weight_decay=0.1"]
-    named, by_path = (
-        planned(*given, *adamax),
-        planned(*given, *[f"train.optimizer.{x}" for x in args]),
-    )
-    assert not named.warnings
-    assert named.speed == by_path.speed
-    assert step_memory(named).peak_bytes == step_memory(by_path).peak_bytes
-    for mine, other in zip(*(trained(x).model.parameters() for x in (named, by_path)), strict=True):
-        assert torch.equal(mine, other)
-    folder = tmp_path / "run"
-    assert main([*given, *adamax, "train.max_steps=2", f"run.dir={folder}"]) == 0
-    assert main([f"run.resume={folder}", "train.max_steps=4"]) == 0
-    summary, low = read_summary(folder), mode == "half_sr"
-    assert summary.backend.optimizer_impl == ("masters" if low else "forloop")
-    assert summary.effective.momentum_dtype == "float32"
-    count = 8 * 4 + 4
-    assert summary.memory_bytes.optimizer_state == (3 if low else 2) * 4 * count + 2 * 4
-    resumed = torch.load(path_in(folder), weights_only=True)["trainer"]["model"]
-    for key, value in trained(named).model.state_dict().items():
-        assert torch.equal(value, resumed[key])
-
-
-def test_a_name_without_16_bit_formula_is_checked_as_a_path_is(adamax: list[str]) -> None:
-    moment = "precision.momentum_dtype=bfloat16"
-    plan = planned(*PLAIN, *adamax, moment, "train.optimizer.momentum=0.5")
-    assert [text.split(":")[-1] for text in plan.warnings] == [
-        " adamax keeps its state in float32",
-        " adamax does not use it",
-    ]
-    split = r"split with train\.optimizer\.name=adamax, .*name=sgd\|rmsprop\|adamw"
-    with pytest.raises(UsageError, match=split):
-        planned(*PLAIN, *adamax, "precision=bf16_sr", "precision.rounding=split")
-    with pytest.raises(UsageError, match="1 makes sparse gradients"):
-        small("Sparse", "precision=bf16_sr", *adamax)
-    with pytest.raises(UsageError, match="is one of sgd, rmsprop, adamw, adamax"):
-        planned(*PLAIN, "train.optimizer.name=adam")
 
 
 def test_target_and_arguments_are_part_of_the_variant() -> None:

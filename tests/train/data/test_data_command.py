@@ -88,12 +88,6 @@ def test_what_is_missing_or_damaged_is_told_with_what_mends_it(
     assert contents(root) == before
 
 
-def test_the_fix_names_only_what_is_broken(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "MNIST").rename(root / "FashionMNIST")
-    assert main(["data", "verify", f"data.root={root}"]) == 1
-    assert f"`mprun data fetch MNIST data.root={root}`" in capsys.readouterr().err
-
-
 # fetch
 
 

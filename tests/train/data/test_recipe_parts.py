@@ -124,7 +124,7 @@ X, Y = samples(4)
     [
         ((X, Y), ["tensors directly", 'return {"train": (inputs, targets)}']),
         ((X, Y, X, Y), ["tensors directly"]),
-        (((X, Y),) * 4, ["4 parts; legal are one to three"]),
+        (((X, Y),) * 4, ["4 parts; legal is a tuple of train"]),
         ((), ["0 parts"]),
         (None, ["data() gives nothing", 'return {"train"']),
         (X, ["data() gives a Tensor"]),

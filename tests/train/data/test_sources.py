@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import shlex
 import socket
@@ -209,22 +208,6 @@ def test_packed_files_beside_are_unpacked(server: Server, root: Path) -> None:
     assert (splits.source, server.asked) == ("local", [])
     assert torch.equal(splits.train.targets, labels(TRAIN).long())
     assert len(list(raw.iterdir())) == 8
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: gzip.compress(b"another file")]
-)
-def test_a_damaged_packed_file_is_not_used(
-    server: Server, root: Path, published: dict[str, bytes], damage: Callable[[bytes], bytes]
-) -> None:
-    name = "train-images-idx3-ubyte"
-    path = root / "MNIST" / "raw" / name
-    path.unlink()
-    packed = damage(gzip.compress(published[name]))
-    path.with_name(f"{name}.gz").write_bytes(packed)
-    assert sources.download("MNIST", root) == "download"
-    assert path.read_bytes() == published[name]
-    assert path.with_name(f"{name}.gz").read_bytes() == packed
 
 
 def test_the_next_mirror_is_asked_where_one_fails(

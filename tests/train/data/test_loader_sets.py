@@ -25,7 +25,6 @@ from torch.utils.data import (
 from mprun.errors import RunFailedError, UsageError
 from mprun.precision.devices import host_random_states, restore_host_random_states
 from mprun.train.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
-from mprun.train.data.loader_batches import EpochSeed
 from mprun.train.data.loader_sets import Reading, batch_size
 from mprun.train.data.random_numbers import seeded
 from mprun.train.user_code import described
@@ -358,14 +357,6 @@ def test_an_error_in_a_worker_is_shown_by_its_own_message() -> None:
         list(batches.epoch(order.draw()))
     text = described(caught.value)
     assert text.startswith("KeyError: \"no column 'x'\" (")
-    assert "test_loader_batches.py:" in text
+    assert "test_loader_sets.py:" in text
     assert text.endswith(", in a DataLoader worker)")
     assert not own_children()
-
-
-def test_the_seed_of_an_epoch_is_part_of_the_state() -> None:
-    _, order = batches_of(NUMBERS)
-    state = order.state()
-    assert order.draw() == EpochSeed(order.draw().seed, 0)
-    order.restore(state)
-    assert order.draw().number == 0
