@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +69,8 @@ def ls_command(args: Sequence[str]) -> int:
             raise UsageError(f"there is no folder {folder}; write mprun ls FOLDER")
     records = [x for folder in folders or [OUTPUTS] if folder.is_dir() for x in listed(folder)]
     records.sort(key=lambda x: x.started_at, reverse=True)
-    records.sort(key=SORTS[own.sort])  # a stable sort: equal ones stay newest first
+    if own.sort != "when":  # a stable sort: equal ones stay newest first
+        records.sort(key=_by_metric if own.sort == "metric" else attrgetter(own.sort))
     result = Result({"schema_version": 1, "records": records}, _parts(records, own.limit))
     if own.json:
         print(result.json, end="")
@@ -131,15 +133,6 @@ def _status(record: ListedRecord) -> str:
 def _by_metric(record: ListedRecord) -> tuple[str, str, float]:
     best = next(iter(_values(record)), inf)
     return record.recipe, record.metric, -best if record.higher_is_better else best
-
-
-SORTS: dict[str, Callable[[ListedRecord], Any]] = {
-    "when": lambda x: 0,  # the order in which they are listed
-    "recipe": lambda x: x.recipe,
-    "mode": lambda x: x.mode,
-    "metric": _by_metric,
-    "status": lambda x: x.status,
-}
 
 
 LS = Command(

@@ -13,16 +13,13 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.study.report.plots import draw
+from tests.cli.small import LINEAR
 from tests.study.compare.folders import write_run
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 ACCURACIES = {"fp32": (0.95, 0.96, 0.955), "bf16_mixed": (0.9501, 0.9601, 0.9552)}
 WORSE = (0.85, 0.86, 0.856)
-LINEAR = [
-    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
-    *("recipe.model.samples=8", "train.batch_size=8", "train.max_steps=5", "device=cpu"),
-]
 
 
 def write_sweep(folder: str = "sweep", **variants: tuple[float, ...]) -> None:
@@ -58,7 +55,7 @@ def test_real_runs_are_compared(
 ) -> None:
     one = functools.partial(draw, names=["difference"])
     monkeypatch.setattr("mprun.study.report.exports.draw", one)
-    assert main(["-m", *LINEAR, "precision=fp32,bf16_mixed"]) == 0
+    assert main(["-m", *LINEAR, "train.max_steps=5", "precision=fp32,bf16_mixed"]) == 0
     (sweep,) = Path("outputs").glob("*/*")
     capsys.readouterr()
     assert main(["compare", str(sweep)]) == 0

@@ -7,18 +7,11 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
+from tests.cli.small import LINEAR, made
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
-LINEAR = [
-    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
-    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
-]
 COMMANDS = ("trace", "memory", "numerics", "check", "search-ops")
-
-
-def made() -> list[str]:
-    return sorted(str(path) for path in Path().rglob("*"))
 
 
 @pytest.mark.parametrize(

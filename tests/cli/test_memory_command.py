@@ -12,6 +12,7 @@ import torch
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.cli.processes import Forking
+from tests.cli.small import made
 from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -31,10 +32,6 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("mprun.train.data.sources.find_root", refuse)
     monkeypatch.setattr("mprun.train.data.sources.draw", refuse)
-
-
-def made() -> list[str]:
-    return sorted(str(path) for path in Path().rglob("*"))
 
 
 def planned(*words: str) -> dict[str, Any]:

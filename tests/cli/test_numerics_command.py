@@ -30,18 +30,11 @@ from mprun.recipe import Recipe
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
+from tests.cli.small import LINEAR, MNIST
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
 ROOT = Path(__file__).resolve().parents[2]
-MNIST = [
-    *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
-    *("data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
-]
-LINEAR = [
-    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
-    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
-]
 FASHION = [
     *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
     *("device=cpu", "data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),

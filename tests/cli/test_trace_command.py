@@ -13,22 +13,9 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.watch.step_events import PHASES
+from tests.cli.small import LINEAR, MNIST, made
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
-
-MNIST = [
-    *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
-    *("data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
-]
-LINEAR = [
-    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
-    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
-]
-
-
-def made() -> list[str]:
-    """What lies in the current folder."""
-    return sorted(str(path) for path in Path().rglob("*"))
 
 
 def traced(*words: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from mprun.cli.main import COMMANDS as ALL
+from mprun.config.reference import leaves
 from mprun.config.settings import Field, fields
 
 NOTHING = ("???", "${x}", "${oc.env:MPRUN_NO_SUCH_VARIABLE}", "${", "${nope:1}")
@@ -72,13 +73,19 @@ class Case:
 
 # ---- settings ------------------------------------------------------------------------------------
 
-COMMANDS = {command.name: command.settings for command in ALL if command.settings}
+COMMANDS = {x.name: [*fields(x.settings).values()] for x in ALL if x.settings}
+# Groups are chosen by name, and mappings and lists of names are read when the run is planned
+COMMANDS["train"] = [
+    x
+    for x in leaves().values()
+    if not x.key.endswith(".name") and not x.legal.startswith(("a mapping", "a list"))
+]
 
 
 def wrong_setting(chance: Random) -> Case:
-    """A setting of a command with a value that it cannot have."""
-    command = chance.choice(list(COMMANDS))
-    field = chance.choice(list(fields(COMMANDS[command]).values()))
+    """A field of a run, or a setting of a command, with a value that it cannot have."""
+    command = chance.choice(["train"] * len(COMMANDS) + list(COMMANDS))
+    field = chance.choice(COMMANDS[command])
     key = field.key
     taken = LISTED if key == "seeds" else ()  # which may be listed
     no_value = [text for text in (*NOTHING, *SEVERAL, *NOT_READ) if text not in taken]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mprun.errors import UsageError
 from mprun.records import run_record
 from mprun.records.files import jsonable
 from mprun.records.run_record import Summary, read_summary
+from tests.fuzz.damage import places
 from tests.study.compare.folders import summary_of
 
 OPEN = ("versions", "accelerated", "layers")  # mappings from any name
@@ -22,15 +22,6 @@ OPEN = ("versions", "accelerated", "layers")  # mappings from any name
 def plain() -> Any:
     """A summary as it comes from a file."""
     return json.loads(json.dumps(jsonable(asdict(summary_of()))))
-
-
-def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The path of every key and item, those below it included."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        yield (*path, key)
-        if isinstance(item, dict | list):
-            yield from places(item, *path, key)
 
 
 def parent(summary: Any, path: tuple[Any, ...]) -> Any:
