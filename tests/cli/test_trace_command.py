@@ -13,7 +13,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.watch.step_events import PHASES
-from tests.cli.small import LINEAR, MNIST, made
+from tests.cli.small import LINEAR, MNIST
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

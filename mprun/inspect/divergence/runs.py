@@ -86,7 +86,7 @@ def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
     precision = build_precision(plan)
     model, _ = build_model(plan, precision)
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(saved["trainer"]["model"])
     except (RuntimeError, KeyError, TypeError) as error:
         reason = described(error)
         raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None
