@@ -22,7 +22,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD, AdamW, RMSprop
 from mprun.precision import backend_flags, devices
-from mprun.precision.gemms import FLOAT8_FROM, why_not_native
+from mprun.precision.gemms import RECIPES, why_not_native
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.clock import clock_for
@@ -57,7 +57,7 @@ def test_every_mode_trains_as_on_the_cpu(mode: str) -> None:
     assert sum(there[-5:]) == pytest.approx(sum(here[-5:]), rel=0.2)
     summary = read_summary(Path("there"))
     assert summary.hardware.device == DEVICE.type
-    if mode in FLOAT8_FROM and why_not_native(mode, DEVICE) is None:
+    if mode in RECIPES and why_not_native(mode, DEVICE) is None:
         assert summary.execution == "native"
 
 
@@ -153,7 +153,7 @@ def seeded(seed: int) -> torch.Generator:
 
 @on_cuda
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode", sorted(FLOAT8_FROM))
+@pytest.mark.parametrize("mode", sorted(RECIPES))
 def test_native_float8_trains_eager_and_compiled(mode: str, compiled: bool) -> None:
     if why := why_not_native(mode, DEVICE):
         pytest.skip(why)
