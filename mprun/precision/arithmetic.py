@@ -2,19 +2,15 @@
 
 An arithmetic is a region, entered for the forward pass, the loss and the backward pass. The native
 one changes nothing. The others are dispatch modes: they see each op after autocast has cast its
-inputs, forward and backward, and replace some ops. `emulate.py` emulates 16 bits;
-this file has TF32 and the fallback to float32.
+inputs. `emulate.py` emulates 16 bits; this file has TF32 and the fallback to float32.
 
-float16 on a CPU: some kernels are reference loops, 20 to 700 times slower than float32
-(convolution's backward on every CPU we tried, matmuls on CPUs without AVX512-FP16). oneDNN trains
-no LSTM in float16, and in bfloat16 on some CPUs only. The fallback computes such an op in float32
-and rounds its result once. The trade-off: a kernel may sum in another order or round partial sums
-as well (`partials.py` measures it), so the bits can differ.
+**float16 on a CPU**: some kernels are reference loops, 20 to 700 times slower than float32. oneDNN
+trains no LSTM in float16, and in bfloat16 on some CPUs only. The fallback computes such an op in
+float32 and rounds its result once; a kernel may sum in another order, so the bits can differ.
 
 **TensorFloat-32** (NVIDIA, "TensorFloat-32 in the A100 GPU"): matmuls and convolutions take float32
-inputs rounded to a 10-bit mantissa; products and sums are float32. Without such hardware mprun
-rounds the inputs of those ops, gradients included. A kernel that cannot be opened (`products.py`)
-computes in float32. mprun warns of it once and lists it in `substitutions`.
+inputs rounded to a 10-bit mantissa. Without such hardware mprun rounds the inputs of those ops,
+gradients included. An op that cannot be opened (`products.py`) is in `substitutions`.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
 """16-bit arithmetic around float32: every result rounded, forward and backward.
 
 Hardware with stochastic rounding (Graphcore's IPU) applies it where a result leaves the arithmetic
-unit. On a CPU or GPU the output of a 16-bit kernel is already rounded to nearest, and the digits
-that it cut off are lost. So each op on 16-bit tensors is computed in float32, on inputs that are
-widened exactly, and mprun rounds its result to 16 bits. This holds in the forward pass, in the
-backward pass and where gradients are accumulated. Between ops, parameters, gradients and stored
-activations are really 16 bits. Inside an op sums are float32, unless the partials are float16
-(`partials.py`).
-
-Rounding is stochastic during a training step. In evaluation it is to nearest, so that a model has
-one test accuracy.
+unit. The output of a 16-bit kernel is already rounded to nearest. So each op on 16-bit tensors is
+computed in float32, on inputs that are widened exactly, and mprun rounds its result: stochastically
+during a training step, to nearest in evaluation, so that a model has one test accuracy. Between ops
+all is really 16 bits. Inside an op sums are float32, unless the partials are float16.
 
 The format and the width of the sums are emulated, not the bits of some hardware. Ops that only move
-or select numbers are not rounded, because their results are exact. Mixed dtypes are promoted or
-refused like in PyTorch's kernels (`products.py`).
+or select numbers are exact, and not rounded. Mixed dtypes are promoted or refused like in PyTorch's
+kernels (`products.py`).
 
 **Copies** let emulation widen the same numbers once: the loop that rounds a result writes it twice,
-as 16 bits and as the float32 of the same value, over the unrounded result. The next op reads the
-float32 numbers. Memory is the price: six bytes a number, not two.
+as 16 bits and as float32, which the next op reads. It takes six bytes a number, not two.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """The dtype of each module: what its parameters are stored in, and what it computes in.
 
-`convert` brings a model to a device, a dtype and a memory format. New `Parameter` objects take the
-place of the old ones, because fake tensors, on which mprun counts memory, cannot be converted in
-place; convert a model before its optimizer is made. Running statistics of PyTorch's batch and
-instance norms stay in float32.
+`convert` brings a model to a device, a dtype and a memory format, by new `Parameter` objects: fake
+tensors cannot be converted in place. Running statistics of norms stay in float32.
 
-**Modules in a precision of their own** (`precision.layers`, whose grammar is in
-`mprun.records.layer_values`) keep what does not survive 16 bits. A dtype means, in the mode around:
+**Modules in a precision of their own** (`precision.layers`; its grammar: `records.layer_values`)
+keep what does not survive 16 bits. A dtype means, in the mode around:
 
     casting none      parameters are stored in that dtype, and the layer computes in it
     casting autocast, parameters stay float32, and the layer computes in that dtype; fp32 switches
     op_lists          casts off inside it
 
-A mode's name gives what the mode has. One optimizer rounds all 16-bit parameters alike, so names
-that state a rounding need a mode that rounds like them. A layer casts its floating inputs to what
-it computes in; its output stays as computed. The precision of a module holds for all inside it.
+A mode's name gives what the mode has; one optimizer rounds all 16-bit parameters alike. A layer
+casts its floating inputs to what it computes in; its output stays. It holds for all modules inside.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Steps on gradients of a scaled loss: scale, unscale, check, clip, step; buffers of skipped steps.
 
-In float16 a gradient below 2^-24 becomes 0. Multiplying the loss by S multiplies every gradient by
-S. So gradients are computed S times larger, and divided by S before the optimizer gets them
-(Micikevicius et al., "Mixed Precision Training", 2018). A step whose gradients are not finite is
-skipped. The dynamic scale starts high, is multiplied by `backoff` at every overflow, and by
-`growth` after `interval` steps without: torch.amp.GradScaler's rule with a floor. The transition is
-a pure function on tensors, so on CUDA the host never waits for it.
-
-An iteration may step several optimizers; then `update` moves the scale once. 16-bit gradients are
-divided in float32, where 3e-9 does not become 0; PyTorch's optimizers get them rounded back after
-clipping. Processes with shards agree on norm and overflows by `Combine`.
+In float16 a gradient below 2^-24 becomes 0. So the loss, and with it every gradient, is multiplied
+by S, and gradients are divided by S in float32 before the optimizer gets them (Micikevicius et al.,
+"Mixed Precision Training", 2018). A step whose gradients are not finite is skipped. The dynamic
+scale is multiplied by `backoff` at every overflow, and by `growth` after `interval` steps without:
+torch.amp.GradScaler's rule with a floor, a pure function on tensors, so that on CUDA the host never
+waits for it. An iteration may step several optimizers; then `update` moves the scale once.
 
 A step that overflows in the forward pass writes infinities into BatchNorm's running statistics.
 `BufferGuard` takes those elements back if the step is skipped, and reports them if it is taken.
