@@ -2,7 +2,7 @@
 
 Doors: `QUESTION` of each module that has one (`question.py` says what that is): memory, trace,
 numerics, search-ops, diff, replay, doctor; and `check/`, the gate of a repository. `divergence/`
-finds where two models part.
+finds where two models part. `rounding_oracle.py` decides whether an error is only rounding.
 
 How data goes through: a plan (`train/assemble`) gives model, batch and precision. A few steps run
 under the recorders of `watch`, in the mode and in float32 or float64. What is measured becomes a

@@ -34,19 +34,17 @@ def prepare(given: Given) -> Prepared:
     for path in paths:
         if not path.exists():
             raise UsageError(f"there is no {path}: {USAGE}")
-    if save is not None:
-        if not paths[0].is_dir():
-            raise UsageError(f"{paths[0]} is not a run's folder: {USAGE}")
-        folder = save.parent
-    else:
-        folder = paths[1] if paths[1].is_dir() else paths[1].parent
+    last = paths[-1]
+    if save is not None and not last.is_dir():
+        raise UsageError(f"{last} is not a run's folder: {USAGE}")
 
     def measure(_: Measuring) -> Result:
         from mprun.inspect.divergence.runs import diff_paths, saved_side  # imports torch
 
         return diff_paths(*paths) if save is None else saved_side(paths[0], save.name)
 
-    return Prepared(measure, folder=folder)
+    beside = last if last.is_dir() else last.parent
+    return Prepared(measure, folder=beside if save is None else save.parent)
 
 
 QUESTION = Question("diff", prepare, takes_run=False, folders_of=RUNS)

@@ -213,35 +213,25 @@ def test_it_changes_no_random_numbers() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+SHAPES = r"{'output': \[3\]}, and the reference {'output': \[2\]}"
+GRADIENTS = r"actual gives {'output': \[2\]}, and .* 'gradient of input 0': \[2\]}"
+
+
 @pytest.mark.parametrize(
-    ("call", "kind", "text"),
+    ("given", "options", "kind", "text"),
     [
-        (
-            lambda: assert_explained(3, draw(2)),
-            TypeError,
-            "reference is a int; legal is a function",
-        ),
-        (
-            lambda: assert_explained(draw(2), draw(2)),
-            TypeError,
-            "reference is a Tensor; legal is a function",
-        ),
-        (lambda: assert_explained(sq, sq, draw(2)), TypeError, "write the reference by its name"),
-        (lambda: assert_explained(sq, draw(2), reference=3), TypeError, "reference is a int"),
-        (lambda: assert_explained(sq, draw(2), dtype=torch.float64), ValueError, "legal: torch"),
-        (lambda: assert_explained(sq, draw(2), passes=1), ValueError, "2 or more"),
-        (
-            lambda: assert_explained(draw(2), draw(2), reference=sq, backward=True),
-            ValueError,
-            r"actual gives {'output': \[2\]}, and .* 'gradient of input 0': \[2\]}",
-        ),
-        (
-            lambda: assert_explained(draw(3), draw(2), reference=sq),
-            ValueError,
-            r"{'output': \[3\]}, and the reference {'output': \[2\]}",
-        ),
+        ((3, draw(2)), {}, TypeError, "reference is a int; legal is a function"),
+        ((draw(2), draw(2)), {}, TypeError, "reference is a Tensor; legal is a function"),
+        ((sq, sq, draw(2)), {}, TypeError, "write the reference by its name"),
+        ((sq, draw(2)), {"reference": 3}, TypeError, "reference is a int"),
+        ((sq, draw(2)), {"dtype": torch.float64}, ValueError, "legal: torch"),
+        ((sq, draw(2)), {"passes": 1}, ValueError, "2 or more"),
+        ((draw(2), draw(2)), {"reference": sq, "backward": True}, ValueError, GRADIENTS),
+        ((draw(3), draw(2)), {"reference": sq}, ValueError, SHAPES),
     ],
 )
-def test_wrong_use_is_told(call: Callable[[], None], kind: type[Exception], text: str) -> None:
+def test_wrong_use_is_told(
+    given: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
-        call()
+        assert_explained(*given, **options)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mprun.errors import UsageError
 from mprun.inspect.check.check_result import CheckSettings, refuse_folder, write_reports
-from mprun.inspect.question import Given, Prepared, Question
+from mprun.inspect.question import Given, Measuring, Prepared, Question
 from mprun.records.result import Result
 
 
@@ -61,20 +61,14 @@ def prepare(given: Given) -> Prepared:
         raise UsageError("--python and --with compare two environments: give one, without --update")
     texts = [*given.overrides, *(ONE_STEP if other else ())]
     modes = plan_check(texts, given.config_dir, settings)
-    composed = modes[0].planned.composed
-    if not other:
-        return Prepared(
-            lambda m: check_modes(modes, settings, known.update, m.report),
-            composed,
-            after=report_to_ci,
-        )
-    needed = known.requirement
-    python = environment_with(needed) if needed else [str(known.python)]
-    return Prepared(
-        lambda _: check_environment(modes, settings, python),
-        composed,
-        after=report_to_ci,
-    )
+    python = environment_with(known.requirement) if known.requirement else [str(known.python)]
+
+    def measure(measuring: Measuring) -> Result:
+        if other:
+            return check_environment(modes, settings, python)
+        return check_modes(modes, settings, known.update, measuring.report)
+
+    return Prepared(measure, modes[0].planned.composed, after=report_to_ci)
 
 
 QUESTION = Question("check", prepare, (CheckSettings,))

@@ -387,6 +387,6 @@ def _slope(passes: StepPasses, gradients: Figures, part: str) -> tuple[float, fl
     gap = min(abs(slope - derivative) for slope in slopes)
     rounding = float(gradients[LOSS].abs()) * torch.finfo(torch.float64).eps / STEPS[-1]
     # slopes must agree with each other before they contradict the gradient: kinks make them differ
-    error = SLOPE_MARGIN * (max(slopes) - min(slopes)) + DIFFERENCE_MARGIN * rounding
-    error += COARSEST * scale
+    apart = SLOPE_MARGIN * (max(slopes) - min(slopes))
+    error = apart + DIFFERENCE_MARGIN * rounding + COARSEST * scale
     return (slopes[-1], derivative) if gap > error else None

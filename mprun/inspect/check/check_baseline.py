@@ -19,7 +19,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch import nn
 
 from mprun.errors import definition
 from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.checked_mode import CheckedMode
+from mprun.inspect.check.checked_mode import LOSS, CheckedMode
 from mprun.inspect.divergence.boundaries import calls_followed, floating
 from mprun.inspect.passes import in_float64
 from mprun.inspect.rounding_oracle import half_step, spread_bound
@@ -43,7 +42,7 @@ from mprun.watch.updates import weights_moved
 
 SCHEMA_VERSION = 1
 DIGITS = 7  # Significant digits that are written: those of float32
-OUTPUT, LOSS = "norm of the output of {} in float64", "loss of {}"
+OUTPUT, LOSSES = "norm of the output of {} in float64", "loss of {}"
 # Peak over the baseline's from which memory has grown: other kernels ask for other scratch
 GREW = 1.02
 
@@ -101,12 +100,12 @@ class Baseline:
         """What a mode is compared by, in this order; of its losses, the first `steps`."""
         losses = {f"step {n}": x for n, x in enumerate(self.modes[mode].losses[:steps], 1)}
         if self.reference is None:
-            return {LOSS: losses}
+            return {LOSSES: losses}
         return {
             OUTPUT: self.reference.outputs,
             "norm of the gradient of {} in float64": self.reference.gradients,
             "loss of {} in float64": {"the first step": self.reference.loss},
-            LOSS: losses,
+            LOSSES: losses,
         }
 
     @property
@@ -187,7 +186,7 @@ def _changed_figures(
     steps = min(len(x.modes[mode].losses) for x in (old, new))
     before = old.figures(mode, steps)
     for what, now in new.figures(mode, steps).items():
-        was, exact = before.get(what, now), bits and what == LOSS
+        was, exact = before.get(what, now), bits and what == LOSSES
         for name in {**now, **was}:
             module = name if what == OUTPUT else name.rpartition(".")[0]
             text = what.format(name or "the model")
@@ -267,16 +266,14 @@ def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
         # a module may be called several times: the norm of all its outputs
         figures["output", path] = math.hypot(figures.get(("output", path), 0.0), *norms)
 
-    @contextmanager
-    def inside(model: nn.Module) -> Iterator[None]:
-        followed = calls_followed(model.named_modules(), lambda *_: None, end)
-        with weights_moved([*model.parameters()], most, seed), in_float64(model), followed:
-            yield
-
-    probe = mode.float32_probe
-    gradients = probe.gradients(mode.float32_model, mode.exact_batches[0], inside=inside)
-    figures |= {("gradient", name): float(x.norm()) for name, x in gradients.items()}
-    return figures | {("loss", ""): probe.loss}
+    step = mode.float32_step(
+        mode.exact_batches[0],
+        lambda model: weights_moved([*model.parameters()], most, seed),
+        in_float64,
+        lambda model: calls_followed(model.named_modules(), lambda *_: None, end),
+    )
+    figures |= {("gradient", name): float(x.norm()) for name, x in step.items() if name != LOSS}
+    return figures | {("loss", ""): float(step[LOSS])}
 
 
 def _ops(mode: CheckedMode) -> Counter[str]:

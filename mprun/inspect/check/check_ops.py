@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.inspect.check.check_result import Finding
-from mprun.inspect.check.checked_mode import CheckedMode, Region, batches_of
+from mprun.inspect.check.checked_mode import LOSS, CheckedMode, Region, batches_of
 from mprun.inspect.float32_check import float32_loss, is_good_enough
 from mprun.inspect.op_trace import watched_arithmetic
 from mprun.inspect.passes import in_float64
@@ -289,11 +289,10 @@ def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
 
 
 def _float32_is_wrong(mode: CheckedMode) -> Iterator[Finding]:
-    probe, batch = mode.float32_probe, batches_of(mode.exact, SAMPLES)[0]
+    batch = batches_of(mode.exact, SAMPLES)[0]
 
     def run(inside: Region) -> float:
-        probe.gradients(mode.float32_model, batch, inside=inside)
-        return probe.loss
+        return float(mode.float32_step(batch, inside)[LOSS])
 
     try:
         loss, right = run(nullcontext), run(in_float64)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.config.validate import loss_scale_kind
 from mprun.inspect.check.check_baseline import DRAWS
@@ -258,13 +257,7 @@ def _float64(mode: CheckedMode) -> FormatUse | None:
     given = [x for part in batch.parts for x in all_tensors((part.content, part.inputs))]
     if any(x.dtype == torch.float64 for x in given):
         return FormatUse(text="float64 in the batch")
-    probe = mode.float32_probe
-    watcher = _Float64Ops([*probe.model.parameters(), *probe.model.buffers(), *given])
-
-    @contextmanager
-    def inside(model: nn.Module) -> Iterator[None]:
-        with watcher.following(model), watcher:
-            yield
-
-    probe.gradients(mode.float32_model, batch, inside=inside)
+    model = mode.float32_probe.model
+    watcher = _Float64Ops([*model.parameters(), *model.buffers(), *given])
+    mode.float32_step(batch, watcher.following, lambda _: watcher)
     return watcher.first

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -112,6 +112,10 @@ class CheckedMode:
         """Takes passes in float32."""
         return self.once("probe", lambda: PolicyProbe(self.exact, self.exact.policy))
 
+    def float32_step(self, batch: Batch, *regions: Region) -> Figures:
+        """The run's first step in float32, in these regions; dropout draws what the run draws."""
+        return taken(self.float32_probe, self.float32_model, batch, *regions)
+
     @cached_property
     def passes(self) -> StepPasses:
         """Passes from the first weights of the mode."""
@@ -167,18 +171,19 @@ class StepPasses:
         self, n: int = 0, scale: float = 1.0, arithmetic: Arithmetic | None = None, seed: int = 0
     ) -> Figures:
         """A pass in the mode, on batch `n`; `arithmetic`: in place of the mode's own."""
-        regions = list[Region]()
+        regions: list[Region] = [partial(ready, seed=seed)]
         if arithmetic is not None:
             arithmetic.begin_step(1)  # the step is a part of the seed of its roundings
             regions.append(lambda _: arithmetic.region())
-        return self._pass(self._low, self.mode.batches[n], *regions, scale=scale, seed=seed)
+        return taken(self._low, self.model, self.mode.batches[n], *regions, scale=scale)
 
     def exact(
         self, n: int = 0, *regions: Region, scale: float = 1.0, seed: int = 0, rounded: bool = False
     ) -> Figures:
         """A pass in float32, in these regions; `rounded`: with the mode's inputs."""
         batch = (self.mode.batches if rounded else self.mode.exact_batches)[n]
-        return self._pass(self.mode.float32_probe, batch, *regions, scale=scale, seed=seed)
+        regions = (partial(ready, seed=seed), *regions)
+        return taken(self.mode.float32_probe, self.model, batch, *regions, scale=scale)
 
     def moved(self, seed: int) -> Region:
         """A region with weights that are moved by up to half a unit of the mode."""
@@ -197,19 +202,6 @@ class StepPasses:
 
         return self.exact(0, exact_arithmetic, moved)
 
-    def _pass(
-        self, probe: PolicyProbe, batch: Batch, *regions: Region, scale: float, seed: int
-    ) -> Figures:
-        @contextmanager
-        def inside(model: nn.Module) -> Iterator[None]:
-            with ready(model, seed), ExitStack() as stack:
-                for region in regions:
-                    stack.enter_context(region(model))
-                yield
-
-        gradients = probe.gradients(self.model, batch, scale, inside=inside)
-        return {LOSS: torch.tensor(probe.loss, dtype=torch.float64), **gradients}
-
     def finding(self, kind: str, name: str, text: str, at: float = 0.0) -> Finding:
         """A finding about a parameter, or about `LOSS`."""
         module = name.rpartition(".")[0]
@@ -221,6 +213,22 @@ class StepPasses:
         if place is not None or not module:
             return "" if place is None else str(place)
         return self.line_of(module.rpartition(".")[0])
+
+
+def taken(
+    probe: PolicyProbe, model: nn.Module, batch: Batch, *regions: Region, scale: float = 1.0
+) -> Figures:
+    """A pass of a probe from the weights of `model`, in these regions."""
+
+    @contextmanager
+    def inside(own: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region(own))
+            yield
+
+    gradients = probe.gradients(model, batch, scale, inside=inside)
+    return {LOSS: torch.tensor(probe.loss, dtype=torch.float64), **gradients}
 
 
 def is_finite(figures: Figures) -> bool:

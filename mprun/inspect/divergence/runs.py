@@ -77,8 +77,8 @@ def captured(path: Path) -> tuple[CaptureRecord, nn.Module | None]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
-    """A run's errors in its mode, on the first training samples."""
+def _loaded(path: Path) -> tuple[Plan, nn.Module, Precision, int]:
+    """A run's model with the weights of its last checkpoint, and the step of that."""
     # the run's own configuration, as if it went on
     plan, saved = plan_or_resume(compose([f"run.resume={quoted(str(path))}"]))
     if saved is None:
@@ -90,6 +90,12 @@ def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
     except (RuntimeError, KeyError, TypeError) as error:
         reason = described(error)
         raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None
+    return plan, model, precision, int(saved["trainer"]["step"])
+
+
+def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
+    """A run's errors in its mode, on the first training samples."""
+    plan, model, precision, step = _loaded(path)
     try:
         with plan.backend_flags():  # TF32, deterministic kernels: as in the run
             part = first_samples(plan, MAX_SAMPLES)
@@ -104,7 +110,7 @@ def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
         data=plan.splits.name,
         data_source=plan.splits.source,
         precision=plan.policy.name,
-        step=int(saved["trainer"]["step"]),
+        step=step,
         device=plan.device.type,
         hardware=machine.hardware(plan.device, []).name,
         versions=machine.versions(),
@@ -182,11 +188,9 @@ def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
     if a.weights_sha256 != b.weights_sha256:
         notes.append("the weights differ: losses and inherited errors are those of two models")
     here, there = ({"hardware": x.hardware, **x.versions} for x in (a, b))
-    notes += [
-        f"{name}: {here.get(name)} and {there.get(name)}"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
-    ]
+    for name in sorted({*here, *there}):
+        if here.get(name) != there.get(name):
+            notes.append(f"{name}: {here.get(name)} and {there.get(name)}")
     return compare(a, b, notes)
 
 

@@ -139,18 +139,10 @@ class Difference:
 
 
 def _table(rows: Sequence[DifferenceRow], left_out: int) -> FittedTable:
-    table = FittedTable(
-        "",
-        text_column("pass", 3),
-        text_column("module"),
-        text_column("what", 4),
-        figure_column("own error a"),
-        figure_column("b"),
-        figure_column("inherited a", 1),
-        figure_column("b", 1),
-        text_column(""),
-        elsewhere="diff.json",
-    )
+    names = (text_column("pass", 3), text_column("module"), text_column("what", 4))
+    own = (figure_column("own error a"), figure_column("b"))
+    inherited = (figure_column("inherited a", 1), figure_column("b", 1))
+    table = FittedTable("", *names, *own, *inherited, text_column(""), elsewhere="diff.json")
     for row in rows:
         errors = (row.a.arising, row.b.arising, row.a.inherited, row.b.inherited)
         table.add_row(

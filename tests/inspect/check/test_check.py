@@ -56,9 +56,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_given_model_is_trained_in_each_mode_from_its_own_weights(case: str) -> None:
-    model, batch, loss = CASES[case]
-    given = (model, batch, loss)
-    modes = plan_check(["precision=fp32,bf16_mixed"], None, CheckSettings(), given)
+    model = CASES[case][0]
+    modes = plan_check(["precision=fp32,bf16_mixed"], None, CheckSettings(), CASES[case])
     assert [mode.plan.policy.name for mode in modes] == ["fp32", "bf16_mixed"]
     for mode in modes:
         trainer = mode.trainer()
@@ -93,23 +92,17 @@ def test_it_takes_overrides_and_settings_and_writes_nothing() -> None:
 
 
 def test_files_are_written_where_they_are_asked_for() -> None:
-    model, batch, loss = CASES["inputs and target"]
-    mprun.check(model, batch, loss, precision="fp32", junit="check.xml", update=True)
+    mprun.check(*CASES["inputs and target"], precision="fp32", junit="check.xml", update=True)
     assert {x.name for x in Path().iterdir()} == {"check.xml", "mprun-baseline.json"}
 
 
-def test_the_record_names_the_model_and_overrides_win() -> None:
-    model, batch, loss = CASES["inputs and target"]
-    given = (model, batch, loss)
-    (mode,) = plan_check(["train.lr=0.5", "precision=fp16_mixed"], None, CheckSettings(), given)
+def test_the_record_names_the_model_and_overrides_and_an_optimizer_of_ones_own_win() -> None:
+    given = (*CASES["inputs and target"], lambda x: torch.optim.Adagrad(x.parameters(), lr=0.1))
+    overrides = ["train.lr=0.5", "precision=fp16_mixed"]
+    (mode,) = plan_check(overrides, None, CheckSettings(), given[:3])
     assert mode.plan.lr == 0.5
     assert mode.plan.config.recipe.name == "Linear"
     assert mode.plan.config.recipe.target == "torch.nn.modules.linear.Linear"
-
-
-def test_an_optimizer_of_ones_own_is_used() -> None:
-    model, batch, loss = CASES["inputs and target"]
-    given = (model, batch, loss, lambda x: torch.optim.Adagrad(x.parameters(), lr=0.1))
     (mode,) = plan_check(["precision=bf16_mixed"], None, CheckSettings(), given)
     assert isinstance(mode.trainer().parts.optimizer, torch.optim.Adagrad)
 

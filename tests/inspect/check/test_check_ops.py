@@ -76,11 +76,13 @@ def test_emulated_products_of_8_bits_are_as_asked() -> None:
 BUFFER = "self.register_buffer('positions', torch.arange(4096).bfloat16())"
 LAST = "self.register_buffer('last', torch.zeros(8))"
 AUTOCAST_OFF = "with torch.autocast('cpu', enabled=False): y = self.linear(x.float())"
+INTEGERS = "i = torch.arange(3000, 3008).to(LOW); y = y + (i[:, None] > i).any(1)"
 ONE_PASS = "z = y + 300; y = y + (z * z).mean(1, True) - z.mean(1, True) ** 2"
 ONE_PART = [
     ("higher_dtype", "bf16_mixed", "pass", AUTOCAST_OFF),
     ("lower_dtype", "bf16_mixed", "pass", "y = y - (y.float() * 1.1).bfloat16().mean(1, True)"),
     ("lower_dtype", "bf16_mixed", "pass", "y = y - (y * 1.1).float().sum(1, True, dtype=LOW)"),
+    ("lower_dtype", "bf16_mixed", "pass", INTEGERS),
     ("cast_undone", "bf16_mixed", "pass", "y = (y.float() * 1.1).bfloat16().float()"),
     ("cast_undone", "fp16_mixed", "pass", "y = y.bfloat16()"),
     ("cast_undone", "fp32", "pass", "y = y.bfloat16().float()"),
@@ -103,22 +105,33 @@ def test_fault_in_a_part(tmp_path, kind, mode, init, forward):
         assert ".py:17 (forward)" in findings[0].line or ".py:18 (forward)" in findings[0].line
 
 
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp32"])
-def test_weights_that_were_rounded(tmp_path, mode):
-    (finding,) = found(tmp_path, mode, made="made.part.bfloat16().float()")
+ROUNDS = "w = self.linear.weight.data; w.copy_(w.bfloat16())"
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts"),
+    [
+        ("bf16_mixed", {"made": "made.part.bfloat16().float()"}),
+        ("fp32", {"made": "made.part.bfloat16().float()"}),
+        ("bf16_mixed", {"forward": ROUNDS}),  # in each step
+    ],
+)
+def test_weights_that_were_rounded(tmp_path, mode, parts):
+    (finding,) = found(tmp_path, mode, **parts)
     assert (finding.kind, finding.module) == ("values_of_16_bits", "part.linear")
 
 
-def test_weights_that_the_model_rounds_in_each_step(tmp_path):
-    forward = "w = self.linear.weight.data; w.copy_(w.bfloat16())"
-    (finding,) = found(tmp_path, "bf16_mixed", forward=forward)
-    assert (finding.kind, finding.module) == ("values_of_16_bits", "part.linear")
-
-
-def test_loss_in_16_bits(tmp_path):
-    findings = found(tmp_path, "bf16_mixed", loss="output = (output * 1.1).bfloat16()")
-    assert {x.kind for x in findings} == {"lower_dtype"}
-    assert all("(loss)" in x.line for x in findings)
+@pytest.mark.parametrize(
+    ("mode", "loss", "kind"),
+    [
+        ("bf16_mixed", "output = (output * 1.1).bfloat16()", "lower_dtype"),
+        ("fp32", "z = output + 3000; return (z * z).mean() - z.mean() ** 2", "float32_is_wrong"),
+    ],
+)
+def test_fault_in_the_loss(tmp_path, mode, loss, kind):
+    findings = found(tmp_path, mode, loss=loss)
+    assert {x.kind for x in findings} == {kind}
+    assert all("(loss)" in x.line for x in findings if kind == "lower_dtype")
 
 
 def test_loss_that_the_model_computes_in_16_bits(tmp_path):
@@ -127,12 +140,6 @@ def test_loss_that_the_model_computes_in_16_bits(tmp_path):
     loss = f"{added}; return F.cross_entropy(output, batch[1]) + part.loss"
     (finding,) = found(tmp_path, "bf16_mixed", forward=forward, loss=loss)
     assert (finding.kind, finding.module, finding.op) == ("lower_dtype", "part", "mean")
-
-
-def test_integers_that_a_cast_rounds(tmp_path):
-    forward = "i = torch.arange(3000, 3008).to(LOW); y = y + (i[:, None] > i).any(1)"
-    (finding,) = found(tmp_path, "bf16_mixed", forward=forward)
-    assert (finding.kind, finding.module) == ("lower_dtype", "part")
 
 
 def test_count_in_16_bits(tmp_path):
@@ -169,12 +176,6 @@ def test_lost_update(tmp_path):
 
 def test_layers_that_are_to_run_in_float32_are_no_finding(tmp_path):
     assert found(tmp_path, "bf16_mixed", "precision.layers={part: fp32}") == []
-
-
-def test_float32_is_wrong(tmp_path):
-    loss = "z = output + 3000; return (z * z).mean() - z.mean() ** 2"
-    kinds = {x.kind for x in found(tmp_path, "fp32", loss=loss)}
-    assert kinds == {"float32_is_wrong"}
 
 
 def test_emulated_modes_are_looked_at_as_the_model_calls_them(tmp_path):

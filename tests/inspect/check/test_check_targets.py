@@ -188,9 +188,6 @@ def test_what_the_hardware_has_gives_nothing(recipe: Path) -> None:
     assert found(recipe, ["t4", "v100"], "precision=fp32,fp16_mixed") == []
     assert found(recipe, ALL, "precision=fp32") == []
     assert found(recipe, ["mps"], "precision=bf16_mixed,fp16_mixed,bf16_true") == []
-
-
-def test_emulation_is_the_same_on_all_hardware(recipe: Path) -> None:
     assert found(recipe, ALL, "precision=bf16_mixed", "execution=emulated") == []
     assert found(recipe, ALL, "precision=half_sr_full") == []
 
@@ -255,14 +252,19 @@ def test_float64_on_the_device_is_refused_on_mps_with_its_line(recipe: Path, cod
     assert "small.py:" in x.line
 
 
-def test_float64_in_the_loss(recipe: Path) -> None:
-    (x,) = found(recipe, ["mps"], "precision=bf16_mixed", loss="batch[1].double().float()")
-    assert "(loss)" in x.line
-
-
-def test_float64_in_the_batch(recipe: Path) -> None:
-    (x,) = found(recipe, ["mps"], "precision=fp32", given="y.double()", loss="batch[1].float()")
-    assert x.text.startswith("on mps: float64 in the batch")
+@pytest.mark.parametrize(
+    ("precision", "model", "text", "line"),
+    [
+        ("bf16_mixed", {"loss": "batch[1].double().float()"}, "float64 of ", "(loss)"),
+        ("fp32", {"given": "y.double()", "loss": "batch[1].float()"}, "float64 in the batch", ""),
+    ],
+)
+def test_float64_in_the_loss_or_the_batch(
+    recipe: Path, precision: str, model: dict[str, str], text: str, line: str
+) -> None:
+    (x,) = found(recipe, ["mps"], f"precision={precision}", **model)
+    assert x.text.startswith(f"on mps: {text}")
+    assert line in x.line
 
 
 def test_float64_constants_that_stay_on_the_cpu_are_no_finding(recipe: Path) -> None:
@@ -280,11 +282,3 @@ def test_a_check_says_what_each_mode_does_on_each_target(recipe: Path) -> None:
     assert answers == ["t4: as asked: fp32; differs: bf16_mixed", "h100: runs as asked"]
     assert [mode.figures["target t4"] for mode in record.modes] == ["as asked", "differs"]
     assert [x.kind for _, x in record.findings if x.kind.startswith("target")] == ["target_differs"]
-
-
-def test_without_targets_nothing_is_said_of_them(recipe: Path) -> None:
-    recipe.write_text(RECIPE.format(before="", code="pass", targets="y", loss="batch[1]"))
-    settings = CheckSettings(budget_s=1e-3)
-    record = check_modes(plan_check([f"recipe={recipe}"], None, settings), settings).record
-    assert isinstance(record, CheckRecord)
-    assert all("targets" not in {*mode.done, *mode.not_done} for mode in record.modes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.inspect.divergence import Side
-from mprun.inspect.divergence.boundaries import exact_arithmetic, given_dtype
+from mprun.inspect.divergence.boundaries import exact_arithmetic
 
 
 class Attention(nn.Module):
@@ -326,14 +326,6 @@ def test_printed_it_is_a_table() -> None:
 def test_a_batch_that_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="with loss, batch is a pair"):
         mprun.diff(made("mlp"), made("mlp"), MODELS["mlp"][1], nn.functional.mse_loss)
-
-
-def test_the_dtype_of_a_call() -> None:
-    layer = nn.Linear(2, 2)
-    assert given_dtype(layer, [torch.ones(1)]) is torch.float32
-    assert given_dtype(layer.bfloat16(), [torch.ones(1)]) is torch.bfloat16
-    with torch.autocast("cpu", torch.float16):
-        assert given_dtype(nn.Linear(2, 2), []) is torch.float16
 
 
 def test_in_exact_arithmetic_casts_do_nothing() -> None:
