@@ -351,10 +351,16 @@ RESUMED: dict[str, list[str]] = {
         "loss_scale.growth_factor=16",
     ],
     "layers": ["precision=half_sr", "precision.layers_file=layers.yaml"],
+    "lists": ["op_lists=hmp", "train.accumulate=2", *ADAMW],
+    "overflowing lists": [
+        *("op_lists=hmp", "precision=fp16_mixed", "loss_scale=dynamic"),
+        *("loss_scale.growth_interval=3", "loss_scale.growth_factor=16"),
+    ],
+    "emulated lists": ["op_lists=hmp", "execution=emulated", "precision.layers={4: fp32}"],
 }
 
 
-@pytest.mark.representative("half_sr_full", "adamw", "codes", "overflowing")
+@pytest.mark.representative("half_sr_full", "adamw", "codes", "overflowing", "overflowing lists")
 @pytest.mark.parametrize("variant", RESUMED)
 def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     Path("layers.yaml").write_text("0: fp32\n4: bf16\n", encoding="utf-8")
@@ -363,5 +369,5 @@ def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     quick("run", *words, steps=7)
     assert main(["run.resume=run", "train.max_steps=20"]) == 0
     assert_same_run(Path("run"), Path("whole"))
-    if variant == "overflowing":
+    if variant.startswith("overflowing"):
         assert read_summary(Path("whole")).skipped_steps > 0

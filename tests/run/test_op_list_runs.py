@@ -298,31 +298,7 @@ def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
     assert_equal(weights("run"), weights("fp32"))
 
 
-# ---- emulated, and going on ----------------------------------------------------------------------
-
-
-RESUMED: dict[str, list[str]] = {
-    "accumulated": ["op_lists=hmp", "train.accumulate=2", "train.optimizer.name=adamw"],
-    # A scale that grows every three steps overflows within some.
-    "float16": [
-        *("op_lists=hmp", "precision=fp16_mixed", "loss_scale=dynamic"),
-        *("loss_scale.growth_interval=3", "loss_scale.growth_factor=16"),
-    ],
-    "emulated": ["op_lists=hmp", "execution=emulated", "precision.layers={4: fp32}"],
-}
-
-
-@pytest.mark.representative("float16")
-@pytest.mark.parametrize("variant", RESUMED)
-def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
-    words = RESUMED[variant]
-    run("whole", *words, steps=12)
-    run("run", *words, steps=5)
-    assert main(["run.resume=run", "train.max_steps=12"]) == 0
-    assert_same_run(Path("run"), Path("whole"))
-    assert read_summary(Path("run")).variant == read_summary(Path("whole")).variant
-    if variant == "float16":
-        assert read_summary(Path("whole")).skipped_steps > 0
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def test_a_run_that_failed_goes_on_without_its_files(
