@@ -127,7 +127,7 @@ def child(case: str, blocks: int) -> None:
             row = in_turns(parts, raw, steps, blocks)._asdict()
             row["all_reduce_ms"] = all_reduce_ms()
             row["parameters"] = sum(p.numel() for p in parts.model.parameters())
-        if launch.is_first:
+        if launch.rank == 0:
             print(json.dumps(row), flush=True)
         coordinator.finish()
 

@@ -152,7 +152,7 @@ def in_all_processes(command: Callable[[], int]) -> int:
 
     try:
         with coordinator_of(launch) as coordinator:
-            return command() if launch.is_first else _follow(coordinator, launch)
+            return command() if launch.rank == 0 else _follow(coordinator, launch)
     except MprunError as error:
         print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status

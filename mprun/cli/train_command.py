@@ -93,7 +93,7 @@ TRAIN = Command(
 
 def _run(composed: Composed, watch: Stopwatch) -> int:
     # torchrun passes on Ctrl-C, which the processes had from the terminal already
-    signals = StopSignals(patient=not launch_of().is_alone)
+    signals = StopSignals(patient=launch_of().world_size > 1)
     when = " before the run started"
     return interruptible(lambda stop: _train(composed, stop, watch), when, signals)
 
@@ -119,11 +119,9 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
 
 def _sweep(arguments: Arguments) -> int:
     from mprun.config.multirun import sweep
-    from mprun.records.files import dated_folder_if_used
 
     def run_all(stop: StopSignals) -> int:
-        overrides, config_dir = arguments.overrides, arguments.config_dir
-        return show_sweep(sweep(overrides, config_dir, dated_folder_if_used, sweep_job))
+        return show_sweep(sweep(arguments.overrides, arguments.config_dir, sweep_job))
 
     return interruptible(run_all, " between two runs")
 

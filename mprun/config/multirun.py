@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import product
@@ -50,19 +50,17 @@ from mprun.config.compose import (
 )
 from mprun.config.reference import GROUPS, override_text, quoted
 from mprun.errors import UsageError, first_line
+from mprun.records.files import dated_folder_if_used
 from mprun.records.run_record import number, read_summary
 
 Job = Callable[[Composed, Path], int]
-NewFolder = Callable[[], AbstractContextManager[Path]]
 
 # No log files and no folder .hydra: mprun's record of each run has all
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
 NAMED_BY_SWEEP = {"run.dir": "hydra.sweep.dir", "run.resume": "run.resume without -m"}
 
 
-def sweep(
-    overrides: Sequence[str], config_dir: Path | None, new_folder: NewFolder, job: Job
-) -> Path:
+def sweep(overrides: Sequence[str], config_dir: Path | None, job: Job) -> Path:
     """Run `job` for every combination, in folders 0, 1, ... of a new folder; that folder.
 
     `new_folder` makes it, after every combination was checked. `job` can be imported, since a
@@ -95,7 +93,7 @@ def sweep(
             folder = _sweep_folder(hydra, for_hydras)
         else:
             # Hydra's own name, the time to the second, is not unique: sweeps start together
-            folder = stack.enter_context(new_folder())
+            folder = stack.enter_context(dated_folder_if_used())
             texts.append(f"hydra.sweep.dir={quoted(folder)}")
         task = _HydraTask(partial(_run_of_sweep, job, searches))
         hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.schema import Config
 from mprun.errors import UsageError, hint
 from mprun.records.policy_columns import Legal
+from mprun.records.run_config import yaml_text
 
 T = TypeVar("T")
 
@@ -80,13 +81,9 @@ class Field:
         """The default as a user would type it; "set by its group" if it is in conf/."""
         if self.default == MISSING:
             return "set by its group"
-        if isinstance(self.default, list):
-            return f"[{','.join(map(str, self.default))}]"
-        if self.default is None:
-            return "null"
         if isinstance(self.default, str) and self.default.startswith("${"):
             return self.default[2:-1]  # another field's value
-        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+        return yaml_text(self.default)
 
     def set_in(self, config: Any, value: Any, place: str, path: str = "") -> None:
         """Set the field in an OmegaConf configuration, which converts the value to its type.

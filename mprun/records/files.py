@@ -239,16 +239,6 @@ class Launch:
     local_rank: int = 0  # Its number on its machine: the GPU that it uses
     restarts: int = 0  # How often torchrun has started all processes again after a failure
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other process."""
-        return self.world_size == 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the process that keeps the record and prints."""
-        return self.rank == 0
-
 
 def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that the environment describes; one process where torchrun set nothing."""
