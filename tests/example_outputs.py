@@ -241,14 +241,13 @@ def search_ops(_: Example) -> str:
     search = msgspec.convert(
         {
             **CONTENT,
-            "everything_lower": {"measure": measure(worst_parameter="places")},
-            "rows": {"ops": [row(name, 2.0, measure()) for name in ("pow", "mean")]},
-            "search": {"ops": outcome("pow"), "modules": outcome("patch_norm")},
-            "answer": "modules",
+            "everything_lower": measure(worst_parameter="places"),
+            "rows": [row(name, 2.0, measure()) for name in ("pow", "mean")],
+            "answer": outcome("pow"),
         },
         OpSearch,
     )
-    return shown([answer_sentence(search), rows_table(search, "ops"), outcome_table(search)])
+    return shown([answer_sentence(search), rows_table(search), outcome_table(search)])
 
 
 def halted(example: Example) -> str:

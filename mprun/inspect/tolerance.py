@@ -26,8 +26,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mprun.inspect.search_result import Deviation, SearchTolerance
-
 NEEDED_DB = 20.0  # Lowest SQNR of a parameter's gradient: its error is then a tenth of it
 # How much worse than weights of its precision alone a dtype may be, whatever else is asked
 SLACK_DB = 10.0
@@ -41,7 +39,36 @@ MAX_LOSS = 0.12  # Share of the loss beyond which nothing is tolerated
 
 
 @dataclass(frozen=True)
-class Tolerance(SearchTolerance):
+class Deviation:
+    """The distance from float32 of a loss and of gradients; its floats may be infinite or NaN."""
+
+    loss_difference: float  # Relative difference of the loss; infinite or NaN if a loss is
+    gradients_db: float
+    """SQNR of all judged gradients as one vector, in dB; NaN if a gradient is not finite."""
+    worst_db: float  # The lowest SQNR of a parameter's gradient, in dB; NaN as above
+    worst_parameter: str  # The parameter with that SQNR; empty if a loss is not finite
+    loss_scale: float  # The smallest loss scale that was used on any batch
+    failure: str = ""  # Why nothing could be measured: an op has no kernel for its dtypes
+    loss_beyond: float | None = None
+    """The loss difference minus the difference between batches; None if that is unknown."""
+    beyond_db: float | None = None
+    """The lowest SQNR of a parameter if only the error counts that is larger than the difference
+    between batches; None if that difference is unknown."""
+    beyond_parameter: str = ""  # The parameter with that SQNR
+
+    @property
+    def judged_loss(self) -> float:
+        """The loss difference that is compared with the tolerance."""
+        return self.loss_difference if self.loss_beyond is None else self.loss_beyond
+
+    @property
+    def judged_db(self) -> float:
+        """The SQNR that is compared with the tolerance."""
+        return self.worst_db if self.beyond_db is None else self.beyond_db
+
+
+@dataclass(frozen=True)
+class Tolerance:
     """The distance from float32 that the lower dtype may have.
 
     Where weights of its precision are further away by themselves, no list of ops could keep to it:
@@ -63,16 +90,9 @@ class Tolerance(SearchTolerance):
 
     def harm(self, measure: Deviation) -> float:
         """The share of the tolerance that is used up: 1 is all; infinite for NaN."""
-        return self._harm(measure.judged_loss, measure.judged_db)
-
-    def whole_harm(self, measure: Deviation) -> float:
-        """The same where nothing is tolerated as noise of batches: it ranks small errors too."""
-        return self._harm(measure.loss_difference, measure.worst_db)
-
-    def _harm(self, loss: float, gradient_db: float) -> float:
-        harms = [loss / self.loss]
+        harms = [measure.judged_loss / self.loss]
         if self.gradient_db is not None:
-            harms.append(10 ** ((self.gradient_db - gradient_db) / 20))
+            harms.append(10 ** ((self.gradient_db - measure.judged_db) / 20))
         return math.inf if any(map(math.isnan, harms)) else max(harms)
 
 
