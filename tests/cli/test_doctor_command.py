@@ -94,7 +94,7 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
     def stop(*args: object) -> None:
         raise UsageError("planted")
 
-    monkeypatch.setattr("mprun.train.machine.heap.steady_heap", lambda: seen.append(True))
+    monkeypatch.setattr("mprun.train.machine.conditions.steady_heap", lambda: seen.append(True))
     monkeypatch.setattr("mprun.inspect.machine_examination.examine", stop)
     assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
     assert seen == [True] * keep

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.train.machine import heap
+from mprun.train.machine import conditions as heap
 
 MAPS = """\
 55d0c0a00000-55d0c0a02000 r--p 00000000 08:01 123 /usr/bin/python3.11
