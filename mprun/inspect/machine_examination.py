@@ -160,19 +160,14 @@ def format_of(policy: Policy) -> Format:
 def _rows(
     configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
 ) -> Iterator[Mode]:
-    # Measured once for all modes with the same arithmetic.
-    fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
         with as_usage_error():
             chosen = choose_execution(config.execution, policy, device, config.speed.name)
         execution = chosen.name
-        alike = (policy.compute_dtype, execution)
-        if alike not in fp32_fallback:
-            fp32_fallback[alike] = choose_fp32_fallback(
-                config.speed.name, policy, execution, device
-            )
-        arithmetic = arithmetic_for(policy, execution, fp32_fallback[alike], config.seed)
+        # the kernels are measured once in a process
+        fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
+        arithmetic = arithmetic_for(policy, execution, fallback, config.seed)
         substituted = {s.op for s in arithmetic.substitutions}
         native = execution == "native"
         yield Mode(

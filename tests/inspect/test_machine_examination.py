@@ -175,20 +175,3 @@ def test_ops_computed_in_float32_are_those_of_a_run(
     rows = examined(monkeypatch, fp32_fallback)
     assert rows["fp16_mixed"].substituted == substituted
     assert rows["half_sr_full"].substituted == []  # emulation has none
-
-
-def test_kernels_are_measured_once_for_modes_that_compute_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = []
-
-    def choose(speed: str, policy: object, execution: str, device: torch.device) -> str:
-        assert speed == "auto"
-        seen.append((policy.compute_dtype, execution))  # type: ignore[attr-defined]
-        return "none"
-
-    monkeypatch.setattr(module, "choose_fp32_fallback", choose)
-    monkeypatch.setattr(module, "compose", composed)
-    examine_modes(CPU, {})
-    assert len(seen) == len(set(seen))
-    assert ("float16", "native") in seen
