@@ -25,7 +25,9 @@ from mprun.inspect.search_result import (
     LAYERS,
     SearchOpsSettings,
     answer_files,
-    search_parts,
+    answer_sentence,
+    outcome_table,
+    rows_table,
 )
 from mprun.records.console import print_line, stdout_console
 from mprun.records.result import Result
@@ -150,7 +152,8 @@ def _searched(
     if record.unsettled:
         lines.append(f"left open, ended by {record.ended_by}: {record.unsettled}")
     files = {FILE: Result(content).json, **answer_files(record, about)}
-    return Result(content, [*search_parts(record), *lines], files)
+    tables = [rows_table(record), outcome_table(record)] if record.rows else [outcome_table(record)]
+    return Result(content, [answer_sentence(record), *tables, *lines], files)
 
 
 def overrides_with(given: Sequence[str], file: Path) -> list[str]:
@@ -169,8 +172,8 @@ def key_of(override: str) -> str:
 
 
 def _signals(given: Given) -> StopSignals:
-    budget_min = given.settings(SearchOpsSettings).budget_min
-    return BudgetSignals(Budget("search_ops.budget_min", budget_min))
+    minutes = given.settings(SearchOpsSettings).budget_min
+    return BudgetSignals(Budget("search_ops.budget_min", minutes))
 
 
 QUESTION = Question("search-ops", prepare, (SearchOpsSettings,), signals=_signals)

@@ -8,7 +8,6 @@ which `precision.layers_file` reads. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf, isnan
 from operator import itemgetter
@@ -121,14 +120,6 @@ class OpSearch:
 
 
 # ---- the sentence and the tables -----------------------------------------------------------------
-
-
-def search_parts(search: OpSearch) -> Iterator[FittedTable | str]:
-    """The answer, the candidates one at a time, the outcome."""
-    yield answer_sentence(search)
-    if search.rows:
-        yield rows_table(search)
-    yield outcome_table(search)
 
 
 def answer_sentence(search: OpSearch) -> str:
