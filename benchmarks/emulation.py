@@ -28,7 +28,7 @@ from benchmarks.raw_loop import mprun_blocks
 from mprun.config import compose
 from mprun.precision import backend_flags
 from mprun.train.assemble import Plan, make_plan
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 from mprun.train.machine.machine import cpu_name, usable_cores
 
 MODES = (

@@ -19,7 +19,7 @@ from benchmarks.steps import heading, step_blocks
 from mprun.config import compose
 from mprun.train.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.train.loop import Trainer
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 
 CASES = (
     ("linear", "fp32", 64, 20),

@@ -25,7 +25,7 @@ from torch import nn
 
 import mprun
 from benchmarks.alternate import alternate
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 from mprun.train.machine.machine import cpu_name, usable_cores
 
 STEPS = 50

@@ -21,7 +21,7 @@ from benchmarks.steps import heading, step_blocks
 from mprun.config import compose
 from mprun.train.assemble import build_parts, make_plan
 from mprun.train.loop import Trainer
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
 """Recipe, batch, steps a block."""

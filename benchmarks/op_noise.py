@@ -2,7 +2,7 @@
 
     python -m benchmarks.op_noise
 
-What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/inspect/rounding_oracle.py).
+What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/inspect/tolerance.py).
 Models of several kinds, drawn at random, on random batches; none of their ops is hostile. For each
 the SQNR of the parameter that fares worst, both ways, and the ops that a search keeps in float32.
 """
@@ -70,9 +70,7 @@ def main() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             # Convolutions' float16 gradients have a reference kernel only: 20 times slower.
             fp32_fallback = Float16Fallback(matmuls=False) if dtype == torch.float16 else None
-            result = sensitivity(
-                model, F.cross_entropy, data, dtype, modules=False, arithmetic=fp32_fallback
-            )
+            result = sensitivity(model, F.cross_entropy, data, dtype, arithmetic=fp32_fallback)
             weights, lower = result.unavoidable.worst_db, result.lower.worst_db
             fp32 = ", ".join(result.smallest_ops().fp32) or "nothing"
             print(

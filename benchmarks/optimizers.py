@@ -20,7 +20,7 @@ from benchmarks.alternate import BLOCKS, alternate
 from mprun.optim import AdamW
 from mprun.optim.engines import fastest
 from mprun.precision.policy import dtype_name
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 from mprun.train.machine.machine import cpu_name, usable_cores
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.sampling_noise
 
 The tolerance of `mprun numerics` and `mprun search-ops` is based on it
-(mprun/inspect/rounding_oracle.py). A layer computes differences of numbers with an offset: the
+(mprun/inspect/tolerance.py). A layer computes differences of numbers with an offset: the
 larger the offset, the larger the rounding errors. The model is trained for 200 steps with PyTorch's
 autocast, and in float32. During the float32 training, the errors of 16-bit passes are measured:
 those of gradients over their variance between batches, in dB, and those of the loss over its

@@ -2,7 +2,7 @@
 
 from mprun.inspect.collect import Statistics, statistics
 from mprun.inspect.op_search import Sensitivity, sensitivity
-from mprun.inspect.rounding_oracle import Tolerance
+from mprun.inspect.tolerance import Tolerance
 from mprun.watch.cast_counts import CastCounts
 from mprun.watch.memory_recorder import (
     MemoryRecorder,

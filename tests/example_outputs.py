@@ -26,6 +26,7 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
+from mprun.inspect.machine_examination import conclusions, findings
 from mprun.inspect.search_result import OpSearch, answer_sentence, outcome_table, rows_table
 from mprun.records.run_record import TimeBudget
 from mprun.study.advise import advise, screened
@@ -35,8 +36,7 @@ from mprun.study.double import double
 from mprun.study.report import tables
 from mprun.study.report.comparison_report import short_notes
 from mprun.study.trials import Outcome, Trial
-from mprun.train.machine.doctor_result import OPS, Format, Mode, renderables
-from mprun.train.machine.machine_findings import conclusions, findings
+from mprun.train.machine.doctor_result import Format, Mode, renderables
 from tests.inspect.test_search_result import CONTENT, measure, outcome, row
 from tests.study import comparison, variant
 from tests.study.compare.folders import write_run
@@ -201,16 +201,12 @@ def doctor(_: Example) -> str:
             execution="emulated" if name in ("tf32", "half_sr_full") else "native",
             why_emulated="a reason" if name in ("tf32", "half_sr_full") else None,
             accelerated=None,
-            substituted=[*OPS] if format_ == "float16" and name != "half_sr_full" else [],
+            substituted=["matmul"] if format_ == "float16" and name != "half_sr_full" else [],
             loss_scale="dynamic" if format_ == "float16" else "none",
         )
         for name, format_ in FORMATS.items()
     ]
-    speedups: dict[Format, tuple[float, ...]] = {
-        "bfloat16": (4.09, 1.57, 1.67),
-        "float16": (0.027, 0.045, 0.095),
-    }
-    found = measured(WITH_BF16, speedups, modes)
+    found = measured(WITH_BF16, {"bfloat16": 4.09, "float16": 0.027}, modes)
     return shown(renderables(examination(found, findings(found), conclusions(found))))
 
 
@@ -245,14 +241,13 @@ def search_ops(_: Example) -> str:
     search = msgspec.convert(
         {
             **CONTENT,
-            "everything_lower": {"measure": measure(worst_parameter="places")},
-            "rows": {"ops": [row(name, 2.0, measure()) for name in ("pow", "mean")]},
-            "search": {"ops": outcome("pow"), "modules": outcome("patch_norm")},
-            "answer": "modules",
+            "everything_lower": measure(worst_parameter="places"),
+            "rows": [row(name, 2.0, measure()) for name in ("pow", "mean")],
+            "answer": outcome("pow"),
         },
         OpSearch,
     )
-    return shown([answer_sentence(search), rows_table(search, "ops"), outcome_table(search)])
+    return shown([answer_sentence(search), rows_table(search), outcome_table(search)])
 
 
 def halted(example: Example) -> str:

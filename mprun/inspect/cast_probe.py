@@ -33,8 +33,7 @@ from torch import Tensor
 
 from mprun.errors import NotMeasurableError
 from mprun.inspect.passes import FLOAT32, CastPlan, Pass, Passes
-from mprun.inspect.rounding_oracle import gradient_error, loss_shares
-from mprun.inspect.search_result import Deviation
+from mprun.inspect.tolerance import Deviation, gradient_error, loss_shares
 from mprun.precision.rounding import sums_db
 from mprun.watch.updates import RoundingErrors, weights_moved
 

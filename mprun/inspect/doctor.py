@@ -117,7 +117,7 @@ def examined(
     """
     from mprun.inspect.machine_examination import examine
     from mprun.inspect.step_roofline import measure_formats, recipe_roofline
-    from mprun.train.machine.heap import steady_heap
+    from mprun.train.machine.conditions import steady_heap
 
     # a step of speed=plain is timed with the page faults of the allocator as it is
     if planned is None or planned.plan.config.speed.name != "plain":

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from mprun.inspect.divergence.boundaries import COPIES
 from mprun.inspect.numerics import Float32Loss
 from mprun.inspect.passes import in_float64
-from mprun.inspect.rounding_oracle import DEFAULT, relative_rms
+from mprun.inspect.rounding_oracle import relative_rms
+from mprun.inspect.tolerance import DEFAULT
 from mprun.precision._torch import in_backward, no_dispatch, op_name, storage_key
 from mprun.watch.op_watcher import OpWatcher, RunOp, op_spec, tensors_of
 

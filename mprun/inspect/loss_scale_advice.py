@@ -29,7 +29,7 @@ from typing import Any
 
 from mprun.inspect.histograms import Histogram, Noise, expected_db, pooled
 from mprun.inspect.numerics import ScaleVerdict
-from mprun.inspect.rounding_oracle import NEEDED_DB
+from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
 
 # No scale is recommended beyond these: the loss times it has to be a float32

@@ -56,8 +56,7 @@ from mprun.inspect.numerics import (
     RangeShares,
     ScaleVerdict,
 )
-from mprun.inspect.rounding_oracle import NEEDED_DB, Tolerance, gradient_error, loss_shares
-from mprun.inspect.search_result import Deviation
+from mprun.inspect.tolerance import NEEDED_DB, Deviation, Tolerance, gradient_error, loss_shares
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
 from mprun.precision.rounding import ratio_db

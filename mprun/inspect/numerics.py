@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from mprun.inspect.question import Question, SavedResult, prepared_by
-from mprun.inspect.search_result import Deviation, SearchTolerance
+from mprun.inspect.tolerance import Deviation, Tolerance
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text
 from mprun.records.mode_names import FURTHER_FORMATS
@@ -58,7 +58,7 @@ class FormatResult:
     within_tolerance: bool  # Whether loss and gradients are within the tolerance
     measure: Deviation
     unavoidable: Deviation  # The same with nothing but weights of the format's precision
-    tolerance: SearchTolerance
+    tolerance: Tolerance
 
 
 @dataclass(frozen=True)

@@ -4,70 +4,79 @@
     for row in result.ops: ...                      # the effect of each op on loss and gradients
     lists = result.smallest_ops().lists             # for OpListCaster(lists, torch.float16)
 
-Each op is measured *alone*: it is lower and everything else is float32, which shows whether it does
-harm. Modules are measured in the same way, with a dtype of their own as in `precision.layers`, and
-so are the products of linear layers (`format_search.py`). Harm is 1 where the lower precision does
-as much as is tolerated, 0 where it does none, and infinite where a loss is NaN.
+Each op is measured *alone*: it is lower and everything else is float32. Harm is 1 where that does
+as much as is tolerated, and infinite where a loss is NaN. Harm alone does not choose a set: if two
+ops overflow, the loss is NaN until both are moved. So `smallest_set` measures sets. In the end no
+name can be left out. Another, smaller set may exist: to exclude that takes 2^n measurements.
 
-Harm alone is not enough to choose a set. If two ops overflow, the loss is NaN until both are moved;
-their harm alone distinguishes them from harmless ops. So `smallest_set` measures sets. In the end
-no name can be left out. Another, smaller set may exist: to exclude that takes 2^n measurements.
+The products of linear layers (GEMMs) are searched in the same way: *alone*, a product has the
+format and everything else is float32; kept high, it is bfloat16 and the others have the format.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 
+from mprun.errors import NotMeasurableError, first_line
 from mprun.inspect.cast_probe import LOSS_SCALES, CastProbe
-from mprun.inspect.op_candidates import OpCandidates, float32_share, forward_calls, op_candidates
-from mprun.inspect.passes import Batch, CastPlan, Loss, Passes
-from mprun.inspect.rounding_oracle import DEFAULT, Tolerance
-from mprun.inspect.search_result import Deviation, Selection
-from mprun.precision import Arithmetic, OpLists
+from mprun.inspect.op_trace import CallStack, shipped_op_lists
+from mprun.inspect.passes import Batch, CastPlan, Forward, Loss, Passes, is_out_of_memory, ready
+from mprun.inspect.search_result import (
+    Effect,
+    OpSearch,
+    Samples,
+    SearchOpsSettings,
+    Selection,
+    SensitivityRow,
+)
+from mprun.inspect.tolerance import DEFAULT, SLACK_DB, Deviation, Tolerance
+from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
+from mprun.precision.apply import call
+from mprun.precision.caster import AutocastCaster, NoCaster
+from mprun.precision.gemms import HIGH, LinearGemms, model_gemms
+from mprun.precision.op_lists import Entry
+from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
+from mprun.precision.policy import torch_dtype
 from mprun.records.console import ReportPart, report_nothing
+from mprun.records.console.formatting import counted
+from mprun.records.layer_values import PRODUCTS, with_high_products
+from mprun.study.budget import EndedEarlyError, LimitedParts
+from mprun.train.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts
+from mprun.train.assemble.planned_memory import as_native
+from mprun.train.loop import Limits, Trainer, TrainingComponents
+from mprun.train.loss_terms import LossTerms
+from mprun.watch.op_watcher import OpRecorder, RecordedOp
 
 Names = tuple[str, ...]
-SetMeasure = Callable[[Names], float]  # A figure while these names are high
 
 
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-def smallest_set(
-    alone: Mapping[str, float], harm: SetMeasure, cost: SetMeasure = lambda high: 0.0
-) -> Names:
+def smallest_set(alone: Mapping[str, float], harm: Callable[[Names], float]) -> Names:
     """A set to keep high whose harm is at most 1, from which nothing can be left out.
 
-    Names are added, the most harmful alone first, until that is enough; dropped where the others
-    are enough; and swapped for another that is enough too and costs less. Without a set that is
-    enough, it is all names.
+    Names are added, the most harmful alone first, until that is enough, and dropped where the
+    others are enough. Without a set that is enough, it is all names.
 
     Args:
         alone: name to its harm alone, in the order of the model's calls: of two equally harmful
             names the earlier is added first, because it may be the cause of the other.
-        harm: measures; NaN counts as too much.
-        cost: of sets whose harm is tolerated.
+        harm: measures a set; NaN counts as too much.
     """
     high: Names = ()
     for name in sorted(alone, key=lambda n: -alone[n]):
         if harm(high) <= 1:
             break
         high = (*high, name)
-    if not harm(high) <= 1:
-        return high
-    high = _without_needless(high, harm)
-    swapped = _swapped(high, alone, harm, cost)
-    return high if swapped == high else _without_needless(swapped, harm)
-
-
-def _without_needless(high: Names, harm: SetMeasure) -> Names:
-    """`high` without the names that can go: those that were added before the op that mattered."""
     before = None
     while high != before:  # again: without one name, another may be needless
         before = high
@@ -77,202 +86,292 @@ def _without_needless(high: Names, harm: SetMeasure) -> Names:
     return high
 
 
-def _swapped(high: Names, alone: Mapping[str, float], harm: SetMeasure, cost: SetMeasure) -> Names:
-    """`high` with the op that overflows in place of one that only feeds it."""
-    for name in high:
-        # a name that does no harm alone may feed the op that overflows, but is not to blame
-        others = [n for n in alone if alone[n] > 1 and n not in high]
-        sets = [tuple(other if n == name else n for n in high) for other in others]
-        enough = [other for other in sets if harm(other) <= 1]
-        high = min([high, *enough], key=cost) if enough else high
-    return high
+# ---- ops -----------------------------------------------------------------------------------------
+
+# Ops that are on the lower list unless they need float32
+HEAVY = (
+    *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
+    *("linalg_multi_dot", "matmul", "mm", "mv", "tensordot", "bilinear", "conv_tbc"),
+    *(*CONVOLUTIONS, *RECURRENT, "scaled_dot_product_attention"),
+    *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention"),
+)
+# Rules of ops that a list can move; those that only compare and those in place are not moved
+MOVABLE = ("listed lower", "listed fp32", "promote", "first input")
+# Kernels that compute nothing; a call that runs no others is left alone
+COPIES = frozenset(("clone", "copy_", "_unsafe_view"))
 
 
-def least_harm(
-    alone: Mapping[str, float], harm: SetMeasure, cost: SetMeasure, budget: float
-) -> Names:
-    """The set to keep high with the least harm that was found within a budget.
+class OpCandidates:
+    """The ops of a model that lists can move. A search starts with everything lower:
 
-    That is a knapsack problem. Roundings of different products are independent, so the powers of
-    their errors add, and the harm that a name removes is its harm alone, squared. Names are added
-    by harm removed per bit (Dantzig, "Discrete-Variable Extremum Problems", 1957), and each set on
-    the way is measured. If powers do add, the best of these sets and of the single names removes at
-    least half of what the best possible set removes.
+        heavy ops      matmuls, convolutions, attention and recurrent layers, which 16-bit units
+                       speed up, are on the lower list
+        followers      every other op runs in the dtype of its first input, or where the model joins
+                       several, in the widest (HMP's rules): behind a heavy op the lower dtype
+        entrances      an op that would still run in float32 (its input is the model's, a float32
+                       table, or the result of a cast in the model's code) is on the lower list
 
-    Args:
-        alone: name to its harm alone, not NaN.
-        harm: measures the harm with a set high; not NaN.
-        cost: of a set.
-        budget: the most that it may cost; keeping nothing costs no more.
-    """
-    lowest = cost(())
-
-    def removed_per_bit(name: str) -> float:
-        bits = cost((name,)) - lowest
-        return alone[name] ** 2 / bits if bits > 0 else math.inf  # free ones go first
-
-    sets: list[Names] = [()]
-    for name in sorted(alone, key=lambda n: -removed_per_bit(n)):
-        if cost((*sets[-1], name)) <= budget:
-            sets.append((*sets[-1], name))
-    sets += [(name,) for name in alone if cost((name,)) <= budget]
-    return min(sets, key=harm)  # of equal ones the first, which costs least
-
-
-# ---- the measurements ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What can be kept in the higher precision: the ops or the modules of a model, or its GEMMs."""
-
-    kind: str  # op, module, GEMM or layer
-    names: Mapping[str, int]  # Name to its number of calls, in the order of the first ones
-    alone: Callable[[str], CastPlan]  # This one lower, everything else in float32
-    kept: Callable[[Names], CastPlan]  # These high, the others lower
-    cost: SetMeasure  # What keeping these high costs
-
-
-class Effect(NamedTuple):
-    """The effect of one candidate that is lower alone."""
-
-    name: str
-    calls: int
-    alone: Deviation
-
-
-class CandidateSearch:
-    """Measures candidates one by one, and sets of them; what was measured stays if `report` raises.
+    An op on no list runs in float32 behind one that was moved there: the large numbers of an `exp`
+    pass through the `sum` behind it without naming that too.
 
     Args:
-        probe: measures any cast plan.
-        candidates: what can be kept high.
-        report: is called before each measurement.
+        model, inputs: the model, and the inputs of one batch; some forward passes are run on them.
+        dtype: the lower one, bfloat16 or float16.
+        always: ops that are always in float32, by any of their names.
+        arithmetic: computes the ops; PyTorch's kernels by default.
+        forward: gives the model's output for the inputs.
+
+    Raises:
+        NotMeasurableError: no op has a name in `always`; or the model fails in the lower dtype and
+            no single op is to blame.
     """
+
+    kind, slack_db = "op", SLACK_DB
 
     def __init__(
-        self, probe: CastProbe, candidates: Candidates, report: ReportPart = report_nothing
+        self,
+        model: nn.Module,
+        inputs: Any,
+        dtype: torch.dtype,
+        always: Sequence[str] = (),
+        arithmetic: Arithmetic | None = None,
+        forward: Forward = call,
     ) -> None:
-        self.candidates = candidates
-        self.effects: list[Effect] = []
-        """In the order of the candidates' first calls."""
-        self._probe, self._report = probe, report
-        self._known: dict[frozenset[str], Deviation] = {}
+        unknown = op_lists((), [Entry(name, "always") for name in always]).unknown
+        if unknown:
+            raise NotMeasurableError(str(unknown[0]))
+        self._dtype, self._arithmetic = dtype, arithmetic or NativeArithmetic()
+        self._device_type = next(model.parameters()).device.type
+        self.always: Names = ()
+        self.lower: Names = HEAVY
+        """Ops on the lower list when everything is lower."""
+        self._movable = Counter(self._movable_ops(model, lambda: forward(model, inputs)))
+        self.always = tuple(name for text in always for name in spelled(text))
+        self.names = {n: count for n, count in self._movable.items() if n not in self.always}
 
-    def kept(self, names: Names) -> Deviation:
-        """The distance from float32 with these high and the others lower; each set once."""
-        key = frozenset(names)
-        if key not in self._known:
-            self._report(f"kept high: {', '.join(names) or 'nothing'}", len(self._known))
-            self._known[key] = self._probe.measure(self.candidates.kept(names))
-        return self._known[key]
+    def lists(self, fp32: Collection[str] = ()) -> OpLists:
+        """These ops on the fp32 list, the others lower."""
+        in_float32 = (*self.always, *fp32)
+        lower = [n for n in self.lower if n not in in_float32]
+        return op_lists(lower, in_float32, promoted())
 
-    def measure(self) -> None:
-        """Measure the effect of each candidate."""
-        every = self.candidates.names
-        for name, calls in every.items():
-            self._report(f"{self.candidates.kind} {name}", len(self.effects), len(every))
-            alone = self._probe.measure(self.candidates.alone(name))
-            self.effects.append(Effect(name, calls, alone))
+    def kept(self, names: Collection[str]) -> CastPlan:
+        """These in float32."""
+        return self._plan(self.lists(names))
 
-    def smallest(self, tolerance: Tolerance, budget: float | None = None) -> Selection:
-        """The cheapest set within the tolerance; with a budget, the set with the least harm.
+    def alone(self, name: str) -> CastPlan:
+        """This one lower."""
+        return self._plan(op_lists([name], [n for n in self._movable if n != name], promoted()))
 
-        Errors below the noise of batches count with a budget, because it is there to spend.
+    def unavoidable(self, probe: CastProbe) -> Deviation:
+        """Everything in float32, with weights of the lower dtype's precision."""
+        return probe.unavoidable(self._dtype)
+
+    def _caster(self, lists: OpLists, watcher: CallStack | None = None) -> OpListCaster:
+        return OpListCaster(lists, self._dtype, self._device_type, watcher=watcher)
+
+    def _plan(self, lists: OpLists) -> CastPlan:
+        return CastPlan(self._caster(lists), arithmetic=self._arithmetic)
+
+    def _movable_ops(self, model: nn.Module, run: Callable[[], object]) -> list[str]:
+        """The op of each call in a forward pass that lists can move.
+
+        Entrances are put on the lower list. Ops that cannot be computed in the lower dtype run in
+        float32 here, if that is enough.
         """
-        judged = tolerance.harm if budget is None else tolerance.whole_harm
-        alone = {effect.name: judged(effect.alone) for effect in self.effects}
-        cost = self.candidates.cost
+        failing: Names = ()
+        while True:
+            watcher, ops = CallStack(), list[RecordedOp]()
+            recorder = OpRecorder(ops.append, watcher.current)
+            caster = self._caster(self.lists(failing), watcher)
+            try:
+                with ready(model), recorder.following(model), recorder, caster.region():
+                    run()
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                if not watcher.failed or watcher.failed in failing:
+                    raise NotMeasurableError(
+                        f"with every op in {self._dtype}, {watcher.failed or 'an op'} fails: "
+                        f"{first_line(error)}"
+                    ) from None
+                failing = (*failing, watcher.failed)
+                continue
+            called = (op for op in ops if op.phase == "forward" and op.call is not None)
+            calls = [list(group) for _, group in groupby(called, key=lambda op: op.call.number)]
+            made = [(group[0].call.name, dtype) for group in calls if (dtype := _moves(group))]
+            wide = (name for name, dtype in made if dtype == torch.float32)
+            entrance = next((n for n in wide if n not in (*self.lower, *failing)), None)
+            if entrance is None:
+                return [name for name, _ in made]
+            self.lower = (*self.lower, entrance)
 
-        def harm(names: Names) -> float:
-            return judged(self.kept(names))
 
-        if budget is None:
-            names = smallest_set(alone, harm, cost)
-        else:
-            names = least_harm(alone, harm, cost, budget)
-        measure = self.kept(names)
-        return Selection(names, tolerance.harm(measure), measure, cost(names))
+def _moves(ops: Sequence[RecordedOp]) -> torch.dtype | None:
+    """The dtype of the floating result of a call that lists can move; None for another call."""
+    if ops[0].call.rule not in MOVABLE or ops[0].call.name not in known():
+        return None
+    computing = [op for op in ops if not op.is_cast and not op.is_view]
+    takes = any(v.dtype.is_floating_point for op in computing for v in op.inputs)
+    results = ([v for v in op.outputs if v.dtype.is_floating_point] for op in reversed(computing))
+    result = next((values[0] for values in results if values), None)  # others are statistics
+    if not takes or result is None or COPIES.issuperset(op.name for op in computing):
+        return None
+    return result.dtype
 
 
-# ---- of a model ----------------------------------------------------------------------------------
+def promoted() -> list[str]:
+    """HMP's third list: ops that join several tensors."""
+    rules = shipped_op_lists("hmp", torch.device("cpu")).rules
+    return [name for name, kind in rules.items() if kind == "promote"]
+
+
+# ---- products of linear layers -------------------------------------------------------------------
+
+
+def with_high(gemms: Mapping[str, LinearGemms], high: Collection[str]) -> dict[str, LinearGemms]:
+    """The formats of layers, without those of GEMMs (`layer.product`); only layers with some."""
+    kept = {
+        layer: of_layer._replace(**{p: HIGH for p in PRODUCTS if f"{layer}.{p}" in high})
+        for layer, of_layer in gemms.items()
+    }
+    return {layer: of_layer for layer, of_layer in kept.items() if any(g.formats for g in of_layer)}
+
+
+class GemmCandidates:
+    """The GEMMs of a model's linear layers that have a format, by what stays high together.
+
+    Args:
+        gemms: the formats of each layer that the mode converts.
+        per: gemm for each by itself, layer for those of a layer together.
+        device_type: whose autocast to bfloat16 others get.
+    """
+
+    # SQNR of a gradient: 10 dB, as for 16 bits, would leave nothing of NVFP4's gradients
+    slack_db = 6.0
+
+    def __init__(
+        self, gemms: Mapping[str, LinearGemms], per: str = "gemm", device_type: str = "cpu"
+    ) -> None:
+        self.kind = "GEMM" if per == "gemm" else "layer"
+        self._gemms = gemms
+        self._bfloat16 = AutocastCaster(device_type, torch.bfloat16)
+        self._groups: dict[str, list[str]] = {}
+        for layer, of_layer in gemms.items():
+            for product in PRODUCTS:
+                if getattr(of_layer, product).formats:
+                    gemm = f"{layer}.{product}"
+                    name = gemm if per == "gemm" else layer
+                    self._groups.setdefault(name, []).append(gemm)
+        self.names = {name: len(group) for name, group in self._groups.items()}
+
+    def alone(self, name: str) -> CastPlan:
+        """This one in its format, everything else in float32."""
+        others = [other for other in self.names if other != name]
+        return CastPlan(NoCaster(), gemms=with_high(self._gemms, self._of(others)))
+
+    def kept(self, names: Collection[str]) -> CastPlan:
+        """These in bfloat16, the others in their formats."""
+        return CastPlan(self._bfloat16, gemms=with_high(self._gemms, self._of(names)))
+
+    def unavoidable(self, probe: CastProbe) -> Deviation:
+        """Everything in float32, with weights of the format's precision."""
+        weights = {f"{name}.weight" for name in self._gemms}
+        steps = [of.forward.right.half_step for of in self._gemms.values() if of.forward.right]
+        return probe.with_moved(weights, max(steps, default=0.0))
+
+    def layers(self, mode: str, names: Collection[str]) -> dict[str, str]:
+        """`precision.layers` of a run in the mode with these in bfloat16.
+
+        Empty if no GEMM keeps its format: such a run is refused.
+        """
+        low = self._of(name for name in self.names if name not in names)
+        values = {
+            layer: with_high_products(mode, [p for p in PRODUCTS if f"{layer}.{p}" not in low])
+            for layer in self._gemms
+        }
+        high = {gemm.rpartition(".")[0] for gemm in self._of(names)}
+        return {layer: value for layer, value in values.items() if low and layer in high}
+
+    def _of(self, names: Iterable[str]) -> set[str]:
+        return {gemm for name in names for gemm in self._groups[name]}
+
+
+# ---- the search ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fp32List(Selection):
-    """The smallest list to keep in float32, measured; its cost is the share of float32 numbers."""
+    """The smallest list of ops to keep in float32, measured."""
 
-    lists: OpLists
-    """For an `OpListCaster`; with modules, which `precision.layers` keeps apart, no op is on the
-    fp32 list."""
+    lists: OpLists  # For an `OpListCaster`
 
     @property
     def fp32(self) -> Names:
-        """Names of ops, or of modules, to keep in float32; the most harmful first."""
+        """Names of ops to keep in float32; the most harmful first."""
         return self.high
 
 
 class Sensitivity:
-    """The effects of the ops and modules of a model; `sensitivity` makes and measures it.
+    """Measures candidates one by one, and sets of them; what was measured stays if `report` raises.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
-        candidates: the ops and modules.
-        with_modules: whether modules are measured too.
+        candidates: what can be kept high.
         report: is called before each measurement.
     """
 
     def __init__(
         self,
         probe: CastProbe,
-        candidates: OpCandidates,
-        with_modules: bool = True,
+        candidates: OpCandidates | GemmCandidates,
         report: ReportPart = report_nothing,
     ) -> None:
-        self.candidates, self.probe = candidates, probe
-        self.unavoidable = probe.unavoidable(candidates.dtype)
-        """Everything in float32, with weights of the lower dtype's precision."""
-        plan, share = candidates.plan, self._float32_share
-        ops = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
-        modules = Candidates(
-            "module",
-            candidates.modules if with_modules else {},
-            alone=candidates.module_alone,
-            kept=lambda names: plan(modules=names),
-            cost=lambda names: share(modules=names),
-        )
-        self.of_ops = CandidateSearch(
-            probe, Candidates("op", ops, candidates.op_alone, plan, share), report
-        )
-        self.of_modules = CandidateSearch(probe, modules, report)
-        self.lower = self.of_ops.kept(())
+        self.probe, self.candidates, self._report = probe, candidates, report
+        self.ops: list[Effect] = []
+        """The effect of each candidate, in the order of their first calls."""
+        self.unavoidable = candidates.unavoidable(probe)
+        """Everything in float32, with weights of the lower precision."""
+        self._known: dict[frozenset[str], Deviation] = {}
+        self.lower = self.kept(())
         """Everything lower."""
 
-    @property
-    def ops(self) -> tuple[Effect, ...]:
-        """The effect of each op, in the order of their first calls."""
-        return tuple(self.of_ops.effects)
+    def kept(self, names: Names) -> Deviation:
+        """The distance from float32 with these high and the others lower; each set once."""
+        key = frozenset(names)
+        if key not in self._known:
+            self._report(f"kept high: {', '.join(names) or 'nothing'}", len(self._known))
+            self._known[key] = self.probe.measure(self.candidates.kept(names))
+        return self._known[key]
 
-    @property
-    def modules(self) -> tuple[Effect, ...]:
-        """The same for modules."""
-        return tuple(self.of_modules.effects)
+    def measure(self) -> None:
+        """Measure the effect of each candidate."""
+        every = self.candidates.names
+        for name, calls in every.items():
+            self._report(f"{self.candidates.kind} {name}", len(self.ops), len(every))
+            alone = self.probe.measure(self.candidates.alone(name))
+            self.ops.append(Effect(name, calls, alone))
+
+    def beside(self, asked: Tolerance) -> Tolerance:
+        """What is asked, and at least what weights of the lower precision cost by themselves."""
+        return asked.beside(self.unavoidable, self.candidates.slack_db)
+
+    def smallest(self, asked: Tolerance = DEFAULT) -> Selection:
+        """The smallest set that was found that keeps to the tolerance."""
+        tolerance = self.beside(asked)
+
+        def harm(names: Names) -> float:
+            return tolerance.harm(self.kept(names))
+
+        alone = {effect.name: tolerance.harm(effect.alone) for effect in self.ops}
+        names = smallest_set(alone, harm)
+        return Selection(names, harm(names), self.kept(names))
 
     def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest list of ops in float32 that keeps to the tolerance."""
-        kept = self.of_ops.smallest(tolerance.beside(self.unavoidable))
+        assert isinstance(self.candidates, OpCandidates)
+        kept = self.smallest(tolerance)
         return Fp32List(**vars(kept), lists=self.candidates.lists(kept.high))
-
-    def smallest_modules(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
-        """The smallest set of modules in float32 that keeps to the tolerance."""
-        kept = self.of_modules.smallest(tolerance.beside(self.unavoidable))
-        return Fp32List(**vars(kept), lists=self.candidates.lists())
-
-    def _float32_share(self, ops: Names = (), modules: Names = ()) -> float:
-        passes, plan = self.probe.passes, self.candidates.plan
-        inputs = passes.batches[0][0]
-        calls = forward_calls(passes.model, inputs, lambda w: plan(ops, modules, w), passes.forward)
-        return float32_share(calls)
 
 
 def sensitivity(
@@ -281,7 +380,6 @@ def sensitivity(
     batches: Iterable[Batch],
     dtype: torch.dtype = torch.float16,
     *,
-    modules: bool = True,
     always: Sequence[str] = (),
     arithmetic: Arithmetic | None = None,
     loss_scales: Sequence[float] | None = None,
@@ -289,8 +387,8 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure the effect of each op of a model in a 16-bit dtype.
 
-    The model is not changed. About two forward and backward passes are run for each op, each
-    module and each batch, and the float32 gradients of each batch are kept in memory.
+    The model is not changed. About two forward and backward passes are run for each op and each
+    batch, and the float32 gradients of each batch are kept in memory.
 
     Args:
         model: parameters in float32.
@@ -298,7 +396,6 @@ def sensitivity(
         batches: pairs of inputs and target, on the model's device. Inputs are a tensor, a tuple of
             arguments, or a mapping of named ones. Take validation data, never the test set.
         dtype: float16 or bfloat16.
-        modules: measure modules too.
         always: ops that are always in float32.
         arithmetic: computes the ops; PyTorch's kernels by default.
         loss_scales: tried in turn until gradients are finite; by default powers of two from 2^16
@@ -313,13 +410,102 @@ def sensitivity(
         raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
     passes = Passes(model, loss, batches)
     scales = LOSS_SCALES.get(dtype, (1.0,)) if loss_scales is None else loss_scales
-    candidates = op_candidates(model, passes.batches[0][0], dtype, always, arithmetic)
+    candidates = OpCandidates(model, passes.batches[0][0], dtype, always, arithmetic)
     measured = Sensitivity(
-        CastProbe(passes, scales),
-        candidates,
-        modules,
-        lambda text, done=0, total=None: report(text),
+        CastProbe(passes, scales), candidates, lambda text, done=0, total=None: report(text)
     )
-    measured.of_ops.measure()
-    measured.of_modules.measure()
+    measured.measure()
     return measured
+
+
+# ---- of a run ------------------------------------------------------------------------------------
+
+SCALE_STEP = 16.0  # Loss scales that are tried are this factor apart: five from 2^16 to 1
+
+
+def search(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts) -> OpSearch:
+    """Train a few steps in float32, measure each candidate, and search the smallest set."""
+    policy, of_ops = low.policy, low.policy.gemms == "none"
+    # a plan with formats would round in its layers; they are here put on by the search
+    built = build_parts(low if of_ops else as_native(low))
+    samples, passes = _passes(low, built, settings.batches)
+    _load_trained(built, float32, settings.warmup_steps, parts)
+    probe = CastProbe(passes, loss_scales(low))
+    candidates: OpCandidates | GemmCandidates
+    if of_ops:
+        dtype, arithmetic = torch_dtype(policy.compute_dtype), build_arithmetic(low)
+        inputs, forward = passes.batches[0][0], passes.forward
+        candidates = OpCandidates(built.model, inputs, dtype, settings.always, arithmetic, forward)
+        given = CastPlan(build_caster(low), arithmetic=arithmetic)
+        given_name = policy.casting if low.op_lists is None else low.config.op_lists.name
+    else:
+        gemms = model_gemms(built.model, {}, policy.gemms, policy.hadamard)
+        candidates = GemmCandidates(gemms, settings.per, low.device.type)
+        given, given_name = candidates.kept(candidates.names), "bf16_mixed"
+    measured = Sensitivity(probe, candidates, parts)
+    parts("measuring the casts of the configuration")
+    given_deviation = probe.measure(given)
+    asked, answer = Tolerance(settings.tolerance, settings.gradient_db), None
+    with suppress(EndedEarlyError):
+        measured.measure()
+        answer = measured.smallest(asked)
+    tolerance = measured.beside(asked)
+    rows = [SensitivityRow(**vars(x), harm_alone=tolerance.harm(x.alone)) for x in measured.ops]
+    of = counted(len(candidates.names), candidates.kind)
+    left_open = f"{len(rows)} of {of} measured, and no list of {candidates.kind}s chosen"
+    record = OpSearch(
+        kind=candidates.kind,
+        low=policy.compute_dtype if of_ops else policy.gemms,
+        high="float32" if of_ops else "bfloat16",
+        measured_on=samples,
+        tolerance=tolerance,
+        unjudged_parameters=list(probe.rounding.undetermined),
+        zero_gradients=list(probe.rounding.zero),
+        reference=probe.rounding.reference,
+        unavoidable=measured.unavoidable,
+        everything_lower=measured.lower,
+        given=given_deviation,
+        given_name=given_name,
+        rows=rows,
+        answer=answer,
+        ended_by=parts.ended_by,
+        unsettled=left_open if parts.ended_by else "",
+    )
+    if isinstance(candidates, OpCandidates):
+        return replace(record, always=list(candidates.always), lower=list(candidates.lower))
+    high = () if answer is None else answer.high
+    return replace(record, layers=candidates.layers(policy.gemms, high))
+
+
+def _passes(low: Plan, built: TrainingComponents, count: int) -> tuple[Samples, Passes]:
+    """Passes on batches of validation data of the training's size, smaller if there is less."""
+    held_out = not built.validation.is_empty
+    source = built.validation if held_out else built.train
+    batches = source.some(count, low.batch.micro)
+    samples = Samples("validation" if held_out else "train", len(batches), batches[0].size)
+    pairs = [(batch.inputs, batch.content) for batch in batches]
+    return samples, Passes(built.model, LossTerms(low.recipe), pairs, forward=low.recipe.forward)
+
+
+def _load_trained(
+    built: TrainingComponents, float32: Plan, steps: int, parts: LimitedParts
+) -> None:
+    """Give the model the weights of a training: drawn weights are only its start."""
+    parts(f"training {steps} steps in float32")
+    # validation data are for the search alone, and would take time after each epoch
+    without = replace(float32.splits, validation=float32.splits.validation.first(0))
+    with float32.backend_flags():  # inside the flags of the mode: float32 is IEEE here
+        trained = build_parts(replace(float32, splits=without))
+        if steps:
+            Trainer(trained, Limits(None, steps, None)).fit()
+    parts("measuring float32")
+    built.model.load_state_dict(trained.model.state_dict())
+
+
+def loss_scales(plan: Plan) -> tuple[float, ...]:
+    """The loss scales that a plan's may take, the largest first."""
+    scale = build_loss_scale(plan.config, {}, torch.device("cpu"))
+    scales = [1.0 if scale.tensor is None else scale.tensor.item()]
+    while scale.kind == "dynamic" and scales[-1] >= SCALE_STEP:
+        scales.append(scales[-1] / SCALE_STEP)
+    return tuple(scales)

@@ -55,6 +55,8 @@ class CallStack:
         self._prefix = prefix
         self._stack: list[PythonCall] = []
         self._count = 0
+        self.failed = ""
+        """The name of the call in which an op failed first."""
 
     @contextmanager
     def op(self, name: str, rule: str) -> Iterator[None]:
@@ -64,6 +66,9 @@ class CallStack:
         self._stack.append(PythonCall(self._count, name, label))
         try:
             yield
+        except RuntimeError:
+            self.failed = self.failed or name
+            raise
         finally:
             self._stack.pop()
 

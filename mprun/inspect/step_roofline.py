@@ -4,14 +4,10 @@
     share         least time / median step
 
 FLOPs are those of `torch.utils.flop_counter`: products of matrices, convolutions and attention,
-forward and backward, a multiplication and an addition counting as two. It knows no recurrent layers
-and no kernels of others, and it counts causal attention as if nothing were masked. Products count
-in the mode's format, those that an op list keeps in float32 too, so the time is a bound. What moves
-bytes alone (casts, norms, the optimizer) is not in it: a small share says that a step is bound by
-memory or by work between ops, not by its products.
-
-One step is taken to count it, then steps are timed as a run times them, on one batch, without the
-wait for it. The products of an emulated mode are compared with native ones.
+forward and backward. It knows no recurrent layers and no kernels of others, and counts causal
+attention as if nothing were masked. All count in the mode's format, also what an op list keeps in
+float32, so the time is a bound. Casts, norms and the optimizer have no FLOPs: a small share says
+that a step is bound by memory or by work between ops.
 
 Whether formats of 8 bits or fewer pay depends on the size of each linear layer: products become
 faster, but factors are rounded first. So each shape of layer is timed, where the device multiplies
@@ -20,7 +16,7 @@ such formats: PyTorch's `nn.Linear` in bfloat16 against torchao's, compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +26,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.errors import MprunError
-from mprun.inspect.machine_examination import format_of
+from mprun.inspect.machine_examination import format_of, spread
 from mprun.precision.gemms import (
     RECIPES,
     convert_natively,
@@ -46,7 +42,6 @@ from mprun.study.planned_run import PlannedRun
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
 from mprun.train.assemble.planned_memory import as_native
-from mprun.train.clock import StepTime
 from mprun.train.data import Batch
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.machine.doctor_result import (
@@ -60,18 +55,14 @@ from mprun.train.machine.doctor_result import (
     Roofline,
     Shape,
 )
-from mprun.train.machine.measure import spread
 
 WARMUP = 5  # the first steps select kernels and make the optimizer's state
 PASSES = 20  # the fastest of so many passes of a layer is hardly disturbed
 
-EMULATED = (
-    "this mode is emulated here: the least time is that of its products in native kernels, the "
-    "step is that of the emulation, so its share is no property of the model"
-)
+EMULATED = "this mode is emulated here: the share is that of its emulation, not of the model"
 ABOVE_THE_ROOF = (
-    "the step was faster than its least time: rates and step were measured at different loads; "
-    "measure again on a quiet machine, with a larger doctor.budget_s"
+    "the step was faster than its least time: measure again on a quiet machine, with a larger "
+    "doctor.budget_s"
 )
 
 
@@ -101,7 +92,7 @@ def recipe_roofline(
         with in_threads(examination.threads):
             report("counting the step's ops")
             step = count_step(planned)
-            times = _statistics(_timed(planned, steps, report) if steps else [])
+            times = _timed(planned, steps, report)
     except (MemoryError, torch.OutOfMemoryError):
         raise MprunError(
             f"out of memory on {plan.device.type} while measuring: free some, or take a smaller "
@@ -132,8 +123,8 @@ def recipe_roofline(
 def best_rate(examination: Examination, plan: Plan) -> tuple[str, float]:
     """The number format of the plan's products, and the best rate for it in GFLOP/s.
 
-    The 90th percentile of the fastest op. float32's counts too: it can stand in for any format.
-    Products of 8 bits have bfloat16's rate, since none was measured.
+    The 90th percentile. float32's counts too: it can stand in for any format. Products of 8 bits
+    have bfloat16's rate, since none was measured.
     """
     name = format_of(plan.policy)
     rates = (r.gflops.p90 for r in examination.rates if r.format in (name, "float32"))
@@ -176,10 +167,8 @@ def count_step(planned: PlannedRun) -> StepCount:
         if name in rows and fits(layer):
             shape = Shape(rows[name], layer.in_features, layer.out_features)
             shapes.setdefault(shape, []).append(name)
-    try:
-        converted = formatted_layers(parts.model)
-    except ValueError:  # too few layers: a mode would be refused, a layer by name not
-        converted = []
+    # too few layers: a mode would be refused, a layer by name not
+    converted = formatted_layers(parts.model, may_be_none=True)
     return StepCount(counter.get_total_flops(), shapes, converted)
 
 
@@ -201,7 +190,10 @@ def real_step(planned: PlannedRun) -> Iterator[tuple[TrainingComponents, Batch]]
             yield parts, next(batches).trained
 
 
-def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> list[StepTime]:
+def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> StepTimes:
+    """The times of steps on one batch, without the wait for it."""
+    if not steps:
+        return StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
     with real_step(planned) as (parts, batch):
         trainer = Trainer(parts, planned.plan.limits)
         for done in range(WARMUP + steps):
@@ -209,12 +201,7 @@ def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> list[StepTime
             parts.clock.start()
             trainer.optimizer_step(batch)
             parts.clock.stop()
-        return parts.clock.take()[WARMUP:]
-
-
-def _statistics(times: Sequence[StepTime]) -> StepTimes:
-    if not times:
-        return StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
+        times = parts.clock.take()[WARMUP:]
     return StepTimes(**vars(spread([t.ms for t in times])), warmup=WARMUP)
 
 

@@ -140,13 +140,6 @@ class BlockFormat:
         """By which share of itself a number is moved at most, where the format has its bits."""
         return 2.0 ** -(self.element.mantissa_bits + 1)
 
-    def bits_per_number(self, row: int) -> float:
-        """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
-        shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
-        return self.element.bits + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(
-            shared
-        )
-
 
 # One float32 factor for the tensor brings its largest number to the format's (448); of torchao
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")

@@ -24,7 +24,7 @@ import torch
 
 from mprun.precision import devices
 from mprun.records.run_record import DataTimes, StepTimes
-from mprun.train.machine.heap import page_faults
+from mprun.train.machine.conditions import page_faults
 
 
 class StepTime(NamedTuple):

@@ -173,10 +173,7 @@ def test_a_class_of_several_with_its_parameters(capsys: pytest.CaptureFixture[st
         ("trace", "trace.json"),
         ("memory", "memory.json"),
         ("numerics numerics.warmup=1 numerics.steps=2 numerics.plots=false", "numerics.json"),
-        (
-            "search-ops search_ops.warmup_steps=1 search_ops.batches=1 search_ops.modules=false",
-            "search_ops.json",
-        ),
+        ("search-ops search_ops.warmup_steps=1 search_ops.batches=1", "search_ops.json"),
     ],
 )
 def test_commands_that_inspect_a_step(command: str, file: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mprun.errors import NotMeasurableError
 from mprun.inspect.cast_probe import LOSS_SCALES, CastProbe
 from mprun.inspect.passes import FLOAT32, CastPlan, Passes, ready
-from mprun.inspect.search_result import Deviation
+from mprun.inspect.tolerance import Deviation
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
 from mprun.precision.rounding import sqnr_db, sums_db
 from mprun.watch.updates import MOVE, MOVED, weights_moved

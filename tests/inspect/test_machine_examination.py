@@ -14,14 +14,12 @@ from mprun import __version__
 from mprun.config import Composed, compose
 from mprun.errors import MprunError
 from mprun.inspect import machine_examination as module
-from mprun.inspect.machine_examination import ATEN, examine, examine_modes
+from mprun.inspect.machine_examination import ATEN, conclusions, examine, examine_modes, findings
 from mprun.precision import execution
 from mprun.precision.gemms import RECIPES
-from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.policy_columns import FORMAT_MODES
-from mprun.train.machine.doctor_result import OPS, SCHEMA_VERSION, Examination, Mode
-from mprun.train.machine.machine_findings import conclusions, findings
+from mprun.train.machine.doctor_result import SCHEMA_VERSION, Examination, Mode
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -41,7 +39,7 @@ def test_every_field_has_its_type(found: Examination) -> None:
 
 
 def test_it_says_of_what_and_by_what(found: Examination) -> None:
-    assert found.schema_version == SCHEMA_VERSION == 2
+    assert found.schema_version == SCHEMA_VERSION == 3
     assert found.mprun_version == __version__
     assert found.budget_s == BUDGET_S
     assert found.measured_s > 0
@@ -169,7 +167,7 @@ def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("fp32_fallback", "substituted"),
-    [("none", []), ("backward", ["convolution_backward"]), ("all", list(OPS))],
+    [("none", []), ("backward", ["convolution_backward"]), ("all", list(ATEN))],
 )
 def test_ops_computed_in_float32_are_those_of_a_run(
     fp32_fallback: str, substituted: list[str], monkeypatch: pytest.MonkeyPatch
@@ -177,27 +175,3 @@ def test_ops_computed_in_float32_are_those_of_a_run(
     rows = examined(monkeypatch, fp32_fallback)
     assert rows["fp16_mixed"].substituted == substituted
     assert rows["half_sr_full"].substituted == []  # emulation has none
-
-
-def test_kernels_are_measured_once_for_modes_that_compute_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = []
-
-    def choose(speed: str, policy: object, execution: str, device: torch.device) -> str:
-        assert speed == "auto"
-        seen.append((policy.compute_dtype, execution))  # type: ignore[attr-defined]
-        return "none"
-
-    monkeypatch.setattr(module, "choose_fp32_fallback", choose)
-    monkeypatch.setattr(module, "compose", composed)
-    examine_modes(CPU, {})
-    assert len(seen) == len(set(seen))
-    assert ("float16", "native") in seen
-
-
-def test_the_measured_ops_have_substitutions_names() -> None:
-    ops = {str(op).removesuffix(".default") for op in (*MATMULS, *CONVOLUTIONS)}
-    backward = {str(op).removesuffix(".default") for op in CONVOLUTION_BACKWARD}
-    assert set(ATEN.values()) <= ops | backward
-    assert list(ATEN) == list(OPS)

@@ -59,8 +59,8 @@ def of_numerics() -> numerics.NumericsResult:
 
 def of_search() -> search_ops.OpSearch:
     rows = [search_ops.row(name, 3.0, search_ops.measure(0.0027, 9.0)) for name in LAYERS]
-    names = search_ops.outcome(*LAYERS[:4], measure=search_ops.measure(worst_parameter=LAYERS[3]))
-    return search_ops.search(rows={"modules": rows}, search={"ops": names, "modules": names})
+    names = search_ops.outcome(*LAYERS[:4], worst_parameter=LAYERS[3])
+    return search_ops.search(search_ops.GEMMS, rows=rows, answer=names)
 
 
 def of_trace() -> trace.TraceRecord:
@@ -116,7 +116,7 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "numerics": lambda: numerics_question.rows_table(of_numerics(), 30),
     "loss scales": lambda: numerics_question.scales_table(of_numerics()),
     "lost updates": lambda: numerics_question.lost_table(of_numerics(), 30),
-    "sensitivity": lambda: search_result.rows_table(of_search(), "modules"),
+    "sensitivity": lambda: search_result.rows_table(of_search()),
     "outcome": lambda: search_result.outcome_table(of_search()),
     "totals": lambda: trace_question.totals(of_trace()),
     "kinds of ops": lambda: trace_question.kinds_table(of_trace().rows),

@@ -23,8 +23,6 @@ from mprun.precision.formats import (
     E5M2,
     E5M2FNUZ,
     FORMATS,
-    FP8_ROWWISE,
-    FP8_TENSORWISE,
     FP16,
     MANTISSA_BITS,
     MXFP4,
@@ -238,13 +236,6 @@ def test_a_block_format_refuses_a_shift_and_an_overflow() -> None:
         quantise(torch.ones(2), MXFP8, shift=1)
     with pytest.raises(ValueError, match="legal: neither"):
         quantise(torch.ones(2), NVFP4, overflow="special")
-
-
-def test_scales_cost_bits() -> None:
-    assert MXFP8.bits_per_number(1024) == 8.25
-    assert NVFP4.bits_per_number(1024) == 4.5
-    assert FP8_ROWWISE.bits_per_number(64) == 8.5
-    assert FP8_TENSORWISE.bits_per_number(64) == 8
 
 
 def cast(x: Tensor, to: Format) -> Tensor:

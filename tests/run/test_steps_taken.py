@@ -12,7 +12,7 @@ from mprun.cli.main import main
 from mprun.records.run_record import Scores, read_summary
 from mprun.train import checkpoint
 from mprun.train.checks import check_steps_taken, page_fault_warning, skipped_warning
-from mprun.train.machine.heap import allocator, page_fault_us, page_faults
+from mprun.train.machine.conditions import allocator, page_fault_us, page_faults
 from tests.summaries import example
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

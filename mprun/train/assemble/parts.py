@@ -70,7 +70,7 @@ from mprun.train.logger import LoggedRun, Logger, run_tags
 from mprun.train.loggers import build_loggers
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
-from mprun.train.machine.heap import allocator
+from mprun.train.machine.conditions import allocator
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import Ranks
 from mprun.train.recorder import new_summary, of_all_processes

@@ -67,7 +67,7 @@ from mprun.train.data import DataRequest, Splits
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger, unused_fields
 from mprun.train.loop import Limits
-from mprun.train.machine.heap import steady_heap
+from mprun.train.machine.conditions import steady_heap
 from mprun.train.machine.machine import has_amx
 from mprun.train.machine.speed_choices import SpeedChoice, choose
 from mprun.train.recipe_metrics import metrics_of

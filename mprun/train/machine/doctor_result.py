@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Annotated, Literal, NamedTuple
 
@@ -20,16 +19,12 @@ from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.policy_columns import Number
 from mprun.records.run_record import Hardware, StepTimes
 
-SCHEMA_VERSION = 2  # 2: the roof is of FLOPs alone, and gains of formats are measured
+SCHEMA_VERSION = 3  # 3: rates are of matmuls alone
 
-OpName = Literal["matmul", "convolution", "convolution_backward"]
 Format = Literal["float32", "tf32", "bfloat16", "float16"]
 GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
-SpeedVerdict = Literal[
-    "worth trying", "depends on the model", "no gain", "not for speed", "not known"
-]
+SpeedVerdict = Literal["worth trying", "no gain", "not for speed", "not known"]
 
-OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
 FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -67,23 +62,14 @@ class Ratio:
 
 @dataclass(kw_only=True)
 class Rate:
-    """The speed of one op in one number format, at one size."""
+    """The speed of a matmul in one number format, at one size."""
 
-    op: OpName
     format: Format
     size: str
     flops: int  # Multiplications and additions of a call
     time_ms: Spread  # Of a call
     gflops: Spread  # 10^9 operations a second
-    speedup: Ratio  # Over float32, same op and size
-
-
-@dataclass(kw_only=True)
-class Copy:
-    """The speed of copying a buffer within the device's memory."""
-
-    bytes: int  # Of the buffer
-    gigabytes_per_second: Spread  # 10^9 bytes per second, read and written: each byte counts twice
+    speedup: Ratio  # Over float32, same size
 
 
 @dataclass(kw_only=True)
@@ -137,11 +123,11 @@ class Mode:
     """A precision mode on this machine."""
 
     name: str
-    format: Format  # The format of its matmuls and convolutions
+    format: Format  # Of its matmuls
     execution: Literal["native", "emulated"]
     why_emulated: str | None
     accelerated: bool | None  # As in `hardware`, for native 16-bit modes; null for others
-    substituted: list[OpName]  # Ops that a run computes in float32 and rounds (`speed=auto`)
+    substituted: list[str]  # Ops that a run computes in float32 and rounds (`speed=auto`)
     loss_scale: str  # The kind of `loss_scale=auto`
     products_of_8_bits: bool = False
     """Its native matmuls have factors of 8 bits: their rate is not among the measured ones."""
@@ -175,7 +161,6 @@ class Measured:
     """Those of a record, and of cuda and cudnn; null for a missing one."""
     threads: int  # Threads of the CPU rates: fewer than PyTorch's if other processes use the cores
     rates: list[Rate]
-    copy: Copy
     modes: list[Mode]
 
 
@@ -191,12 +176,10 @@ class Roofline:
     variant: str
     execution: str  # native or emulated
     batch_size: int
-    flops: int | None = None
-    """Multiplications and additions of a step; null in records of schema version 1."""
+    flops: int  # Multiplications and additions of a step
     gflops: dict[str, float]
     """The mode's number format to its best measured rate, 10^9 operations a second."""
-    least_ms: float
-    """The FLOPs over the rate. In schema version 1 also the time to move the bytes of each op."""
+    least_ms: float  # The FLOPs over the rate
     step_time_ms: StepTimes
     share: float | None  # `least_ms` over the median step; null where no step was timed
     notes: list[str]  # What limits the figures, a sentence each
@@ -244,8 +227,6 @@ class FormatGains:
     """The formats that a GPU multiplies, for each shape of a recipe's linear layers."""
 
     gpu: str
-    source: Literal["measured", "predicted"] = "measured"
-    """predicted: in records of schema version 1, from published rates of another GPU."""
     basis: str  # What it was measured with
     shapes: list[LayerGains]
     speedup: dict[str, float]  # Format to that of all layers that a mode converts, summed over them
@@ -272,12 +253,6 @@ class Examination(Measured):
 # ---- the tables of the machine -------------------------------------------------------------------
 
 
-OP_NAMES: dict[OpName, str] = {
-    "matmul": "matmul",
-    "convolution": "conv",
-    "convolution_backward": "conv backward",
-}
-
 TERA = 10_000  # From this many GFLOP/s, rates are shown in TFLOP/s
 
 ELSEWHERE = "the output of doctor.json=true"
@@ -298,9 +273,8 @@ def renderables(examination: Examination) -> Iterator[FittedTable | str]:
 
 def machine_table(examination: Examination) -> FittedTable:
     """A row for each property of the machine."""
-    machine, copy = examination.machine, examination.copy
-    hardware, load = machine.hardware, machine.load_average
-    fault_us = hardware.page_fault_us
+    machine, hardware = examination.machine, examination.machine.hardware
+    load, fault_us, cuda = machine.load_average, hardware.page_fault_us, machine.cuda
     rows = {
         "device": f"{hardware.device}, {hardware.name}",
         "system": f"{machine.system}, {machine.architecture}",
@@ -309,13 +283,21 @@ def machine_table(examination: Examination) -> FittedTable:
         "page fault": "-" if fault_us is None else f"{fault_us:.2f} us",
         "load before": "unknown" if load is None else f"{load:.2f}",
         "CPU instructions": _instructions(machine),
-        "oneDNN": _onednn(machine),
+        "oneDNN": _onednn(machine.onednn),
         "optimizer kernels": machine.optimizer_kernels or "-",
-        **_gpu(machine.cuda),
+    }
+    if cuda is not None:
+        units = cuda.tensor_cores
+        rows["GPU"] = (
+            f"compute capability {cuda.compute_capability}, {cuda.multiprocessors} "
+            f"multiprocessors, {_size(cuda.memory_free_bytes)} free"
+        )
+        rows["tensor cores"] = "unknown" if units is None else ", ".join(units) or "none"
+    versions = {"mprun": examination.mprun_version, **examination.versions}
+    rows |= {
         "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
         "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
-        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, {size_text(copy.bytes)}",
-        "versions": _versions(examination),
+        "versions": ", ".join(f"{name} {version or '-'}" for name, version in versions.items()),
         "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
     }
     return FittedTable(
@@ -327,53 +309,46 @@ def machine_table(examination: Examination) -> FittedTable:
 
 
 def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
-    """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
+    """Medians by size and format, with percentiles; `threads` is None for a GPU."""
     by = "" if threads is None else f" in {counted(threads, 'thread')}"
     unit, factor = "GFLOP/s", 1
     if max(r.gflops.median for r in rates) >= TERA:
         unit, factor = "TFLOP/s", 1000
-    rows = sorted(rates, key=lambda r: list(OP_NAMES).index(r.op))
-    names = [f"{OP_NAMES[r.op]} {r.size.partition(',')[0]}" for r in rows]
-    # the op is named in the first of its rows
-    shown = ["" if n and names[n - 1] == name else name for n, name in enumerate(names)]
     return FittedTable(
-        f"measured rates{by}: median (10th-90th percentile)",
-        text_column("op", cell=lambda row: row[0]),
-        text_column("in", cell=lambda row: SHORT_DTYPES.get(row[1].format, row[1].format)),
-        figure_column(unit, cell=lambda row: _spread(row[1].gflops, factor)),
-        figure_column("over fp32", cell=lambda row: _speedup(row[1])),
-        figure_column("n", 1, lambda row: str(row[1].gflops.n)),
-        rows=zip(shown, rows, strict=True),
+        f"measured rates of matmuls{by}: median (10th-90th percentile)",
+        text_column("size", cell=lambda rate: rate.size),
+        text_column("in", cell=lambda rate: SHORT_DTYPES.get(rate.format, rate.format)),
+        figure_column(unit, cell=lambda rate: _spread(rate.gflops, factor)),
+        figure_column("over fp32", cell=_speedup),
+        figure_column("n", 1, lambda rate: str(rate.gflops.n)),
+        rows=rates,
         elsewhere=ELSEWHERE,
-        caption="over fp32: median [its 95 % interval], round by round; 3x3 convolutions",
+        caption="over fp32: median [its 95 % interval], round by round",
     )
 
 
 def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> FittedTable:
-    """A row for each mode: how it runs here, and its ops' rates over float32's."""
-    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
+    """A row for each mode: how it runs here, and its matmul's rate over float32's."""
+    speedups = {r.format: r.speedup.median for r in rates}  # the larger size last
+
+    def matmul(mode: Mode) -> str:
+        if mode.execution != "native" or mode.products_of_8_bits:
+            return "-"
+        if mode.format == "float32":
+            return "1"
+        if "matmul" in mode.substituted:
+            return "in float32"
+        return _figure(speedups[mode.format]) if mode.format in speedups else "-"
+
     return FittedTable(
         "precision modes: rates over float32's, at the largest size measured",
         text_column("mode", cell=lambda mode: mode.name),
         text_column("runs", cell=lambda mode: mode.execution),
-        *(figure_column(name, cell=partial(_cell, op, speedups)) for op, name in OP_NAMES.items()),
+        figure_column("matmul", cell=matmul),
         text_column("loss scale", 1, cell=lambda mode: mode.loss_scale),
         rows=modes,
         elsewhere=ELSEWHERE,
     )
-
-
-def _cell(op: OpName, speedups: Mapping[tuple[OpName, Format], float], mode: Mode) -> str:
-    if mode.execution != "native":
-        return "-"
-    if mode.format == "float32":
-        return "1"
-    if op in mode.substituted:
-        return "in float32"
-    if op == "matmul" and mode.products_of_8_bits:
-        return "-"
-    speedup = speedups.get((op, mode.format))
-    return "-" if speedup is None else _figure(speedup)
 
 
 def _figure(value: float) -> str:
@@ -417,59 +392,32 @@ def _instructions(machine: Machine) -> str:
     return f"{names}; PyTorch's own kernels: {machine.cpu_capability}"
 
 
-def _onednn(machine: Machine) -> str:
-    onednn = machine.onednn
+def _onednn(onednn: OneDnn) -> str:
     taken = _yes_no({"bfloat16": onednn.bfloat16, "float16": onednn.float16})
     limit = f", {onednn.limit_by}={onednn.limit}" if onednn.limit else ""
     return f"{onednn.version or 'unknown version'}; takes {taken}{limit}"
-
-
-def _gpu(cuda: Cuda | None) -> dict[str, str]:
-    if cuda is None:
-        return {}
-    units = cuda.tensor_cores
-    return {
-        "GPU": f"compute capability {cuda.compute_capability}, "
-        f"{cuda.multiprocessors} multiprocessors, "
-        f"{_size(cuda.memory_free_bytes)} free",
-        "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
-    }
-
-
-def _versions(examination: Examination) -> str:
-    versions = {"mprun": examination.mprun_version, **examination.versions}
-    return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())
 
 
 # ---- the tables of a recipe ----------------------------------------------------------------------
 
 
 def roofline_parts(roof: Roofline) -> Iterator[str]:
-    """The parts in the order they are shown."""
-    yield roofline_summary(roof)
-    yield from roof.notes
-
-
-def roofline_summary(roof: Roofline) -> str:
-    """The bound, and the share of it that is reached."""
+    """The bound and the share of it that is reached, and what limits them."""
     rates = ", ".join(f"{rate:,.0f} GFLOP/s ({name})" for name, rate in roof.gflops.items())
-    what = f"{roof.recipe}, {roof.variant}, batch {roof.batch_size}"
-    least = f"at least {significant(roof.least_ms)} ms"
-    work = f"its {(roof.flops or 0) / 1e9:.3g} GFLOP at {rates}"
-    times = roof.step_time_ms
-    if times.median is None or roof.share is None:
-        return f"{what}: a step takes {least}, {work}"
-    spread = f"{significant(times.p10)}-{significant(times.p90)}"
-    return (
-        f"{what}: a step takes {significant(times.median)} ms ({spread}, {times.n} steps), "
-        f"{least}, {work}: it reaches {100 * roof.share:.0f} % of the roof"
-    )
+    least = f"at least {significant(roof.least_ms)} ms, its {roof.flops / 1e9:.3g} GFLOP at {rates}"
+    times, reached = roof.step_time_ms, ""
+    if times.median is not None and roof.share is not None:
+        spread = f"{significant(times.p10)}-{significant(times.p90)}"
+        least = f"{significant(times.median)} ms ({spread}, {times.n} steps), {least}"
+        reached = f": it reaches {100 * roof.share:.0f} % of the roof"
+    yield f"{roof.recipe}, {roof.variant}, batch {roof.batch_size}: a step takes {least}{reached}"
+    yield from roof.notes
 
 
 def format_parts(gains: FormatGains) -> Iterator[FittedTable | str]:
     """The table, and a sentence for each format."""
     yield FittedTable(
-        f"linear layers on {gains.gpu}, {gains.source.upper()}: speedup over bfloat16",
+        f"linear layers on {gains.gpu}: speedup over bfloat16",
         text_column("layer", cell=lambda row: row.layers[0] or "(model)"),
         figure_column("number", 3, lambda row: str(len(row.layers))),
         figure_column("samples", 2, lambda row: f"{row.samples:,}"),
@@ -481,7 +429,7 @@ def format_parts(gains: FormatGains) -> Iterator[FittedTable | str]:
             for n, gain in enumerate(gains.shapes[0].gains)
         ),
         rows=gains.shapes,
-        elsewhere="the output of doctor.json=true",
+        elsewhere=ELSEWHERE,
         caption=f"forward, backward and rounding of one layer; {gains.basis}",
     )
     yield from format_verdicts(gains)
@@ -494,11 +442,11 @@ def format_verdicts(gains: FormatGains) -> Iterator[str]:
         paying = sum(len(row.layers) for row in gains.shapes if row.gains[n].pays)
         text = (
             f"{gain.format} pays for {paying} of {layers} linear layers on {gains.gpu} "
-            f"(at least {PAYS_FROM:g} times as fast), {gains.source}"
+            f"(at least {PAYS_FROM:g} times as fast)"
         )
         if (whole := gains.speedup.get(gain.format)) is not None:
-            change = f"{whole:.2f} times as fast"
-            if whole < 1:
-                change = f"slower, by {1 / whole:.2f} times"
-            text += f"; precision={gain.format} makes the layers that it converts {change}"
+            text += (
+                f"; precision={gain.format} makes the layers that it converts {whole:.2f} times as "
+                "fast"
+            )
         yield text

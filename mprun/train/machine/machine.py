@@ -24,9 +24,8 @@ import mprun
 from mprun.precision import accelerated, devices, kernels
 from mprun.precision._torch import onednn_takes
 from mprun.records.run_record import Hardware
-from mprun.train.machine.conditions import CPUINFO, content, usable_cpus
+from mprun.train.machine.conditions import CPUINFO, content, page_fault_us, usable_cpus
 from mprun.train.machine.doctor_result import Cuda, GpuUnused, Machine, OneDnn
-from mprun.train.machine.heap import page_fault_us
 
 # Environment variables that change how fast PyTorch computes
 VARIABLES = (

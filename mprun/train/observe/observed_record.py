@@ -50,7 +50,7 @@ from mprun.records.run_record import (
 )
 from mprun.train.callbacks import StepLine
 from mprun.train.clock import StepTime
-from mprun.train.machine.heap import allocator
+from mprun.train.machine.conditions import allocator
 from mprun.train.observe.step_probes import NonfiniteStep, device_of
 from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
 from mprun.train.stopwatch import Stopwatch

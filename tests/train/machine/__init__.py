@@ -9,25 +9,22 @@ import msgspec
 
 from mprun.train.machine.doctor_result import (
     FORMATS,
-    OPS,
     SCHEMA_VERSION,
     Conclusion,
-    Copy,
     Examination,
     Format,
     Machine,
     MachineFinding,
     Measured,
     Mode,
-    OpName,
     Rate,
     Ratio,
     Spread,
 )
 from mprun.train.machine.machine import INSTRUCTIONS
 
-Speedups = dict[Format, tuple[float, ...]]
-"""Format to the speed-ups of matmul, convolution and its backward pass."""
+Speedups = dict[Format, float]
+"""Format to the speed-up of its matmul over float32's."""
 
 
 def spread(median: float, width: float = 1.0) -> Spread:
@@ -45,12 +42,9 @@ def ratio(median: float, low: float | None = None, high: float | None = None) ->
     )
 
 
-def rate(
-    op: OpName, format_: Format, speedup: Ratio, flops: int = 10**9, width: float = 1.1
-) -> Rate:
+def rate(format_: Format, speedup: Ratio, flops: int = 10**9, width: float = 1.1) -> Rate:
     """One measured rate; float32 would do 100 GFLOP/s."""
     return Rate(
-        op=op,
         format=format_,
         size=f"{flops} operations",
         flops=flops,
@@ -61,17 +55,12 @@ def rate(
 
 
 def rates(speedups: Speedups, flops: int = 10**9) -> list[Rate]:
-    """Rates of every op in float32 and the formats given."""
-    every: Speedups = {"float32": (1.0, 1.0, 1.0), **speedups}
-    return [
-        rate(op, format_, ratio(x), flops)
-        for format_ in FORMATS
-        if format_ in every
-        for op, x in zip(OPS, every[format_], strict=True)
-    ]
+    """Rates in float32 and the formats given."""
+    every: Speedups = {"float32": 1.0, **speedups}
+    return [rate(name, ratio(every[name]), flops) for name in FORMATS if name in every]
 
 
-def modes(substituted: tuple[OpName, ...] = (), tf32: bool = False) -> list[Mode]:
+def modes(substituted: tuple[str, ...] = (), tf32: bool = False) -> list[Mode]:
     """Every mode; `substituted` are float16's ops computed in float32."""
     rows: list[tuple[str, Format, bool]] = [
         ("fp32", "float32", True),
@@ -158,8 +147,7 @@ def measured(
         machine=where,
         versions={"python": "3.12.0", "torch": "2.11.0", "cuda": None},
         threads=where.threads,
-        rates=rates(speedups),
-        copy=Copy(bytes=2**27, gigabytes_per_second=spread(20.0)),
+        rates=rates({"bfloat16": 1.0, "float16": 1.0, **speedups}),
         modes=modes() if kept is None else kept,
     )
     return replace(found, **changes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.train.machine import heap
+from mprun.train.machine import conditions
 
 MAPS = """\
 55d0c0a00000-55d0c0a02000 r--p 00000000 08:01 123 /usr/bin/python3.11
@@ -40,7 +40,7 @@ MAPS = """\
     ids=str,
 )
 def test_variables_that_make_the_heap_steady(variables: dict[str, str], steady: bool) -> None:
-    assert heap.is_steady(variables) == steady
+    assert conditions.is_steady(variables) == steady
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_variables_that_make_the_heap_steady(variables: dict[str, str], steady: 
     ],
 )
 def test_the_file_that_is_mapped_at_an_address(address: int, file: str) -> None:
-    assert heap._file_at(address, MAPS) == file
+    assert conditions._file_at(address, MAPS) == file
 
 
-@pytest.mark.parametrize("name", [*heap.OTHERS, heap.SYSTEM])
+@pytest.mark.parametrize("name", [*conditions.OTHERS, conditions.SYSTEM])
 def test_another_allocator_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_library", lambda: name)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: pytest.fail("mallopt was called"))
-    assert heap.steady_heap() == heap.allocator() == name
+    monkeypatch.setattr(conditions, "_library", lambda: name)
+    monkeypatch.setattr(conditions.ctypes, "CDLL", lambda _: pytest.fail("mallopt was called"))
+    assert conditions.steady_heap() == conditions.allocator() == name
 
 
 SCRIPT = """
@@ -87,21 +87,21 @@ print(heap["allocator"](), faults())
     ids=["this", "of the system"],
 )
 def test_a_steady_heap_has_no_page_faults(python: str) -> None:
-    if heap._library() != heap.GLIBC:
+    if conditions._library() != conditions.GLIBC:
         pytest.skip("mallopt is glibc's")
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
-    command = [python, "-c", SCRIPT, heap.__file__]
+    command = [python, "-c", SCRIPT, conditions.__file__]
     done = subprocess.run(command, capture_output=True, text=True, env={}, check=True)
     plain, steady = (line.split() for line in done.stdout.splitlines())
-    assert plain[0] == heap.GLIBC
-    assert steady == [heap.STEADY, "0"]
+    assert plain[0] == conditions.GLIBC
+    assert steady == [conditions.STEADY, "0"]
     assert int(plain[1]) >= 40 / 2  # a fault for each page, of 2 MiB at most
 
 
 def test_the_price_of_a_fault_is_that_of_a_page_cleared() -> None:
-    price_us = heap.page_fault_us()
-    if heap.page_faults() is None:
+    price_us = conditions.page_fault_us()
+    if conditions.page_faults() is None:
         assert price_us is None
         return
     assert price_us is not None

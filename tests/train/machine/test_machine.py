@@ -60,11 +60,6 @@ def test_a_system_without_load_or_capabilities_has_unknowns(
 # ---- oneDNN --------------------------------------------------------------------------------------
 
 
-def test_onednn_s_version_is_that_of_pytorch_s_build() -> None:
-    version = onednn({}).version
-    assert version is None or f"v{version}" in torch.__config__.show()
-
-
 @pytest.mark.parametrize(
     ("shown", "version"),
     [

@@ -1,4 +1,4 @@
-"""Findings on invented machines: what is slow, why, and what disturbs measurements."""
+"""On invented machines: what is slow and why, what disturbs, and what modes are good for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mprun import NEWEST_TORCH
-from mprun.train.machine.doctor_result import OPS, Machine
+from mprun.inspect.machine_examination import LIMIT, conclusions, findings, judge
+from mprun.train.machine.doctor_result import Machine, modes_table
 from mprun.train.machine.machine import ALLOWED
-from mprun.train.machine.machine_findings import findings
 from tests.train.machine import (
     AVX2_ONLY,
     AVX512_ONLY,
@@ -28,10 +30,12 @@ from tests.train.machine import (
     machine,
     measured,
     modes,
+    rate,
+    rates,
+    ratio,
 )
 
-SLOW = (0.03, 0.04, 0.3)
-FAST = (4.0, 2.0, 2.0)
+SLOW, FAST = 0.03, 4.0
 
 
 def texts_of(where: Machine, speedups: Speedups | None = None, **changes: Any) -> list[str]:
@@ -50,36 +54,23 @@ def test_a_pytorch_newer_than_any_that_was_tried_is_noted() -> None:
     for version in (f"{tried}.9+cu130", "2.11.0", None):
         assert texts_of(H100, versions={"torch": version}) == []
     assert texts_of(H100, versions={"torch": "2.99.0.dev20270101"}) == [
-        f"note versions: mprun knows PyTorch up to {tried}, and this is 2.99.0.dev20270101"
+        f"note versions: mprun knows PyTorch up to {tried}, this is 2.99.0.dev20270101"
     ]
 
 
 # ---- 16 bits slower than float32, and why --------------------------------------------------------
 
-LOOPS = "so PyTorch computes it in its own loops"
-CONVERTS = "so oneDNN converts it to float32 and back"
-
 
 @pytest.mark.parametrize(
     ("where", "speedups", "reason"),
     [
-        (AVX2_ONLY, {"bfloat16": SLOW}, f"this CPU has neither AVX512-BF16 nor AMX-BF16, {LOOPS}"),
-        (AVX2_ONLY, {"float16": SLOW}, f"this CPU has neither AVX512-FP16 nor AMX-FP16, {LOOPS}"),
-        (
-            AVX512_ONLY,
-            {"bfloat16": (0.7, 0.5, 0.5)},
-            f"this CPU has neither AVX512-BF16 nor AMX-BF16, {CONVERTS}",
-        ),
-        (
-            WITH_AMX,
-            {"float16": (1.0, 1.0, 0.05)},
-            "oneDNN has no fast float16 kernel for the backward pass of convolutions",
-        ),
+        (AVX2_ONLY, {"bfloat16": SLOW}, "this CPU has no AVX512-BF16 or AMX-BF16"),
+        (AVX512_ONLY, {"float16": 0.7}, "this CPU has no AVX512-FP16 or AMX-FP16"),
         (WITH_AMX, {"bfloat16": SLOW}, "the reason is not known"),
-        (M1, {"bfloat16": SLOW}, f"this CPU has no BF16, {CONVERTS}"),
+        (M1, {"bfloat16": SLOW}, "this CPU has no BF16"),
         (M2, {"bfloat16": SLOW}, "the reason is not known"),
         (machine(architecture="riscv64"), {"bfloat16": SLOW}, "the reason is not known"),
-        (T4, {"bfloat16": SLOW}, "compute capability 7.5 has no tensor cores for bfloat16"),
+        (T4, {"bfloat16": SLOW}, "compute capability 7.5 has no tensor cores for it"),
         (H100, {"bfloat16": SLOW}, "the reason is not known"),
     ],
     ids=str,
@@ -87,10 +78,10 @@ CONVERTS = "so oneDNN converts it to float32 and back"
 def test_a_slow_format_is_warned_of_with_its_reason(
     where: Machine, speedups: Speedups, reason: str
 ) -> None:
-    (format_,) = speedups
+    ((format_, speedup),) = speedups.items()
     (warning,) = texts_of(where, speedups)
-    assert warning.startswith(f"warning {format_}: {format_} is slower than float32 here (")
-    assert warning.endswith(f": {reason}")
+    slow = f"{format_} is slower than float32 here (matmul {speedup:#.2g}x)"
+    assert warning == f"warning {format_}: {slow}: {reason}"
 
 
 def test_instructions_that_are_not_known_are_no_reason() -> None:
@@ -108,16 +99,6 @@ def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     assert warning.endswith("the reason is not known")
 
 
-def test_the_ops_that_are_slower_are_named_with_their_factors_and_no_others() -> None:
-    (warning,) = texts_of(WITH_BF16, {"bfloat16": (4.0, 0.84, 0.5)})
-    assert "(convolution 0.84x, convolution backward 0.50x)" in warning
-
-
-def test_what_runs_do_about_it_is_reported() -> None:
-    (warning,) = texts_of(AVX2_ONLY, {"float16": SLOW}, kept=modes(OPS))
-    assert warning.endswith("; fp16_mixed compute such ops in float32 (speed=auto)")
-
-
 @pytest.mark.parametrize("value", ["AVX512_CORE", "AVX2"])
 @pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
 def test_a_limit_is_the_reason_where_it_forbids_what_the_cpu_has(variable: str, value: str) -> None:
@@ -126,9 +107,9 @@ def test_a_limit_is_the_reason_where_it_forbids_what_the_cpu_has(variable: str, 
         *("AVX2", "AVX512", "AVX512-BF16"),
         onednn=limited(variable, value, bfloat16=taken, float16=False),
     )
-    slow, limit = texts_of(where, {"bfloat16": (0.7, 0.5, 0.5)})
+    slow, limit = texts_of(where, {"bfloat16": 0.7})
     kept = f"{variable}={value} keeps oneDNN from"
-    assert slow.endswith(f": {kept} AVX512-BF16, {CONVERTS if taken else LOOPS}")
+    assert slow.endswith(f": {variable}={value} forbids AVX512-BF16")
     lost = "AVX512-BF16" if taken else "AVX512, AVX512-BF16"
     assert limit.startswith(f"warning instructions: {kept} {lost}, which this CPU has")
     assert "unset it" in limit
@@ -169,28 +150,10 @@ def test_higher_limits_allow_more() -> None:
     assert ALLOWED["DEFAULT"] == ALLOWED["AVX512_CORE_AMX_FP16"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "used", "expected"),
-    [
-        ("avx2", "AVX2", "warning instructions: ATEN_CPU_CAPABILITY=avx2 keeps PyTorch's own"),
-        ("default", "DEFAULT", "warning instructions: ATEN_CPU_CAPABILITY=default keeps PyTorch's"),
-        ("AVX2", "AVX512", None),  # PyTorch ignores it
-        ("avx512", "AVX512", None),
-    ],
-)
-def test_vectors_capped_for_pytorch_s_own_kernels(
-    wanted: str, used: str, expected: str | None
-) -> None:
-    variables = {"ATEN_CPU_CAPABILITY": wanted}
-    where = machine("AVX2", "AVX512", variables=variables, cpu_capability=used)
-    texts = texts_of(where)
-    assert (texts == []) if expected is None else texts[0].startswith(expected)
-    assert len(texts) == (expected is not None)
-
-
-def test_a_limit_on_mkl_is_noted_as_it_slows_float32() -> None:
-    (note,) = texts_of(machine("AVX2", variables={"MKL_ENABLE_INSTRUCTIONS": "AVX2"}))
-    assert "note instructions: MKL_ENABLE_INSTRUCTIONS=AVX2" in note
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"])
+def test_a_variable_that_limits_kernels_is_reported(variable: str) -> None:
+    (warning,) = texts_of(machine("AVX2", variables={variable: "AVX2"}))
+    assert warning.startswith(f"warning instructions: {variable}=AVX2 can slow down ")
 
 
 def test_cpu_limits_are_not_reported_of_a_gpu() -> None:
@@ -204,8 +167,8 @@ def test_cpu_limits_are_not_reported_of_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"threads": 9}, "warning threads: 9 threads on 8 cores"),
-        ({"threads": 8, "cpu_quota": 1.5}, "warning threads: 8 threads, but the container may use"),
+        ({"threads": 9}, "warning threads: 9 threads, but this process may use 8 cores"),
+        ({"threads": 8, "cpu_quota": 1.5}, "8 threads, but this process may use 1.5 cores"),
         ({"threads": 1, "cpu_quota": 0.5}, None),  # there is no less than one
         ({"threads": 4, "cpu_quota": 4.0}, None),
         ({"threads": 4}, None),  # a thread per core, where the system counts two
@@ -230,9 +193,7 @@ def test_load_by_others_is_warned_of(load: float | None, warned: bool) -> None:
     assert len(texts) == warned
     if warned:
         assert f"load average was {load:.1f} on 8 cores" in texts[0]
-        assert "rates are of 3 of 8 threads and may be too low" in texts[0]
-        (all_used,) = texts_of(machine("AVX2", load_average=load))
-        assert "; rates may be too low: measure again" in all_used
+        assert "rates, of 3 of 8 threads, may be too low: measure again" in texts[0]
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
@@ -258,7 +219,92 @@ def test_tf32_switched_off_from_outside() -> None:
 
 
 def test_warnings_come_first() -> None:
-    variables = {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    where = machine("AVX2", variables=variables, gpu_unused="not usable")
+    where = machine("AVX2", gpu_unused="cpu asked for", threads=9)
     levels = [f.split()[0] for f in texts_of(where, {"bfloat16": SLOW})]
     assert levels == ["warning", "warning", "note"]
+
+
+# ---- what modes are good for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "high", "verdict"),
+    [
+        (2.0, 1.8, 2.2, "worth trying"),
+        (1.2, 1.01, 1.4, "worth trying"),
+        (1.05, 1.01, 1.09, "no gain"),
+        (1.0, 0.95, 1.05, "no gain"),
+        (1.0, 0.5, 2.0, "not known"),
+        (1.2, 0.9, 1.5, "not known"),
+        (0.7, 0.3, 1.1, "not known"),
+        (0.95, 0.92, 0.98, "no gain"),
+        (0.5, 0.4, 0.6, "not for speed"),
+        (0.01, 0.009, 0.011, "not for speed"),
+    ],
+)
+def test_a_format_is_judged_by_median_and_interval(
+    median: float, low: float, high: float, verdict: str
+) -> None:
+    assert judge(rate("bfloat16", ratio(median, low, high))) == verdict
+
+
+@given(st.tuples(*[st.floats(1e-3, 1e3)] * 3).map(sorted))
+def test_faster_and_slower_are_each_other_turned_round(values: list[float]) -> None:
+    low, median, high = values
+    there = judge(rate("float16", ratio(median, low, high)))
+    back = judge(rate("float16", ratio(1 / median, 1 / high, 1 / low)))
+    turned = {"worth trying": "not for speed", "not for speed": "worth trying"}
+    # A reciprocal is rounded, which decides where a value is on a limit to its last bit.
+    if all(abs(x / edge - 1) > 1e-9 for x in values for edge in (1 / LIMIT, 1.0, LIMIT)):
+        assert back == turned.get(there, there)
+
+
+def test_a_format_counts_at_the_largest_size_it_was_measured_at() -> None:
+    found = measured(WITH_BF16, {})
+    found.rates = [*rates({"bfloat16": 0.5, "float16": 1.0}), rate("bfloat16", ratio(3.0), 10**12)]
+    assert conclusions(found)[0].verdict == "worth trying"
+    assert findings(found) == []
+
+
+def test_conclusions_are_sentences_with_the_numbers() -> None:
+    found = measured(WITH_BF16, {"bfloat16": 4.21, "float16": 0.026}, modes(("matmul",)))
+    assert [c.text for c in conclusions(found)] == [
+        "bfloat16 (bf16_mixed, bf16_true): matmul 4.2x as fast as float32: worth trying",
+        "float16 (fp16_mixed): matmul computed in float32 (speed=auto): for their effect on "
+        "accuracy and memory, not for speed",
+        "tf32: emulated here: for accuracy, not for speed",
+        "half_sr_full: emulated here: for accuracy, not for speed",
+    ]
+    found.modes = modes(("convolution_backward",))
+    assert conclusions(found)[1].text == (
+        "float16 (fp16_mixed): matmul 0.026x as fast as float32; convolution backward computed in "
+        "float32 (speed=auto): for their effect on accuracy and memory, not for speed"
+    )
+    found.rates[1].speedup = ratio(2.0, 0.4, 9.0)
+    assert conclusions(found)[0].text.endswith(
+        "matmul 2.0x [0.40x to 9.0x] as fast as float32: times vary too much, measure again"
+    )
+
+
+def test_products_of_8_bits_do_not_have_the_rates_of_bfloat16() -> None:
+    of_8_bits = replace(modes()[2], name="fp8_rowwise", products_of_8_bits=True)
+    found = measured(WITH_BF16, {"bfloat16": 14.0}, [*modes(), of_8_bits])
+    sixteen, eight = conclusions(found)[:2]
+    assert sixteen.modes == ["bf16_mixed", "bf16_true"]
+    assert (eight.modes, eight.verdict) == (["fp8_rowwise"], "not known")
+    assert "mprun doctor recipe=" in eight.text
+    lines = [" ".join(x.split()) for x in str(modes_table(found.modes, found.rates)).splitlines()]
+    assert "bf16_mixed native 14.0 none" in lines
+    assert "fp8_rowwise native - none" in lines
+
+
+def test_an_h100() -> None:
+    found = measured(H100, {"tf32": 7.0, "bfloat16": 13.0, "float16": 13.0}, modes(tf32=True))
+    assert [(c.format, c.verdict) for c in conclusions(found)] == [
+        ("tf32", "worth trying"),
+        ("bfloat16", "worth trying"),
+        ("float16", "worth trying"),
+        ("float16", "not for speed"),  # half_sr_full, emulated
+    ]
+    named = [name for c in conclusions(found) for name in c.modes]
+    assert sorted(named) == sorted(m.name for m in modes() if m.name != "fp32")
