@@ -317,3 +317,15 @@ def test_help_of_a_file_runs_nothing_of_it(capsys: pytest.CaptureFixture[str]) -
     assert "Parameters of Large" in text
     assert "recipe.model.units = 32" in text
     assert "Parameters of Small" not in text
+
+
+def test_a_line_on_an_epoch_has_the_metric_that_the_run_is_judged_by(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    named = RECIPE.replace(
+        "return F.mse_loss(output, batch[1])", 'return {"square": F.mse_loss(output, batch[1])}'
+    )
+    write("tiny.py", named + '\nMETRIC = ("loss.square", "min")\n')
+    trained("r", "recipe=tiny.py")
+    out = capsys.readouterr().out
+    assert "  validation loss.square " in out
