@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from tests.train.machine import (
     M1,
     WITH_BF16,
     Speedups,
-    examination,
     gpu,
     limited,
     machine,
@@ -42,7 +42,7 @@ BOTH: Speedups = {"bfloat16": 4.21, "float16": 0.026}
 def examined(where: Machine = WITH_BF16, **changes: Any) -> Examination:
     """An examination of a machine with fast bfloat16 and slow float16."""
     found = measured(where, BOTH, modes(("matmul",)), **changes)
-    return examination(found, findings(found), conclusions(found))
+    return replace(found, findings=findings(found), conclusions=conclusions(found))
 
 
 def shown(part: FittedTable | str) -> list[str]:
