@@ -6,7 +6,6 @@ import io
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from mprun.inspect.machine_examination import conclusions, findings
@@ -15,7 +14,6 @@ from mprun.train.machine.doctor_result import (
     Examination,
     Machine,
     Spread,
-    _figure,
     machine_table,
     modes_table,
     rates_table,
@@ -174,11 +172,3 @@ def test_modes_say_how_they_run_and_how_fast() -> None:
     assert "half_sr_full emulated - dynamic" in lines
     in_float32 = shown(modes_table(modes(("matmul",)), found.rates))
     assert "fp16_mixed native in float32 dynamic" in in_float32
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0057, "0.006"), (0.5, "0.50"), (4.236, "4.24"), (42.36, "42.4"), (1808.3, "1,808")],
-)
-def test_figures_have_about_three_digits(value: float, text: str) -> None:
-    assert _figure(value) == text
