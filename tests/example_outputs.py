@@ -41,7 +41,7 @@ from tests.inspect.test_search_result import CONTENT, measure, outcome, row
 from tests.study import comparison, variant
 from tests.study.compare.folders import write_run
 from tests.summaries import example as example_summary
-from tests.train.machine import WITH_BF16, examination, measured
+from tests.train.machine import WITH_BF16, measured
 
 SMALL = [
     *("data.source=generated", "device=cpu", "data.train_limit=64", "data.eval_limit=16"),
@@ -207,7 +207,8 @@ def doctor(_: Example) -> str:
         for name, format_ in FORMATS.items()
     ]
     found = measured(WITH_BF16, {"bfloat16": 4.09, "float16": 0.027}, modes)
-    return shown(renderables(examination(found, findings(found), conclusions(found))))
+    found = replace(found, findings=findings(found), conclusions=conclusions(found))
+    return shown(renderables(found))
 
 
 def memory(example: Example) -> str:

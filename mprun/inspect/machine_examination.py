@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import accumulate
 from typing import Literal, cast
@@ -43,7 +44,6 @@ from mprun.train.machine.doctor_result import (
     Format,
     Machine,
     MachineFinding,
-    Measured,
     Mode,
     Rate,
     Ratio,
@@ -105,24 +105,20 @@ def examine(
             f"out of memory on {device.type} while measuring, which takes about 1 GiB: free some"
         ) from None
     report("examining the modes")
-    measured = Measured(
+    found = Examination(
         machine=machine,
         versions=versions(),
         threads=threads,
         rates=rates,
         modes=examine_modes(device, machine.hardware.accelerated),
-    )
-    return Examination(
         schema_version=SCHEMA_VERSION,
         examined_at=examined_at,
         mprun_version=__version__,
         git_commit=git_commit(),
         budget_s=budget_s,
         measured_s=measured_s,
-        **vars(measured),
-        findings=findings(measured),
-        conclusions=conclusions(measured),
     )
+    return replace(found, findings=findings(found), conclusions=conclusions(found))
 
 
 def versions() -> dict[str, str | None]:
@@ -309,12 +305,12 @@ def judge(rate: Rate) -> SpeedVerdict:
     return "no gain" if excludes_1 or is_narrow else "not known"
 
 
-def conclusions(measured: Measured) -> list[Conclusion]:
+def conclusions(found: Examination) -> list[Conclusion]:
     """The use of each format's modes; native and emulated ones are separate."""
-    rates = {rate.format: rate for rate in measured.rates}  # the larger size last
+    rates = {rate.format: rate for rate in found.rates}  # the larger size last
     natives, emulations = list[Conclusion](), list[Conclusion]()
     for format_ in FORMATS[1:]:  # without float32
-        modes = [mode for mode in measured.modes if mode.format == format_]
+        modes = [mode for mode in found.modes if mode.format == format_]
         native = [m for m in modes if m.execution == "native"]
         if plain := [m for m in native if not m.products_of_8_bits]:
             natives.append(_native(format_, plain, rates[format_]))
@@ -363,13 +359,13 @@ GPU_UNUSED = {
 }
 
 
-def findings(measured: Measured) -> list[MachineFinding]:
+def findings(found: Examination) -> list[MachineFinding]:
     """Facts that affect timed runs: warnings, of what makes them slower than need be, first."""
-    warnings = [*_slow_formats(measured), *_of_environment(measured)]
+    warnings = [*_slow_formats(found), *_of_environment(found)]
     notes = list[tuple[str, str]]()
-    if (why := measured.machine.gpu_unused) is not None:
+    if (why := found.machine.gpu_unused) is not None:
         (notes if why == "cpu asked for" else warnings).append(("gpu", GPU_UNUSED[why]))
-    if release(torch_version := measured.versions["torch"] or "") > NEWEST_TORCH:
+    if release(torch_version := found.versions["torch"] or "") > NEWEST_TORCH:
         newest = ".".join(map(str, NEWEST_TORCH))
         notes.append(("versions", f"mprun knows PyTorch up to {newest}, this is {torch_version}"))
     return [
@@ -378,21 +374,21 @@ def findings(measured: Measured) -> list[MachineFinding]:
     ]
 
 
-def _slow_formats(measured: Measured) -> Iterator[tuple[str, str]]:
+def _slow_formats(found: Examination) -> Iterator[tuple[str, str]]:
     """What a text is about, and the text."""
-    rates = {rate.format: rate for rate in measured.rates}  # the larger size last
+    rates = {rate.format: rate for rate in found.rates}  # the larger size last
     for format_, rate in rates.items():
         if judge(rate) == "not for speed":
             slow = f"{format_} is slower than float32 here (matmul {factor(rate)})"
-            yield format_, f"{slow}: {why_slow(format_, measured.machine)}"
+            yield format_, f"{slow}: {why_slow(format_, found.machine)}"
 
 
-def _of_environment(measured: Measured) -> Iterator[tuple[str, str]]:
+def _of_environment(found: Examination) -> Iterator[tuple[str, str]]:
     """What limits the kernels of the device that is examined."""
-    machine = measured.machine
+    machine = found.machine
     if machine.cuda is None:
         yield from _limited_kernels(machine)
-        yield from _shared_cores(machine, measured.threads)
+        yield from _shared_cores(machine, found.threads)
     elif machine.variables.get("NVIDIA_TF32_OVERRIDE") == "0":
         yield "tf32", "NVIDIA_TF32_OVERRIDE=0: precision=tf32 computes in float32; unset it"
 

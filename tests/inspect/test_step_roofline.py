@@ -35,7 +35,7 @@ from mprun.train.machine.doctor_result import (
     roofline_parts,
 )
 from tests.schema import conforms
-from tests.train.machine import AVX2_ONLY, examination, measured
+from tests.train.machine import AVX2_ONLY, measured
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -48,7 +48,7 @@ TINY = {
     "char_gpt": ["train.batch_size=2"],
     "transformer": ["train.batch_size=2"],
 }
-MADE_UP = examination(measured(AVX2_ONLY, {"bfloat16": 5.0, "float16": 0.1}), [], [])
+MADE_UP = measured(AVX2_ONLY, {"bfloat16": 5.0, "float16": 0.1})
 """100 GFLOP/s in float32; 500 at most in bfloat16; each 90th percentile is 1.1 times as much."""
 
 

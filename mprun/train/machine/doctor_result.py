@@ -7,7 +7,7 @@ What the system does not report is null, never a guess. docs/reference/doctor.md
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Annotated, Literal, NamedTuple
 
@@ -152,18 +152,6 @@ class Conclusion:
     text: str
 
 
-@dataclass(kw_only=True)
-class Measured:
-    """The examination before conclusions are drawn from it."""
-
-    machine: Machine
-    versions: dict[str, str | None]
-    """Those of a record, and of cuda and cudnn; null for a missing one."""
-    threads: int  # Threads of the CPU rates: fewer than PyTorch's if other processes use the cores
-    rates: list[Rate]
-    modes: list[Mode]
-
-
 # ---- a recipe's step: its share of the roof, and whether formats of 8 bits pay -------------------
 
 
@@ -233,17 +221,23 @@ class FormatGains:
 
 
 @dataclass(kw_only=True)
-class Examination(Measured):
+class Examination:
     """The whole result of `mprun doctor`."""
 
+    machine: Machine
+    versions: dict[str, str | None]
+    """Those of a record, and of cuda and cudnn; null for a missing one."""
+    threads: int  # Threads of the CPU rates: fewer than PyTorch's if other processes use the cores
+    rates: list[Rate]
+    modes: list[Mode]
     schema_version: int
     examined_at: str
     mprun_version: str
     git_commit: str | None
     budget_s: float
     measured_s: float  # How long the rates took
-    findings: list[MachineFinding]
-    conclusions: list[Conclusion]
+    findings: list[MachineFinding] = field(default_factory=list)
+    conclusions: list[Conclusion] = field(default_factory=list)
     roofline: Roofline | None = None  # Of a recipe's step, where a recipe was named
     formats: list[FormatGains] | None = None
     """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without a recipe,

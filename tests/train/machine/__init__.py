@@ -10,12 +10,9 @@ import msgspec
 from mprun.train.machine.doctor_result import (
     FORMATS,
     SCHEMA_VERSION,
-    Conclusion,
     Examination,
     Format,
     Machine,
-    MachineFinding,
-    Measured,
     Mode,
     Rate,
     Ratio,
@@ -141,14 +138,20 @@ def limited(variable: str, value: str, **more: Any) -> dict[str, Any]:
 
 def measured(
     where: Machine, speedups: Speedups, kept: list[Mode] | None = None, **changes: Any
-) -> Measured:
+) -> Examination:
     """An examination of `where` that found these speed-ups over float32."""
-    found = Measured(
+    found = Examination(
         machine=where,
         versions={"python": "3.12.0", "torch": "2.11.0", "cuda": None},
         threads=where.threads,
         rates=rates({"bfloat16": 1.0, "float16": 1.0, **speedups}),
         modes=modes() if kept is None else kept,
+        schema_version=SCHEMA_VERSION,
+        examined_at="2024-02-29T12:00:00+00:00",
+        mprun_version="0.1.0",
+        git_commit=None,
+        budget_s=5.0,
+        measured_s=4.2,
     )
     return replace(found, **changes)
 
@@ -177,20 +180,3 @@ def gpu(capability: str, *units: str, **changes: Any) -> Machine:
 
 H100 = gpu("9.0", "float16", "tf32", "bfloat16", "float8")
 T4 = gpu("7.5", "float16")
-
-
-def examination(
-    found: Measured, told: list[MachineFinding], concluded: list[Conclusion]
-) -> Examination:
-    """What doctor would say of it."""
-    return Examination(
-        **vars(found),
-        schema_version=SCHEMA_VERSION,
-        examined_at="2024-02-29T12:00:00+00:00",
-        mprun_version="0.1.0",
-        git_commit=None,
-        budget_s=5.0,
-        measured_s=4.2,
-        findings=told,
-        conclusions=concluded,
-    )
