@@ -99,14 +99,6 @@ def test_convert_keeps_two_names_of_one_tensor_in_a_module(dtype: torch.dtype) -
     assert sum(1 for _ in model.parameters()) == 1
 
 
-def test_convert_keeps_values_and_sets_the_memory_format() -> None:
-    model = nn.Conv2d(3, 4, 3)
-    before = model.weight.detach().clone()
-    convert(model, CPU, torch.float32, torch.channels_last)
-    assert torch.equal(model.weight, before)
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 @each("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
     memory_format: torch.memory_format,

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.precision.emulate import Emulated16
-from mprun.precision.fused import has_kernel
 from tests.each import each
 from tests.precision import normal
 
@@ -145,25 +144,6 @@ def test_rows_that_see_nothing_are_zero_as_natively() -> None:
     assert torch.equal(output[:, :, 3], native[:, :, 3])
     assert (output[:, :, 3] == 0).all()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
-
-
-def test_which_lstms_have_a_kernel() -> None:
-    def asked(dtype: torch.dtype, **options: Any) -> bool:
-        layer = nn.LSTM(4, 4, **options).to(dtype)
-        x = torch.zeros(2, 1, 4, dtype=dtype)
-        states = (torch.zeros(1, 1, 4, dtype=dtype),) * 2
-        flags = (layer.bias, 1, 0.0, True, False, False)
-        return has_kernel(x, states, list(layer.parameters()), *flags)
-
-    assert asked(torch.bfloat16)
-    assert asked(torch.bfloat16, bias=False)
-    assert not asked(torch.float16)
-    assert not asked(torch.float32)
-    assert not asked(torch.bfloat16, proj_size=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert asked(torch.float32)
-    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 4)])
-    assert not has_kernel(packed.data, packed.batch_sizes, [], [], True, 1, 0.0, True, False)
 
 
 def test_under_autocast_they_are_those_of_bfloat16() -> None:

@@ -235,15 +235,6 @@ def test_a_transform_of_both_factors_changes_no_exact_product(samples: int) -> N
     assert not torch.equal(bits.rotated(a), StepBits(8).rotated(a))
 
 
-def test_a_transform_spreads_an_outlier() -> None:
-    """One large number in a block of 16 makes all others 0 in NVFP4."""
-    a = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    a[:, ::16] = 50
-    plain, spread = ((quantise(x, NVFP4) == 0).float().mean() for x in (a, StepBits(0).rotated(a)))
-    assert plain > 0.9
-    assert spread < 0.1
-
-
 def test_the_transform_is_that_of_gradients_of_weights_alone() -> None:
     model, plain = mlp(), mlp()
     for made, hadamard in ((model, True), (plain, False)):

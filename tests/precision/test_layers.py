@@ -272,17 +272,3 @@ def test_a_copy_computes_the_same_with_its_own_parameters(name: str, how: str) -
             p.zero_()
     assert torch.equal(ours.forward(model, x), expected)
     assert not torch.equal(ours.forward(other, x), expected)
-
-
-@each("name", PREPARED)
-def test_a_copy_of_a_copy_and_a_layer_alone(name: str) -> None:
-    mode, layers, lists = PREPARED[name]
-    model, _ = prepared(mode, layers, lists)
-    layer = copied(copied(model, "pickle"), "deepcopy").fc1
-    expected = model.fc1(torch.ones(1, 8))
-    del model
-    assert torch.equal(layer(torch.ones(1, 8)), expected)
-    loss = layer(torch.ones(1, 8)).float().sum()
-    loss.backward()
-    layer(torch.ones(1, 8)).float().sum().backward()  # outside of any region
-    assert layer.weight.grad is not None

@@ -9,7 +9,7 @@ All are two-sided: bits that are too regular fail as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from mprun.precision.random_bits import BLOCK, Key, hash_bits, key, random_bits, signed
+from mprun.precision.random_bits import BLOCK, hash_bits, key, random_bits, signed
 from tests.each import each
 
 TESTS = 1024
@@ -163,14 +163,6 @@ def test_no_two_sequences_are_shifted_copies_of_each_other() -> None:
     assert shifted_copies(word) == 0
 
 
-def test_shifted_copies_would_be_found() -> None:
-    low, high = key(3, 0, 0, 0)
-    whole = random_bits(Key(low, high), 600)
-    assert shifted_copies(unsigned(torch.stack([whole[:512], whole[37:549]]))) == 512 - 37 - 1
-    one_key = [random_bits(Key(low ^ block, high), 512) for block in (0, 64)]
-    assert shifted_copies(unsigned(torch.stack(one_key))) > 0
-
-
 # ---- the key ----
 
 
@@ -180,23 +172,6 @@ def key_bits(words: list[int]) -> int:
 
 
 # ---- that the statistics see anything ----
-
-
-def weyl(index: Tensor) -> Tensor:
-    """One multiplication: uniform, but elements follow each other at a constant distance."""
-    return index * 0x7FEB352D
-
-
-def one_round(index: Tensor) -> Tensor:
-    word = index * 0x7FEB352D
-    return word ^ (word >> 15 & 0x1FFFF)
-
-
-@each("poor", [weyl, one_round])
-def test_poor_bits_would_be_found(poor: Callable[[Tensor], Tensor]) -> None:
-    word = unsigned(poor(torch.arange(SAMPLE, dtype=torch.int32)))
-    assert min(uppers(word, 8, 16).values()) < SIGNIFICANCE  # too regular
-    assert min(pairs(*lagged(word, 1)).values()) < SIGNIFICANCE
 
 
 # ---- the formula ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,12 +188,6 @@ def test_threads_are_put_back_on_every_way_out() -> None:
 # ---- accelerated ---------------------------------------------------------------------------------
 
 
-def test_accelerated_compares_with_float32() -> None:
-    assert accelerated(torch.float32, CPU)
-    # float64 has half of float32's vector width on every CPU and GPU there is.
-    assert not accelerated(torch.float64, CPU)
-
-
 @each(
     ("factor", "tolerance", "expected"),
     [(0.5, 1.0, True), (1.0, 1.0, False), (3.0, 1.0, False), (3.0, 4.0, True), (5.0, 4.0, False)],
@@ -223,29 +216,3 @@ def test_accelerated_is_by_the_fastest_round(
     monkeypatch.setattr(rates, "timer", made)
     assert accelerated(torch.bfloat16, CPU, tolerance=tolerance) is expected
     assert threads == {1}
-
-
-def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(rates, "matmul", lambda side: calls.append("matmul") or matmul(side))
-    first = accelerated_once(torch.float16, CPU, tolerance=0.123)  # as nothing else asks
-    assert accelerated_once(torch.float16, CPU, tolerance=0.123) is first
-    assert calls == ["matmul"]
-
-
-@each(("device", "side"), [("cpu", 256), ("cuda", 2048)])
-def test_a_gpu_gets_a_matmul_that_fills_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, side: int
-) -> None:
-    """A small one would time how long kernels take to launch."""
-    seen: list[TimedOp] = []
-
-    def made(
-        op: TimedOp, dtype: torch.dtype, device: torch.device, images: object
-    ) -> SimpleNamespace:
-        seen.append(op)
-        return SimpleNamespace(time_s=lambda: 1.0)
-
-    monkeypatch.setattr(rates, "timer", made)
-    assert not accelerated(torch.float16, torch.device(device))
-    assert [op.size for op in seen] == [f"{side}x{side}x{side}"] * 2

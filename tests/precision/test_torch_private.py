@@ -179,13 +179,6 @@ def fields() -> None:
     assert "num_batches_tracked" in _torch.own_buffers(nn.BatchNorm1d(1))
 
 
-def test_a_number_or_a_scalar_is_added_to_all() -> None:
-    targets = [torch.zeros(2), torch.ones(())]
-    _torch.add_to_all(targets, 2.0)
-    _torch.add_to_all(targets, torch.tensor(0.5))
-    assert [x.tolist() for x in targets] == [[2.5, 2.5], 3.5]
-
-
 @interface("torch.nn.modules: _BatchNorm, _InstanceNorm")
 def norms() -> None:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -360,28 +353,3 @@ def test_private_interfaces_are_used_in_few_modules() -> None:
     modules = [p for p in MPRUN.rglob("*.py") if not p.name.startswith("_torch")]
     users = [str(p) for p in modules if [*private_uses(p.read_text(encoding="utf-8"))]]
     assert not users, "use a function of mprun/precision/_torch.py"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from torch.utils._pytree import tree_map",
-        "from torch.overrides import _get_current_function_mode_stack",
-        "import torch._C",
-        "x = torch._C._nn",
-        "key = tensor.untyped_storage()._cdata",
-        "op = torch.ops.aten._softmax",
-        "class A:\n    def f(self):\n        return self.module._parameters",
-        "x = getattr(module, '_orig_mod', None)",
-    ],
-)
-def test_a_private_interface_is_seen(source: str) -> None:
-    assert [*private_uses(source)]
-
-
-def test_own_names_and_named_tuples_are_no_private_interface() -> None:
-    source = (
-        "import torch\nclass A:\n    def __init__(self, other):\n        self._x = other._x\n"
-        "        self.y = other.row._replace(a=1), hasattr(other, '_fields'), torch.__version__\n"
-    )
-    assert not [*private_uses(source)]

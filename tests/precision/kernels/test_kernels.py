@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
@@ -396,15 +395,6 @@ def test_a_library_is_compiled_once_per_combination_and_kept(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("fresh")
-def test_a_cache_folder_that_was_removed_meanwhile_is_made_again() -> None:
-    kernels.load("round.c", {"TO": "BF16"})
-    shutil.rmtree(kernels.cache_folder().parent)
-    kernels.load("round.c", {"TO": "F16"})
-    assert len(list(kernels.cache_folder().iterdir())) == 1
-
-
-@needs_compiler
 def test_changed_sources_are_compiled_anew(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler, count = counting_compiler(tmp_path)
     fresh.setenv("CC", str(compiler))
@@ -516,15 +506,6 @@ def assert_compiled_in(scratch: Path) -> None:
 
 
 @needs_compiler
-def test_a_cache_folder_that_cannot_be_made_is_replaced(
-    fresh: pytest.MonkeyPatch, tmp_path: Path, scratch: Path
-) -> None:
-    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
-    fresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert_compiled_in(scratch)
-
-
-@needs_compiler
 def test_a_folder_for_one_process_is_removed_at_its_end(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     (tmp_path / "scratch").mkdir()
@@ -548,15 +529,3 @@ def test_a_cache_folder_that_is_there_but_takes_no_files_is_replaced(
 
 
 # ---- the package ----
-
-
-def test_the_sources_are_installed_with_the_package() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    line = next(
-        line for line in text.splitlines() if line.startswith('"mprun.precision.kernels" = ')
-    )
-    patterns = json.loads(line.partition(" = ")[2])
-    names = [path.name for path in kernels.SOURCES.iterdir() if path.suffix in (".c", ".h")]
-    assert {"formats.h", "round.c", "prebuilt.c"} <= set(names)
-    assert all(any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for name in names)
-    assert '"mprun.precision.kernels",' in text

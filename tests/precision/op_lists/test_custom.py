@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mprun.precision import OpListCaster
-from mprun.precision.op_lists import disable_casts, op_lists
+from mprun.precision.op_lists import op_lists
 from tests.each import each
 from tests.precision.op_lists import BF16, FP16, FP32, caster, same, shipped
 
@@ -125,17 +125,6 @@ def test_backward_is_cast_by_the_lists_and_not_by_autocast_s() -> None:
     out.float().sum().backward()
     assert seen == [BF16, FP32]
     assert torch.exp(x).dtype == FP32  # nothing is left on
-
-
-def test_a_function_called_where_casts_are_off_is_left_alone() -> None:
-    def region() -> Any:
-        return disable_casts()
-
-    lists = caster(shipped("native"))
-    with lists.region():
-        ours = trained(Amp, region, by_engine)
-    assert same(ours, trained(Amp, disable_casts, by_engine))
-    assert ours[0].dtype == FP32
 
 
 def test_an_undecorated_function_fails_as_under_autocast_and_the_remedy_is_named() -> None:

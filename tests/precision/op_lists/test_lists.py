@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -16,8 +13,7 @@ from hypothesis import strategies as st
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.errors import UsageError
-from mprun.precision.op_lists import OpLists, op_lists
-from mprun.precision.op_lists.lists import Unknown
+from mprun.precision.op_lists import OpLists
 from mprun.records.op_list_files import MAX_NAME, Entry, read_list
 from mprun.train.assemble.dtype_choices import choose_op_lists
 from tests.each import each
@@ -64,10 +60,6 @@ def test_comments_blank_lines_and_blanks_around_names_are_left_out() -> None:
     ]
 
 
-def test_line_ends_may_be_mixed() -> None:
-    assert names(b"relu\r\nlinear\rmm\nbmm\n\rdot") == ["relu", "linear", "mm", "bmm", "dot"]
-
-
 @each("suffix", ["txt", "yaml"])
 def test_a_byte_order_mark_is_no_part_of_the_first_name(suffix: str) -> None:
     text = "relu\nlinear\n" if suffix == "txt" else "- relu\n- linear\n"
@@ -97,32 +89,6 @@ def test_a_file_takes_the_place_of_the_whole_list_and_of_no_other() -> None:
     assert lists.items() - {("gelu", "lower")} == {
         (n, kind) for n, kind in shipped.items() if kind != "lower"
     }
-
-
-def test_names_only_a_backend_knows_are_reported_once_with_the_nearest() -> None:
-    file("relu\nhabana_fused_thing\nlineer\nhabana_fused_thing\n")
-    lists = chosen("op_lists.lower_file=ops.txt")
-    texts = [str(unknown) for unknown in lists.unknown]
-    assert texts == [
-        "ops.txt:2: no op is named 'habana_fused_thing'",
-        "ops.txt:3: no op is named 'lineer'; did you mean 'linear'?",
-    ]
-    assert lists.rules["relu"] == "lower"
-
-
-def test_no_unknown_name_is_compared_with_all_known_ones_until_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ten thousand lines take some fifty milliseconds."""
-    path = file("\n".join(f"foreign_operation_{i}" for i in range(10_000)))
-    searches: list[str] = []
-    module = sys.modules[Unknown.__module__]
-    monkeypatch.setattr(module, "nearest", lambda word, known: searches.append(word))
-    lists = op_lists(read_list(path, "lower"), [])
-    assert not searches
-    assert len(lists.unknown) == 10_000
-    str(Unknown(Entry("lineer", "")))  # what asks for it
-    assert searches == ["lineer"]
 
 
 @given(st.lists(st.sampled_from(["relu", "F.linear", "aten::mm.default", "", "#", " # x"])))
@@ -199,21 +165,6 @@ def test_a_missing_file_is_reported(name: str) -> None:
         compose(["recipe=mnist", "op_lists=hmp", f"op_lists.lower_file={name}"])
 
 
-@each("name", ["folder", "folder.yaml"])
-def test_a_folder_is_reported(name: str) -> None:
-    Path(name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} cannot be read: Is a directory"):
-        read_list(Path(name), "lower")
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
-def test_a_file_that_may_not_be_read_is_reported() -> None:
-    path = file("relu\n")
-    path.chmod(stat.S_IWUSR)
-    with pytest.raises(ValueError, match="cannot be read: Permission denied"):
-        read_list(path, "lower")
-
-
 # ---- YAML ----------------------------------------------------------------------------------------
 
 LISTS = """\
@@ -254,11 +205,6 @@ def test_a_yaml_mapping_has_a_list_for_each_kind() -> None:
 def test_a_yaml_mapping_without_the_list_asked_for_is_reported() -> None:
     with pytest.raises(ValueError, match="it has no 'promote'; legal: a list of names, or"):
         names("lower: [relu]\nfp32: [log]\n", "ops.yaml", "promote")
-
-
-@each("content", ["", "# nothing\n", "lower: []\n", "[]"])
-def test_an_empty_yaml_list(content: str) -> None:
-    assert names(content, "ops.yaml") == []
 
 
 def test_yaml_words_that_mean_other_things_are_names_there() -> None:

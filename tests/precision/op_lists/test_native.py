@@ -115,17 +115,6 @@ def test_every_case_of_pytorch_s_tests_gives_autocast_s_dtype_and_bits(
     assert ran == {op for op, _, _ in cases(lists, kind, dtype)}
 
 
-@each("kind", ["torch_16", "nn_16"])
-def test_the_cases_of_the_lower_list_are_cast_at_all(lists: Any, kind: str) -> None:
-    """Each gives another dtype than without a region: the comparison above compares something."""
-    native = caster(shipped("native"))
-    for op, args, kwargs in cases(lists, kind, BF16):
-        function = getattr(torch if kind == "torch_16" else torch._C._nn, op)
-        with native.region():
-            out = function(*args, **kwargs)
-        assert (out[0] if isinstance(out, tuple) else out).dtype == BF16, op
-
-
 CUDA_KINDS = {
     "torch_fp16": (torch, BF16),
     "nn_fp16": (torch._C._nn, BF16),
@@ -341,24 +330,6 @@ HIDING: dict[str, Callable[[], Any]] = {
     "LSTM after linear": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 5)), normal(4, 3, 6)),
 }
 
-CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
-    "pad, reflecting": lambda: nn.functional.pad(
-        normal(1, 2, 4, 4).to(BF16), (1, 1, 1, 1), mode="reflect"
-    ),
-    "cov": lambda: torch.cov(A),
-    "pinv": lambda: torch.linalg.pinv(A),
-    "einsum, nothing summed": lambda: torch.einsum("ij,ij->ij", A, B),
-    "max_pool3d with indices": lambda: nn.functional.max_pool3d(
-        normal(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
-    ),
-    **({"linalg.polar": lambda: torch.linalg.polar(A)} if torch_is(2, 14) else {}),
-    "fused attention by name": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(normal(1, 2, 4, 8, seed=i) for i in range(3))
-    ),
-    "bilinear": lambda: nn.functional.bilinear(A, B, normal(3, 5, 5)),
-    "GRU": of(lambda: nn.GRU(6, 5), normal(4, 3, 6)),
-    "LSTMCell": of(lambda: nn.LSTMCell(6, 5), normal(4, 6)),
-}
 """One call each, in which autocast meets the listed ops one by one."""
 
 
@@ -380,12 +351,6 @@ def test_functions_that_hide_ops_give_autocast_s_dtypes_and_bits(name: str) -> N
         assert ours is theirs
     else:
         assert same(ours, theirs), f"{ours}, and under autocast {theirs}"
-
-
-@each("name", CAST_AS_A_WHOLE)
-def test_functions_that_are_cast_as_a_whole_do_not(name: str) -> None:
-    """Seen from Python each is one op; what is inside is cast with it or not at all."""
-    assert not same(*native_and_autocast(CAST_AS_A_WHOLE[name]))
 
 
 DIFFERENT = {
