@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mprun.optim import AdamW, LowPrecisionOptimizer
 from mprun.precision import Precision, kernels
-from tests.optim import BRAIN, HALF, MAKE, give, same_bits
+from tests.optim import BRAIN, HALF, MAKE, give
 
 CPU = torch.device("cpu")
 
@@ -55,16 +55,6 @@ def test_named_parameters_give_two_optimizers_their_own_bits() -> None:
     ]
     first, *others = rounded(optimizers, layers)
     assert all(0.4 < share_equal(first, other) < 0.6 for other in others)
-
-
-def test_a_group_with_the_names_of_the_whole_falls_back_to_positions() -> None:
-    """`ZeroRedundancyOptimizer` copies a group's options to each shard, names and all."""
-    (layer, *_), (other, *_) = equal_layers(), equal_layers()
-    optimizer = AdamW([("a", layer.weight)], lr=0.002)
-    optimizer.param_groups[0]["param_names"] = ["x", "y"]
-    (x,) = rounded([optimizer], [layer])
-    (y,) = rounded([AdamW([other.weight], lr=0.002)], [other])
-    assert same_bits(x, y)
 
 
 # ---- updates that float32 cannot see ----

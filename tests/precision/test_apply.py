@@ -177,18 +177,6 @@ def test_a_loss_that_was_not_scaled_is_warned_of_once(mode: str, warned: list[in
     assert [n for n, backward in enumerate(loops) if step(backward)] == warned
 
 
-def test_a_process_of_several_that_scales_no_loss_is_not_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    weight.sum().backward()
-    ours = Precision("fp16_mixed", device=CPU, execution="native")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.step(torch.optim.SGD([weight], lr=1.0))
-
-
 # ---- several models and optimizers ----
 
 

@@ -61,26 +61,6 @@ def test_each_prepared_model_keeps_its_guard() -> None:
     assert precision.buffer_overflows() == []
 
 
-def test_a_step_leaves_graphs_of_other_models_open() -> None:
-    """The first one's evaluation-mode statistics are in the second one's graph."""
-    models = [net(), net()]
-    precision = in_float16(DynamicLossScale(2.0**15, DynamicRule(), CPU))
-    for model in models:
-        precision.prepare(model, CPU)
-        model.eval()
-    precision.begin_step(1)
-    x = torch.ones(8, 4).half()
-    losses = [precision.forward(m, x).sum() for m in models]
-    losses[1] = losses[1] + precision.forward(models[0], x).sum()
-    precision.backward(losses[0] * 1e9)  # overflows
-    models[0][1].running_mean.data.fill_(torch.inf)
-    skipped = precision.step(torch.optim.SGD(models[0].parameters()))
-    assert skipped is not None
-    assert skipped.item() == 1
-    assert torch.isfinite(models[0][1].running_mean).all()
-    precision.backward(losses[1])
-
-
 # ---- what is restored, what is reported ----
 
 

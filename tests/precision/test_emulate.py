@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import Emulated16, same_rounding
+from mprun.precision import Emulated16
 from mprun.precision.emulate import partials_substitutions
 from mprun.precision.layers import accumulate_in
 from mprun.precision.products import EXACT
@@ -116,7 +113,6 @@ MODELS: dict[str, tuple[Make, tuple[int, ...] | None]] = {
     ),
     "softmax": (Softmax, VECTORS),
     "multihead_attention": (lambda: Attention(False), SEQUENCES),
-    "multihead_attention_with_weights": (lambda: Attention(True), SEQUENCES),
     "scaled_dot_product_attention": (FusedAttention, SEQUENCES),
     "embedding": (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 4)), None),
     "dropout": (
@@ -124,9 +120,7 @@ MODELS: dict[str, tuple[Make, tuple[int, ...] | None]] = {
         VECTORS,
     ),
     "lstm": (lambda: Recurrent(nn.LSTM, batch_first=True), SEQUENCES),
-    "gru": (lambda: Recurrent(nn.GRU, batch_first=False), SEQUENCES),
     "gru_batch_first": (lambda: Recurrent(nn.GRU, batch_first=True), SEQUENCES),
-    "rnn_batch_first": (lambda: Recurrent(nn.RNN, batch_first=True), SEQUENCES),
 }
 ATTENTION = ("multihead_attention", "scaled_dot_product_attention")
 
@@ -203,13 +197,10 @@ def test_what_is_kept_for_the_backward_pass_is_in_16_bits(
 
 NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "batch_norm": (lambda: nn.BatchNorm2d(6), (4, 6, 5, 5)),
-    "batch_norm_without_weights": (lambda: nn.BatchNorm2d(6, affine=False), (4, 6, 5, 5)),
     "group_norm": (lambda: nn.GroupNorm(3, 6), (4, 6, 5, 5)),
     "layer_norm": (lambda: nn.LayerNorm(24), (7, 24)),
-    "layer_norm_without_bias": (lambda: nn.LayerNorm(24, bias=False), (7, 24)),
     "layer_norm_without_weights": (lambda: nn.LayerNorm(24, elementwise_affine=False), (7, 24)),
     "instance_norm": (lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 5)),
-    "instance_norm_without_weights": (lambda: nn.InstanceNorm2d(6), (4, 6, 5, 5)),
     "rms_norm": (lambda: nn.RMSNorm(24), (7, 24)),
 }
 
@@ -401,7 +392,6 @@ def test_results_lie_in_memory_as_native_ones_do(rounding: str) -> None:
 
 PROMOTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "0-dim float32": lambda x: x + torch.tensor(0.1),
-    "0-dim float32 both": lambda x: x.sum() * torch.tensor(0.1),
     "float32 tensor": lambda x: x + torch.full((24,), 0.1),
     "float64 tensor": lambda x: x + torch.full((24,), 0.1, dtype=torch.float64),
     "other 16 bits": lambda x: x.half() + x.bfloat16(),
@@ -409,28 +399,16 @@ PROMOTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "0-dim 16 bits and int tensor": lambda x: torch.arange(24) * x[0, 0],
     "python float": lambda x: x * 0.1,
     "softmax(dtype)": lambda x: F.softmax(x, 1, dtype=torch.float32),
-    "log_softmax(dtype)": lambda x: F.log_softmax(x, 1, dtype=torch.float32),
     "softmax to 16 bits": lambda x: F.softmax(x.float(), 1, dtype=x.dtype),
     "sum(dtype)": lambda x: x.sum(dtype=torch.float32),
-    "sum(float64)": lambda x: x.sum(dtype=torch.float64),
-    "mean(dtype)": lambda x: x.mean(dtype=torch.float32),
     "sum to 16 bits": lambda x: x.float().sum(1, dtype=x.dtype),
-    "cumsum(dtype)": lambda x: x.cumsum(1, dtype=torch.float32),
     "to float32": lambda x: x.to(torch.float32),
-    "to float64": lambda x: x.double(),
-    "to itself": lambda x: x.to(x.dtype),
     "float32 to 16 bits": lambda x: (x.float() / 3).to(x.dtype),
-    "float64 to 16 bits": lambda x: (x.double() / 4).to(x.dtype),
     "cat with float32": lambda x: torch.cat([x, torch.full((1, 24), 0.1)]),
     "where with float32": lambda x: torch.where(x > 0, x, torch.full((24,), 0.1)),
     "zeros_like(dtype)": lambda x: torch.zeros_like(x, dtype=torch.float32),
     "full": lambda x: torch.full((3,), 0.1, dtype=x.dtype),
-    "arange": lambda x: torch.arange(5, dtype=x.dtype),
-    "tensor": lambda x: torch.tensor([0.1, 0.2], dtype=x.dtype),
-    "comparison": lambda x: x > 0,
     "argmax": lambda x: x.argmax(1),
-    "to int": lambda x: (x * 4).to(torch.int64),
-    "isfinite": lambda x: torch.isfinite(x),
 }
 
 
@@ -456,17 +434,13 @@ def float32(*shape: int) -> Tensor:
 # What native kernels refuse; `x` is [7, 24] in 16 bits.
 UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
     "mm": lambda x: x @ float32(24, 5),
-    "mm other 16 bits": lambda x: x.half() @ x.bfloat16().T,
-    "mm float64": lambda x: x.double() @ x.T,
     "addmm": lambda x: torch.addmm(float32(7, 7), x, x.T),
-    "addmm_": lambda x: float32(7, 7).addmm_(x, x.T),
     "bmm": lambda x: x[None] @ float32(1, 24, 5),
     "baddbmm": lambda x: torch.baddbmm(float32(1, 7, 7), x[None], x.T[None]),
     "mv": lambda x: x @ float32(24),
     "addmv": lambda x: torch.addmv(float32(7), x, x[0]),
     "dot": lambda x: torch.dot(x[0], float32(24)),
     "linear": lambda x: F.linear(float32(7, 24), x),
-    "linear bias": lambda x: F.linear(x, x, float32(7)),
     "conv1d": lambda x: F.conv1d(x[None], float32(2, 7, 3)),
     "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], float32(7, 2, 3)),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, float32(24, 5)),
@@ -486,7 +460,6 @@ UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": lambda x: F.layer_norm(float32(7, 24), (24,), x[0], x[0]),
     "group_norm": lambda x: F.group_norm(float32(7, 24), 3, x[0], x[0]),
     "batch_norm": lambda x: nn.BatchNorm1d(24).to(x.dtype)(float32(7, 24)),
-    "batch_norm eval": lambda x: nn.BatchNorm1d(24).to(x.dtype).eval()(float32(7, 24)),
 }
 
 
@@ -616,11 +589,9 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 STOCHASTIC: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "mul": (torch.mul, (POSITIVE, B.abs() + 0.1)),
-    "exp": (torch.exp, (A,)),
     "mm": (torch.mm, (POSITIVE, POSITIVE.T)),
     "softmax": (lambda a: F.softmax(a, 1), (A,)),
     "to": (lambda a: (a.float() / 3).to(a.dtype), (POSITIVE,)),
-    "mul_": (lambda a, b: a.clone().mul_(b), (POSITIVE, B.abs() + 0.1)),
     "copy_": (lambda a: torch.empty_like(a).copy_(a.float() / 3), (POSITIVE,)),
 }
 
@@ -683,52 +654,6 @@ def test_results_of_one_step_are_rounded_independently() -> None:
     arithmetic.begin_step(1)
     with arithmetic.region():
         assert torch.equal(a * b, first)
-
-
-class Blocks(nn.Module):
-    """Three blocks, each checkpointed by `run`, the last one inside another one."""
-
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        block = [nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 24)]
-        self.first, self.second, self.third = (
-            nn.Sequential(*copy.deepcopy(block)) for _ in range(3)
-        )
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=generator).half() / 5
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(self.second, self.run(self.first, x) * 0.3) * 0.3
-        return self.run(lambda x: self.run(self.third, x + 0.1) * 0.3, x)
-
-    def gradients(self, arithmetic: Emulated16) -> list[Tensor]:
-        torch.manual_seed(2)
-        self.zero_grad()
-        x = A.half().requires_grad_()
-        arithmetic.begin_step(5)
-        with arithmetic.region():
-            loss = self(x).float().square().sum()
-            loss.backward()
-        return [loss, *(p.grad for p in (x, *self.parameters()) if p.grad is not None)]
-
-
-def recomputed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
-    return found
-
-
-@each("partials", ["float32", "float16"])
-def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
-    arithmetic = emulated("stochastic", partials=partials)
-    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = Blocks(recomputed).gradients(arithmetic)
-    assert len(found) == len(expected) == 14
-    for mine, plain in zip(found, expected, strict=True):
-        assert torch.equal(mine, plain)
 
 
 def test_outside_a_step_rounding_is_to_nearest() -> None:

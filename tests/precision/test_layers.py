@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from mprun.precision import (
 )
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS
-from mprun.precision.layers import InDtype, computing_in, layer_rows, resolve
+from mprun.precision.layers import layer_rows, resolve
 from mprun.precision.policy import torch_dtype
 from mprun.records.layer_values import OF_A_PRODUCT
 from mprun.records.policy_columns import FORMAT_MODES
@@ -63,27 +62,6 @@ def test_an_exact_name_wins_over_a_glob() -> None:
 def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(model(), layers)
-
-
-@each("fails", [False, True])
-def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
-    m, x = model(), torch.randn(2, 4)
-    caster = AutocastCaster("cpu", torch.bfloat16)
-    m[2].forward = InDtype(m[2], caster.layer_region(torch.float32), torch.float32)
-    lasting = m[2].forward
-    with (
-        suppress(KeyError),
-        computing_in(m, {"0": torch.bfloat16, "1.0": torch.bfloat16}, caster.layer_region),
-    ):
-        assert m[1](m[0](x)).dtype == torch.bfloat16
-        assert m(x).dtype == torch.float32  # the last layer is
-        if fails:
-            raise KeyError
-    assert m[1](m[0](x)).dtype == torch.float32
-    assert "forward" not in vars(m[0])
-    with computing_in(m, {"2": torch.bfloat16}, caster.layer_region):
-        assert m[2].forward is not lasting
-    assert m[2].forward is lasting
 
 
 # ---- modules without parameters, modes for layers ----

@@ -401,12 +401,6 @@ def test_an_optimizer_made_before_prepare_is_refused(case: Case) -> None:
         train_step(loop, model, early, x, y)
 
 
-def test_a_list_of_models_is_no_model() -> None:
-    models: Any = [made(), made()]
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not list; prepare each"):
-        Case("fp16_mixed").precision().prepare(models)
-
-
 def test_a_step_that_did_not_begin_is_refused_where_its_number_is_needed() -> None:
     precision, model = Case("half_sr_full").precision(), made()
     precision.prepare(model)

@@ -131,20 +131,6 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     assert torch.equal(blocked(op, args, half), (args[0] + long).half().float())
 
 
-@each("k", [0, 1, 64, 200])
-def test_products_with_vectors_are_those_with_matrices_of_one_column(k: int) -> None:
-    made = matmul_args(k, on_grid)
-    a, v = made["mv"][1]
-    column = blocked(aten.mm.default, (a, v[:, None]), half)
-    assert torch.equal(blocked(*made["mv"], half), column[:, 0])
-    assert torch.equal(blocked(*made["dot"], half), column[0, 0])
-    assert torch.equal(blocked(*made["vdot"], half), column[0, 0])
-    op, (added, *factors) = made["addmv"]
-    scale = {"beta": 0.5, "alpha": 2}
-    expected = (0.5 * added + 2 * column[:, 0]).half().float()
-    assert torch.equal(blocked(op, (added, *factors), half, scale), expected)
-
-
 def test_float16_inputs_and_rounding_to_any_dtype() -> None:
     for op, args in matmul_args(200, on_grid).values():
         wide = blocked(op, args, half)

@@ -80,17 +80,6 @@ def test_the_backward_pass_gives_the_gradients_of_input_and_weight() -> None:
     assert not isinstance(db, torch.Tensor) or db.numel() == 0
 
 
-def test_inputs_have_the_dtype_and_memory_format_wanted() -> None:
-    seen: list[torch.Tensor] = []
-    op = TimedOp("spy", "", 1, ((2, 3, 4, 5), (3, 4)), lambda *inputs: seen.extend(inputs))
-    timer(op, torch.bfloat16, CPU, images=torch.channels_last)
-    images, matrix = seen[:2]
-    assert images.dtype == matrix.dtype == torch.bfloat16
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert not images.is_contiguous()
-    assert matrix.is_contiguous()
-
-
 def test_drawing_inputs_leaves_the_process_s_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     timer(matmul(8), torch.float32, CPU)

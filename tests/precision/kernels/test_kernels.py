@@ -218,12 +218,6 @@ LYING = 'while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"'
 FAILING: dict[str, tuple[str, str]] = {
     "says nothing": ("exit 3", "exit status 3"),
     "writes a text in place of the library": (LYING, "cannot compile round.c"),
-    "writes no library": ("exit 0", "cannot compile round.c"),
-    "two lines": (
-        'printf "no space\\nand more\\n" >&2\nexit 1',
-        "-cc cannot compile round.c: no space",
-    ),
-    "an empty line": ('echo "" >&2\nexit 1', "cannot compile round.c: no message"),
     "a text that is no UTF-8": (
         r"printf '\377 bad\n' >&2" + "\nexit 1",
         "cannot compile round.c: \N{REPLACEMENT CHARACTER} bad",

@@ -136,20 +136,6 @@ def test_an_undecorated_function_fails_as_under_autocast_and_the_remedy_is_named
     assert "Plain.backward met tensors of several dtypes" in str(error.value)
 
 
-def test_other_errors_of_a_function_are_its_own() -> None:
-    class Failing(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            return product(ctx, x, w)
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:
-            raise RuntimeError("planted")
-
-    with pytest.raises(RuntimeError, match=r"^planted$"):
-        trained(Failing, caster(shipped("native")).region, by_engine)
-
-
 def test_function_apply_is_pytorch_s_again_after_the_region() -> None:
     before = vars(Function)["apply"]
     with caster().region():

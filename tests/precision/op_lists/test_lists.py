@@ -122,17 +122,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a NUL": (b"relu\nlin\0ear\n", r"ops\.txt:2: .*is not the name of an op"),
     "a control character": (b"relu\n\x1b[31mlinear\n", r"ops\.txt:2: .*is not the name of an op"),
     "a name with a blank": (b"relu\n\nmatrix multiply\n", r"ops\.txt:3: 'matrix multiply' is no"),
-    "names with a comma": (b"relu, linear\n", r"ops\.txt:1: 'relu, linear' is not the name"),
-    "names with a tab": (b"relu\tlinear\n", r"ops\.txt:1: "),
     "no UTF-8": (b"relu\nlinear\nb\xe4d\n", r"ops\.txt:3: not text \(UTF-8\)"),
-    "no UTF-8 after Windows line ends": (b"relu\r\nb\xe4d\r\n", r"ops\.txt:2: not text"),
-    "no UTF-8 after old Mac line ends": (b"relu\rlinear\rb\xe4d\r", r"ops\.txt:3: not text"),
     "UTF-16": ("relu\nlinear\n".encode("utf-16"), r"ops\.txt:1: not text"),
     "a program": (b"\x7fELF\x02\x01\x01\0\0\0\xff\xfe", r"ops\.txt:1: "),
-    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"ops\.txt:1: "),
-    "an archive": (b"PK\x03\x04\x14\0\x08\0\x08\0", r"ops\.txt:1: "),
     "a very long name": (b"a" * (MAX_NAME + 1), r"ops\.txt:1: 'aaa.*\.\.\.' is not the name"),
-    "a line separator in a name": ("re\u2028lu".encode(), r"ops\.txt:1: "),
     "a zero-width blank": ("relu\u200b".encode(), r"ops\.txt:1: "),
 }
 
@@ -214,21 +207,14 @@ def test_yaml_words_that_mean_other_things_are_names_there() -> None:
 
 BROKEN_YAML: dict[str, tuple[str, str]] = {
     "a word": ("relu\n", r"ops\.yaml:1: not a list of names"),
-    "a number": ("\n\n7\n", r"ops\.yaml:3: not a list of names"),
     "a mapping to a word": ("fp32: [log]\nlower: relu\n", r"ops\.yaml:2: not a list of names"),
     "a mapping of mappings": ("lower:\n  relu: true\n", r"ops\.yaml:2: not a list of names"),
     "a list of lists": ("- relu\n- [mm, bmm]\n", r"ops\.yaml:2: not a name"),
-    "a list of mappings": ("- relu\n- mm: 1\n", r"ops\.yaml:2: not a name"),
     "an empty name": ("- relu\n- ''\n", r"ops\.yaml:2: '' is not the name of an op"),
-    "a name with a blank": ("- relu\n- a b\n", r"ops\.yaml:2: 'a b' is not the name of an op"),
     "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: not YAML"),
-    "a tab": ("lower:\n\t- relu\n", r"ops\.yaml:2: not YAML"),
     "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: not YAML"),
     "two documents": ("- relu\n---\n- mm\n", r"ops\.yaml:\d: not YAML"),
-    "an alias of nothing": ("- *relu\n", r"ops\.yaml:1: not YAML"),
-    "text of the other kind": ("relu\nlinear\n", r"ops\.yaml:1: not a list of names"),
     "a list in a key": ("? [a, b]\n: [relu]\n", r"ops\.yaml"),
-    "a list without an end": ("fp32: [log]\nlower:\n", r"ops\.yaml:2: not a list of names"),
 }
 
 

@@ -487,11 +487,8 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
     "GRU": lambda: nn.GRU(6, 5, 2, batch_first=True),
     "RNN, tanh": lambda: nn.RNN(6, 5),
-    "RNN, relu": lambda: nn.RNN(6, 5, nonlinearity="relu"),
     "LSTM, projected": lambda: nn.LSTM(6, 5, proj_size=3),
     "LSTMCell": lambda: nn.LSTMCell(6, 5),
-    "GRUCell": lambda: nn.GRUCell(6, 5),
-    "RNNCell": lambda: nn.RNNCell(6, 5),
 }
 
 
@@ -542,14 +539,6 @@ def test_an_encoder_layer_computes_the_same_in_training_and_evaluation() -> None
     assert trained.dtype == BF16  # layer_norm is on the lower list
     trained.float().sum().backward()
     assert gradients(layer)
-
-
-def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
-    x, w = normal(4, 4), normal(4, 4, seed=1)
-    with caster().region():
-        assert aten.mm.default(x, w).dtype == FP32
-        assert aten.relu.default(x).dtype == FP32
-        assert aten._softmax.default(x.to(BF16), 0, False).dtype == BF16
 
 
 # ---- threads -------------------------------------------------------------------------------------

@@ -25,28 +25,21 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         *("truediv", "__truediv__", "__rtruediv__", "rtruediv", "true_divide", "rdiv", "__div__"),
         *("__rdiv__", "div.Tensor_mode"),
     ),
-    "div_": ("itruediv", "__itruediv__", "idiv", "divide_", "true_divide_"),
-    "pow": ("__pow__", "__rpow__", "pow.Tensor_Scalar"),
-    "remainder": ("__mod__", "mod", "rmod", "__rmod__", "remainder.Tensor"),
     "floor_divide": ("floordiv", "__floordiv__", "rfloordiv", "__rfloordiv__"),
     "matmul": ("__matmul__", "__rmatmul__", "rmatmul", "torch.linalg.matmul"),
     "softmax": ("_softmax", "aten::_softmax", "_safe_softmax", "softmax.int"),
     "nll_loss": ("nll_loss2d", "nll_loss_nd", "nll_loss2d_forward", "torch._C._nn.nll_loss2d"),
-    "cross_entropy": ("F.cross_entropy", "cross_entropy_loss"),
     "max_pool2d": ("max_pool2d_with_indices", "mkldnn_max_pool2d", "F.max_pool2d_with_indices"),
     "batch_norm": (
         *("F.batch_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index"),
         *("aten::native_batch_norm.default", "_native_batch_norm_legit.no_stats"),
     ),
-    "dropout": ("F.dropout", "native_dropout"),
     "linalg_inv": ("torch.linalg.inv", "linalg.inv", "linalg_inv", "aten::linalg_inv"),
-    "linalg_norm": ("torch.linalg.norm", "linalg_norm.ord_str", "torch.linalg.norm.ord_str"),
     "conv2d": ("F.conv2d", "torch.conv2d", "conv2d.padding", "thnn_conv2d"),
     "scaled_dot_product_attention": (
         *("F.scaled_dot_product_attention", "_scaled_dot_product_efficient_attention"),
         "_scaled_dot_product_flash_attention_for_cpu",
     ),
-    "embedding_bag": ("_embedding_bag", "F.embedding_bag"),
 }
 """By every kind of prefix, overload, operator and inner op; plain aliases are below."""
 
