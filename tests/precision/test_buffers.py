@@ -128,16 +128,6 @@ def test_an_overflow_on_a_step_that_is_taken_is_reported_once_and_stays(kind: st
     assert precision.buffer_overflows() == []
 
 
-def test_a_name_tells_the_models_apart() -> None:
-    precision = in_float16(LossScale())
-    models = [Counts(), Counts()]
-    for model in models:
-        precision.prepare(model, CPU)
-    precision.prepare(models[1], CPU)  # again: still the second
-    one_step(models[1], precision, 1, LARGE * 2)
-    assert {o.buffer for o in precision.buffer_overflows()} == {"model 2: total", "model 2: last"}
-
-
 def test_buffers_may_be_replaced_after_prepare() -> None:
     model, precision = counting(LossScale())
     model.load_state_dict(model.state_dict(), assign=True)

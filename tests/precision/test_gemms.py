@@ -215,12 +215,6 @@ def test_a_product_in_16_bits_has_factors_and_result_of_that_dtype(
     assert torch.equal(result, (x.to(dtype) @ weight.to(dtype).t()).float())
 
 
-def test_float32_products_of_a_16_bit_layer_are_rounded_once() -> None:
-    x, weight, *_ = case(SHAPES[0], torch.bfloat16)
-    result = linear(x, weight, None, gemms_of({"forward": "fp32"}))
-    assert torch.equal(result, (x.float() @ weight.float().t()).bfloat16())
-
-
 # ---- the Hadamard transform ----------------------------------------------------------------------
 
 
@@ -288,17 +282,6 @@ def test_layers_by_name_have_formats_in_any_mode() -> None:
 def test_a_named_layer_keeps_out_of_the_format_of_the_mode() -> None:
     assert prepared("mxfp8", {"1": "bf16"}).converted_gemms == ["2"]
     assert prepared("mxfp8", {"1": {"forward": "fp8"}}).converted_gemms == ["1", "2"]
-
-
-def test_a_mode_of_a_layer_is_that_mode() -> None:
-    model, whole = mlp(), mlp()
-    made = Precision("fp32", device="cpu", execution="emulated", layers={"1": "nvfp4"})
-    made.prepare(model)
-    x = torch.randn(8, 32)
-    first = nn.functional.linear(x, whole[0].weight, whole[0].bias).bfloat16()
-    second = linear(first, whole[1].weight, whole[1].bias, GEMMS["nvfp4"])
-    expected = whole[3](whole[2](second.float()))
-    assert torch.equal(made.forward(model, x), expected)
 
 
 @each(

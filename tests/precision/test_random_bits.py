@@ -231,14 +231,6 @@ def test_splitmix_is_the_published_one() -> None:
     assert key_bits([0x9E3779B97F4A7C15]) == 0x6E789E6AA1B965F4
 
 
-def test_keys_as_tensors_give_the_words_of_keys_as_numbers() -> None:
-    index = torch.arange(1000, dtype=torch.int32)
-    for words in KEYS:
-        low, high = key(*words)
-        tensors = [torch.tensor(signed(word), dtype=torch.int32) for word in (low, high)]
-        assert torch.equal(hash_bits(index, *tensors), hash_bits(index, low, high))
-
-
 # ---- shards ----
 
 

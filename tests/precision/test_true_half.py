@@ -114,16 +114,6 @@ def test_gradients_can_be_accumulated_in_float32(mode: str, execution: str) -> N
     assert {p.grad.dtype for p in parts.model.parameters() if p.grad is not None} == {torch.float32}
 
 
-@each("mode", TRUE_HALF)
-def test_the_output_can_be_left_in_16_bits(mode: str) -> None:
-    dtype = TRUE_HALF[mode]
-    name = str(dtype).removeprefix("torch.")
-    parts = build_parts(planned(*MNIST, f"precision={mode}", f"precision.output_dtype={name}"))
-    step = Step(parts)
-    assert step.output.dtype == step.loss.dtype == dtype
-    assert all(g is not None and g.dtype == dtype for g in step.gradients.values())
-
-
 def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
     exact = build_parts(planned(*MNIST, "precision=fp32")).model.state_dict()
     for mode, dtype in TRUE_HALF.items():

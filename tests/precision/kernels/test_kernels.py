@@ -127,19 +127,13 @@ def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int)
     ("view", "dense"),
     [
         (lambda x: x.view(300, 400).t(), True),
-        (lambda x: x.view(20, 30, 200).permute(2, 0, 1), True),
         (lambda x: x.view(10, 10, 30, 40).to(memory_format=torch.channels_last), True),
         (lambda x: x[7:], True),
         (lambda x: x[0], True),
         (lambda x: x[::3], False),
-        (lambda x: x.view(300, 400)[:, 5:17], False),
         (lambda x: x.view(300, 400).t()[3:9], False),
         (lambda x: x[:400].expand(100, 400), False),
         (lambda x: x.view(2, 300, 200)[:, :0], False),
-    ],
-    ids=[
-        *("transposed", "permuted", "channels_last", "offset", "scalar"),
-        *("strided", "columns", "columns_transposed", "expanded", "empty"),
     ],
 )
 @each("path", ["compiled", "eager"])
@@ -260,8 +254,6 @@ def test_a_compiler_that_fails_in_any_way_is_none(
     clear_caches()
     before = {*kernels.cache_folder().iterdir()}
     assert_eager_with_the_same_bits(reason)
-    if kind == "two lines":
-        assert str(kernels.why_not()).endswith(reason)
     assert text == LYING or {*kernels.cache_folder().iterdir()} == before
 
 

@@ -50,14 +50,7 @@ class InFloat32(Function):
     backward = staticmethod(backward_amp(gradients))
 
 
-class InFloat16(Function):
-    forward = staticmethod(
-        torch.amp.custom_fwd(product, device_type="cpu", cast_inputs=torch.float16)
-    )
-    backward = staticmethod(backward_amp(gradients))
-
-
-DECORATED = (Amp, AmpOnce, InFloat32, InFloat16)
+DECORATED = (Amp, AmpOnce, InFloat32)
 
 
 class Model(nn.Module):

@@ -108,14 +108,8 @@ def test_every_function_a_mode_can_see_has_a_known_name_or_none() -> None:
 @each(
     ("text", "nearest"),
     [
-        *(("reluu", "relu"), ("sofmax", "softmax"), ("conv2", "conv2d"), ("F.linaer", "linear")),
-        *(
-            ("aten::addmmm", "addmm"),
-            ("batchnorm", "batch_norm"),
-            ("crossentropy", "cross_entropy"),
-        ),
-        *(("Relu", "relu"), ("ReLU", "relu"), ("Conv2d", "conv2d"), ("Linear", "linear")),
-        *(("torch.matmull", "matmul"), ("layernorm", "layer_norm"), ("LayerNorm", "layer_norm")),
+        *(("sofmax", "softmax"), ("F.linaer", "linear"), ("aten::addmmm", "addmm")),
+        *(("batchnorm", "batch_norm"), ("ReLU", "relu"), ("LayerNorm", "layer_norm")),
         ("my_hpu_only_fused_operation_of_mine", None),
     ],
 )
