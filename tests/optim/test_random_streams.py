@@ -120,6 +120,3 @@ def test_sparse_gradients_are_refused_in_one_clear_line(name: str, scaled: bool)
     with pytest.raises(RuntimeError, match=refusal):
         optimizer.scaled_step(torch.ones(()), 1.0) if scaled else optimizer.step()
     assert torch.equal(table.weight, before)
-
-
-# ---- what the documentation says of eps ----

@@ -249,14 +249,9 @@ A, B, POSITIVE = normal(7, 24, seed=1), normal(7, 24, seed=2), normal(7, 24, see
 IMAGE, KERNEL, BIAS = normal(2, 3, 9, 9, seed=4), normal(4, 3, 3, 3, seed=5), normal(4, seed=6)
 OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "add": (torch.add, (A, B)),
-    "add_alpha": (lambda a, b: torch.add(a, b, alpha=0.3), (A, B)),
     "mul": (torch.mul, (A, B)),
-    "div": (torch.div, (A, B)),
     "exp": (torch.exp, (A,)),
-    "rsqrt": (torch.rsqrt, (POSITIVE,)),
-    "tanh": (torch.tanh, (A,)),
     "gelu": (F.gelu, (A,)),
-    "silu": (F.silu, (A,)),
     "mm": (torch.mm, (A, B.T)),
     "addmm": (torch.addmm, (normal(7, seed=7), A, B.T)),
     "baddbmm": (
@@ -266,12 +261,10 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "lerp": (lambda a, b: torch.lerp(a, b, 0.3), (A, B)),
     "conv2d": (F.conv2d, (IMAGE, KERNEL, BIAS)),
     "sum_dim": (lambda a: a.sum(1), (A,)),
-    "var": (lambda a: a.var(1), (A,)),
     "cumsum": (lambda a: a.cumsum(1), (A,)),
     "softmax": (lambda a: F.softmax(a, 1), (A,)),
     "layer_norm": (lambda a: F.layer_norm(a, (24,)), (A,)),
     "interpolate": (lambda a: F.interpolate(a, size=(14, 14), mode="bilinear"), (IMAGE,)),
-    "mse_loss": (F.mse_loss, (A, B)),
     "index_add": (lambda a, b: a.index_add(0, torch.tensor([0, 0, 1, 1, 2, 2, 2]), b), (A, B)),
 }
 
@@ -292,9 +285,7 @@ def test_an_op_is_the_float32_op_rounded_once(name: str, dtype: torch.dtype) -> 
 MATRIX = normal(24, 24, seed=9).bfloat16().float()  # in float16 too
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add_": lambda a, b: a.add_(b),
-    "mul_": lambda a, b: a.mul_(b),
     "exp_": lambda a, b: a.exp_(),
-    "lerp_": lambda a, b: a.lerp_(b, 0.3),
     "addmm_": lambda a, b: a.addmm_(b, MATRIX.to(b.dtype)),
     "copy_": lambda a, b: a.copy_(b),
     "clamp_": lambda a, b: a.clamp_(-0.3, 0.3),
@@ -780,6 +771,3 @@ def test_attention_has_float16_partials() -> None:
         found = F.scaled_dot_product_attention(query, key_, value).item()
     # A block adds 2^-9, below half of 2^-7, the distance of float16's numbers at 8.
     assert found == 8.0
-
-
-# ---- what the record says ----------------------------------------------------------------------

@@ -48,7 +48,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
     "mask": (lambda: attention(attn_mask=LOWER), qkv),
     "added mask": (lambda: attention(attn_mask=-3.0 * (~LOWER).float()), qkv),
     "groups": (lambda: attention(enable_gqa=True), lambda: qkv(2)),
-    "silu": (nn.SiLU, lambda: [normal(64, 64)]),
     "softmax": (lambda: nn.Softmax(-1), lambda: [5 * normal(64, 64)]),
     "group norm": (lambda: nn.GroupNorm(4, 16), lambda: [normal(8, 16, 8, 8)]),
     "rms norm": (lambda: nn.RMSNorm(64, eps=1e-6), lambda: [normal(64, 64)]),

@@ -312,5 +312,3 @@ def test_why_products_are_not_native() -> None:
     cpu = torch.device("cpu")
     assert why_not_native("fp8_tensorwise", cpu) == "cpu has no float8 matmuls"
     assert why_not_native("nvfp4", cpu) == "mprun has no native products in nvfp4"
-    with pytest.raises(ValueError, match="execution=native: products are computed in float32"):
-        Precision("fp8_rowwise", device="cpu", execution="native")

@@ -115,7 +115,6 @@ ANY = "any"  # as the caster has it
 # mode, layers, whether op lists, what each layer computes in, what 16-bit parameters there are
 CASES: list[tuple[str, dict[str, str], bool, list[str], dict[str, str]]] = [
     ("fp32", {"pool": "fp16"}, False, [F32, F32, F16, F32, F32], {}),
-    ("fp32", {"pool": "bf16_mixed"}, False, [F32, F32, B16, F32, F32], {}),
     ("fp32", {"fc1": "bf16_mixed"}, False, [B16, F32, F32, F32, F32], {}),
     ("fp32", {"fc1": "fp16_true"}, False, [F16, F32, F32, F32, F32], {"fc1": F16}),
     (
@@ -134,7 +133,6 @@ CASES: list[tuple[str, dict[str, str], bool, list[str], dict[str, str]]] = [
     ),
     ("bf16_mixed", {"pool": "fp16", "predictions": "fp32"}, False, [B16, ANY, F16, B16, F32], {}),
     ("bf16_mixed", {"fc1": "fp16_mixed", "fc2": "fp32"}, False, [F16, ANY, ANY, F32, ANY], {}),
-    ("bf16_mixed", {"fc1": "bf16_true"}, False, [B16, ANY, ANY, B16, ANY], {"fc1": B16}),
     ("bf16_mixed", {"norm": "fp16_true"}, False, [B16, F16, ANY, B16, ANY], {"norm": F16}),
     ("bf16_mixed", {"fc1": "fp16", "pool": "fp32"}, True, [F16, ANY, F32, B16, F32], {}),
     ("bf16_mixed", {"fc1": "fp16_true"}, True, [F16, ANY, ANY, B16, F32], {"fc1": F16}),

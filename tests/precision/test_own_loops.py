@@ -166,28 +166,6 @@ def test_small_gradients_survive_float16_in_grad() -> None:
     assert lost.item() == 0
 
 
-# ---- several models, losses and optimizers -------------------------------------------------------
-
-
-def test_both_turns_of_a_step_are_rounded_stochastically_with_bits_of_their_own() -> None:
-    precision = Case("half_sr_full").precision()
-    model = precision.prepare(nn.Linear(64, 64))
-    optimizer = Ours(Case("half_sr_full")).optimizer(model, lr=0.0)
-    x = torch.randn(4, 64)
-    precision.begin_step()
-    turns = []
-    for _ in range(2):
-        output = precision.forward(model, x)
-        turns.append(output.detach())
-        precision.backward(output.mean())
-        precision.step(optimizer)
-        precision.loss_scale.update()
-    with torch.no_grad():
-        nearest = Case("half_sr").precision().forward(model, x)
-    assert not turns[0].equal(turns[1])
-    assert not turns[1].equal(nearest)
-
-
 # ---- activation checkpointing --------------------------------------------------------------------
 
 

@@ -67,7 +67,6 @@ def test_jmps_notation() -> None:
     ("text", "names"),
     [
         ("p=fp8,c=bf16", "'p=fp8'"),
-        ("q=fp32", "'q=fp32'"),
         ("p=fp32,p=fp16", "'p=fp16'"),
         ("p=bf16,c=fp32", "p=fp32,c=bf16,o=fp32 (bf16_mixed)"),
         ("p=fp32,c=bf16,o=fp16", "legal is float32, bfloat16"),

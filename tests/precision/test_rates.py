@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.precision import accelerated as accelerated_once
-from mprun.precision import devices, rates
+from mprun.precision import rates
 from mprun.precision.rates import (
     TimedOp,
     Timer,
@@ -134,26 +134,6 @@ def test_the_switches_are_those_of_a_run_and_are_put_back(tf32: bool) -> None:
     )
     assert seen == {("tf32" if tf32 else "ieee", False)}
     assert (matmuls.fp32_precision, matmuls.allow_bf16_reduced_precision_reduction) == before
-
-
-def test_on_cuda_a_time_is_between_events_around_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, device: torch.device) -> None:
-            assert device.type == "cuda"
-            log.append("event")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, end: object) -> float:
-            return 6.0  # milliseconds
-
-    monkeypatch.setattr(devices, "event", Event)
-    made = Timer(lambda: log.append("call"), torch.device("cuda"), False, repeats=3, call_s=1.0)
-    assert made.time_s() == 0.002
-    assert log == ["event", "call", "call", "call", "event", "wait"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

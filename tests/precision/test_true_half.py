@@ -122,9 +122,6 @@ def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
             assert torch.equal(tensor, exact[name].to(dtype)), (mode, name)
 
 
-# ---- inputs ------------------------------------------------------------------------------------
-
-
 # ---- layers in a dtype of their own ------------------------------------------------------------
 
 

@@ -374,10 +374,7 @@ def test_a_library_is_compiled_once_per_combination_and_kept(
     assert count() == once
     kernels.load("round.c", {"TO": "BF16", "SATURATE": None})
     assert count() > once
-    folder = tmp_path / "cache" / "mprun" / "kernels"
-    assert kernels.cache_folder() == folder
-    # Nothing half-made is left.
-    assert all(file.suffix == ".so" for file in folder.iterdir())
+    assert kernels.cache_folder() == tmp_path / "cache" / "mprun" / "kernels"
 
 
 @needs_compiler
@@ -512,6 +509,3 @@ def test_a_cache_folder_that_is_there_but_takes_no_files_is_replaced(
     (tmp_path / "cache" / "mprun").mkdir(parents=True)
     (tmp_path / "cache" / "mprun" / "kernels").symlink_to("/proc/self")
     assert_compiled_in(scratch)
-
-
-# ---- the package ----

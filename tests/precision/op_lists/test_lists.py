@@ -74,13 +74,6 @@ def test_an_empty_file_is_an_empty_list(content: str | bytes) -> None:
     assert lists.rules["softmax"] == "fp32"
 
 
-def test_a_name_that_stands_twice_counts_once() -> None:
-    file("relu\nF.relu\nrelu\naten::relu.default\n")
-    lists = chosen("op_lists.lower_file=ops.txt")
-    assert [name for name, kind in lists.rules.items() if kind == "lower"] == ["relu"]
-    assert lists.unknown == ()
-
-
 def test_a_file_takes_the_place_of_the_whole_list_and_of_no_other() -> None:
     shipped = chosen().rules
     file("gelu\n")
@@ -214,7 +207,6 @@ BROKEN_YAML: dict[str, tuple[str, str]] = {
     "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: not YAML"),
     "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: not YAML"),
     "two documents": ("- relu\n---\n- mm\n", r"ops\.yaml:\d: not YAML"),
-    "a list in a key": ("? [a, b]\n: [relu]\n", r"ops\.yaml"),
 }
 
 
