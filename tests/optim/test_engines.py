@@ -153,8 +153,6 @@ def threads() -> Iterator[None]:
         ("adamw", (HALF, FLOAT), "kahan", (HALF, FLOAT)),
         ("rmsprop", (BRAIN, FLOAT), "stochastic", (FLOAT, HALF)),
         ("rmsprop_momentum", (HALF, HALF), "stochastic", (BRAIN, HALF)),
-        ("sgd", (HALF, HALF), "stochastic", (FLOAT, FLOAT)),
-        ("sgd_nesterov", (FLOAT, FLOAT), "stochastic", (BRAIN, FLOAT)),
     ],
 )
 def test_neither_sizes_nor_threads_change_a_bit(

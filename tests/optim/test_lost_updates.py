@@ -45,13 +45,6 @@ def moved(update: float) -> float:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["below 1", "above 1"])
 @pytest.mark.parametrize("dtype", LOW)
-def test_nearest_does_not_move_at_all(dtype: torch.dtype, sign: float) -> None:
-    p, _ = walked(dtype, "nearest", sign * STEP[dtype])
-    assert torch.equal(p, torch.ones_like(p))
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["below 1", "above 1"])
-@pytest.mark.parametrize("dtype", LOW)
 def test_stochastic_moves_as_binomially_as_it_should(dtype: torch.dtype, sign: float) -> None:
     """In [1/2, 1) a unit is 2^-8 (float16: 2^-11), in [1, 2) twice that."""
     update = sign * STEP[dtype]

@@ -214,30 +214,6 @@ def plain_run(
     return optimizer
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        x.numel() * x.element_size()
-        for state in optimizer.state.values()
-        for x in state.values()
-        if x.dim()
-    )
-
-
-def hand_count(numel: int) -> int:
-    """Bytes of two moments of a tensor."""
-    return 2 * (numel + 4 * -(-numel // 256) if numel >= 4096 else 4 * numel)
-
-
-def test_the_bytes_of_8_bit_state_are_those_counted_by_hand() -> None:
-    model = nn.Sequential(nn.Linear(784, 256), nn.Linear(256, 256), nn.Linear(256, 10)).bfloat16()
-    optimizer = AdamW(model.parameters(), momentum_dtype=CODED, variance_dtype=CODED)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    expected = sum(hand_count(p.numel()) for p in model.parameters())
-    assert state_bytes(optimizer) == expected
-
-
 def test_moments_are_converted_between_dtypes_on_load() -> None:
     p = normal((4096,), 1)
     wide_state = AdamW(parameters([p]), momentum_dtype=FLOAT, variance_dtype=FLOAT)

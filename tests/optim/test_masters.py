@@ -18,7 +18,6 @@ from mprun.precision.loss_scale import (
     step_scaled,
 )
 from mprun.watch.memory_recorder import memory
-from mprun.watch.updates import exact_updates
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
@@ -217,13 +216,3 @@ def test_masters_are_counted_as_optimizer_state() -> None:
     measured = memory(step, model, optimizer)
     assert measured.totals["parameters"] == 2 * count
     assert measured.totals["optimizer_state"] == 8 * count + 4 * 4  # with four step counts
-
-
-def test_exact_updates_are_those_of_the_masters() -> None:
-    model = network()
-    optimizer = wrapped(model, torch.optim.SGD, {"lr": 0.25})
-    backward(model, 0)
-    for p, (before, change) in exact_updates(optimizer).items():
-        assert torch.equal(before, optimizer.state[p]["master"].double())
-        assert torch.equal(change, -0.25 * p.grad.double())
-    assert len(exact_updates(optimizer)) == 4

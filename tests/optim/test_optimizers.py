@@ -8,7 +8,6 @@ import itertools
 import math
 import pickle
 import re
-import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -190,21 +189,6 @@ def test_kahans_sgd_is_float32s_bit_for_bit(
     assert "remainder" not in b.state[q]
 
 
-def test_kahan_in_bfloat16_passes_through_zero_and_subnormals() -> None:
-    """Parameters that shrink to 0, change sign and come back: every float32 number on the way."""
-    tiny = torch.tensor([1e-38, -1e-38, 1e-40, 3e-45, 0.0, -0.0, 1.0, 3e38])
-    p, q = parameters([tiny.bfloat16(), tiny.bfloat16().float()])
-    a, b = SGD([p], lr=1.0, rounding="kahan"), SGD([q], lr=1.0)
-    sizes = torch.tensor([1e-39, 1e-38, 1e-41, 3e-45, 1e-42, 1e-44, 0.1, 1e36])
-    for step in range(200):
-        gradient = normal((8,), seed=step) * sizes
-        give(p, gradient)
-        give(q, gradient)
-        a.step()
-        b.step()
-        assert same_bits(merge(p.detach(), a.state[p]["remainder"]), q.detach())
-
-
 def pruned(p: Tensor) -> None:
     p.mul_(torch.arange(p.numel()) % 2)
 
@@ -289,26 +273,6 @@ def test_a_saved_state_continues_with_the_same_bits(
         assert unlike(whole, other) == [], options
 
 
-def test_a_hook_before_a_load_changes_what_is_loaded_and_one_after_finds_it() -> None:
-    """In the dtypes that were saved."""
-    (p,) = parameters([normal((5,), 0, BRAIN)])
-    optimizer = SGD([p], momentum=0.9)
-    continued(optimizer, [p], FLOAT, 0)
-
-    def doubled(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = copy.deepcopy(state_dict)
-        state_dict["state"][0]["momentum_buffer"] *= 2
-        return state_dict
-
-    expected = 2 * optimizer.state[p]["momentum_buffer"]
-    found: list[dict[str, Tensor]] = []
-    optimizer.register_load_state_dict_pre_hook(doubled)
-    optimizer.register_load_state_dict_post_hook(lambda o: found.extend(state_of(o)))
-    optimizer.load_state_dict(optimizer.state_dict())
-    (state,) = found
-    assert same_bits(state["momentum_buffer"], expected)
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "kahan"])
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_state_of_torchs_optimizer_is_continued(name: str, rounding: str) -> None:
@@ -352,15 +316,6 @@ def test_a_state_of_another_formula_is_refused(ours: Any, torchs: Any, option: s
     assert option not in optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_a_load_into_another_model_is_refused_and_changes_nothing(name: str) -> None:
-    made = parameters([normal((5,), 0)] * 2)
-    a, b = MAKE[name](made[:1]), MAKE[name](made)
-    with pytest.raises(ValueError, match="parameter group"):
-        b.load_state_dict(a.state_dict())
-    assert not b.state
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_copied_optimizer_goes_on_with_the_same_bits(how: str, rounding: str) -> None:
@@ -395,24 +350,6 @@ def test_each_group_has_its_own_options() -> None:
             other.step()
         assert same_bits(together[n], alone)
         assert optimizer.state[together[n]].keys() == other.state[alone].keys()
-
-
-def test_a_group_added_later_steps_and_is_saved(tmp_path: Path) -> None:
-    made = parameters([normal((20,), n, BRAIN) for n in range(2)])
-    optimizer = RMSprop(made[:1], seed=4)
-    give(made[0], normal((20,), 5, BRAIN))
-    optimizer.step()
-    optimizer.add_param_group({"params": made[1:], "rounding": "kahan", "lr": 0.5})
-    continued(optimizer, made, BRAIN, 0)
-    assert "remainder" in optimizer.state[made[1]]
-    assert "remainder" not in optimizer.state[made[0]]
-
-    resumed = parameters(p.detach() for p in made)
-    other = RMSprop([{"params": resumed[:1]}, {"params": resumed[1:]}])
-    other.load_state_dict(reloaded(optimizer, tmp_path / "state.pt"))
-    continued(optimizer, made, BRAIN, 3)
-    continued(other, resumed, BRAIN, 3)
-    assert unlike(optimizer, other) == []
 
 
 def turned_on_later(engine: str) -> None:
@@ -498,23 +435,6 @@ def test_a_state_of_torchs_with_16_bit_moments_is_continued(dtype: torch.dtype) 
     torch.testing.assert_close(state["exp_avg"].float() / scale, expected, rtol=bound, atol=bound)
     found = state["exp_avg_sq_root"].float() / scale
     torch.testing.assert_close(found, square.sqrt(), rtol=bound, atol=1e-4)
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("name", MAKE)
-def test_a_state_of_another_shape_is_refused(name: str, rounding: str) -> None:
-    """Before any engine reads beyond its end."""
-    p, q = parameters([torch.ones(10, dtype=BRAIN), torch.ones(100_000, dtype=BRAIN)])
-    small, large = (MAKE[name]([x], rounding=rounding) for x in (p, q))
-    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    small.step()
-    large.load_state_dict(small.state_dict())
-    if len(small.state[p]) == 1:  # a step count alone fits any shape
-        large.step()
-        return
-    with pytest.raises(ValueError, match=r"of shape \(10,\) for a parameter of \(100000,\); legal"):
-        large.step()
-    assert torch.equal(q.detach(), torch.ones(100_000, dtype=BRAIN))
 
 
 def test_a_parameter_cut_short_is_refused_until_state_and_gradient_are() -> None:
@@ -621,25 +541,6 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(
     assert all(optimizer.state[p]["step"] == 1 for p in made)
 
 
-def test_a_skipped_step_uses_up_its_random_bits() -> None:
-    """The step after it is rounded otherwise than the skipped one would have been."""
-    found = []
-    for skips in (0, 1, 1, 2):
-        (p,) = parameters([torch.ones(5000, dtype=BRAIN)])
-        optimizer = SGD([p], lr=1.0, seed=1)
-        for _ in range(skips):
-            p.grad = torch.full((5000,), math.inf, dtype=BRAIN)
-            optimizer.scaled_step(torch.tensor(1.0))
-        p.grad = torch.full((5000,), 2.0**-9, dtype=BRAIN)
-        optimizer.scaled_step(torch.tensor(1.0))
-        found.append(p.detach() < 1)
-    none, one, again, two = found
-    assert torch.equal(one, again)
-    for a, b in ((none, one), (one, two), (none, two)):
-        # Half a unit: independent bits agree half the time; 4 standard errors of 5000 are 0.028.
-        assert abs((a == b).double().mean().item() - 0.5) < 0.03
-
-
 @pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "sgd_nesterov"])
 def test_an_infinite_gradient_makes_of_a_parameter_what_torch_makes(name: str) -> None:
     _, torchs, options = ORACLES[name]
@@ -720,50 +621,7 @@ def test_grad_scaler_drives_float16_parameters() -> None:
     assert not hasattr(theirs, "found_inf")
 
 
-def test_grad_scaler_unscales_float32_gradients_of_float16_parameters_for_clipping() -> None:
-    (p,) = parameters([torch.ones(100, dtype=HALF)])
-    p.grad_dtype = FLOAT
-    optimizer = SGD([p], lr=1.0, rounding="kahan")
-    scaler = torch.amp.GradScaler("cpu", 1024.0)
-    scaler.scale(torch.ones(()))
-    p.grad = torch.full((100,), 1024.0)
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_([p], 1.0)
-    scaler.step(optimizer)
-    # 100 ones are clipped to 1/10 each, by 1 / (10 + 1e-6).
-    merged = merge(p.detach(), optimizer.state[p]["remainder"])
-    torch.testing.assert_close(merged, torch.full((100,), 0.9), rtol=0, atol=1e-6)
-
-
 # ---- drop-in ----
-
-
-def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> None:
-    (p,) = parameters([torch.full((3,), 2.0)])
-    optimizer = SGD([p], lr=0.25)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 12.0
-    assert torch.equal(p.detach(), torch.ones(3))
-    assert optimizer.step() is None
-
-
-def test_zero_grad_sets_to_none_or_zero() -> None:
-    (p,) = parameters([torch.ones(3, dtype=BRAIN)])
-    optimizer = AdamW([p])
-    give(p, torch.ones(3))
-    optimizer.zero_grad(set_to_none=False)
-    assert p.grad is not None
-    assert torch.equal(p.grad, torch.zeros(3))
-    optimizer.zero_grad()
-    assert p.grad is None
-    optimizer.step()
-    assert torch.equal(p.detach(), torch.ones(3, dtype=BRAIN))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -852,52 +710,15 @@ def test_options_that_are_none_are_refused(make: Any, options: dict[str, Any], t
         make(parameters([torch.ones(1)]), **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rounding": "stochastik"},
-        {"overflow": "wrap"},
-        {"rounding": "kahan", "overflow": "saturate"},
-        {"momentum_dtype": torch.float64},
-    ],
-    ids=str,
-)
-def test_options_of_a_group_are_refused_too(options: dict[str, Any]) -> None:
+def test_options_of_a_group_are_refused_too() -> None:
     """A misspelt rounding must not become another one silently: in a group, or in one added."""
+    options: dict[str, Any] = {"rounding": "stochastik"}
     first, second = parameters([torch.ones(3, dtype=BRAIN)] * 2)
     with pytest.raises(ValueError, match="legal"):
         SGD([{"params": [first], **options}])
     optimizer = SGD([first])
     with pytest.raises(ValueError, match="legal"):
         optimizer.add_param_group({"params": [second], **options})
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_schedulers_change_the_rate_of_the_next_step(name: str) -> None:
-    (p,) = parameters([torch.ones(10, dtype=BRAIN)])
-    optimizer = MAKE[name]([p])
-    before = optimizer.param_groups[0]["lr"]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
-        rates, moved = [], []
-        for _ in range(3):
-            old = p.detach().clone()
-            p.grad = torch.ones(10, dtype=BRAIN)
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.scaled_step(torch.tensor(1.0))
-            moved.append(not torch.equal(old, p.detach()))
-            schedule.step()
-    assert rates == [before, before, 0.0]
-    assert moved == [True, True, False]
-
-
-def test_a_rate_in_a_tensor_is_a_rate() -> None:
-    p, q = parameters([torch.ones(5, dtype=BRAIN)] * 2)
-    for x, lr in ((p, 0.125), (q, torch.tensor(0.125))):
-        x.grad = torch.ones(5, dtype=BRAIN)
-        SGD([x], lr=lr).step()  # type: ignore[arg-type]
-    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -99,14 +99,6 @@ def test_convert_keeps_two_names_of_one_tensor_in_a_module(dtype: torch.dtype) -
     assert sum(1 for _ in model.parameters()) == 1
 
 
-def test_convert_keeps_values_and_sets_the_memory_format() -> None:
-    model = nn.Conv2d(3, 4, 3)
-    before = model.weight.detach().clone()
-    convert(model, CPU, torch.float32, torch.channels_last)
-    assert torch.equal(model.weight, before)
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 @each("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
     memory_format: torch.memory_format,
@@ -183,18 +175,6 @@ def test_a_loss_that_was_not_scaled_is_warned_of_once(mode: str, warned: list[in
 
     loops = [None, torch.Tensor.backward, torch.Tensor.backward, ours.backward]
     assert [n for n, backward in enumerate(loops) if step(backward)] == warned
-
-
-def test_a_process_of_several_that_scales_no_loss_is_not_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    weight.sum().backward()
-    ours = Precision("fp16_mixed", device=CPU, execution="native")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.step(torch.optim.SGD([weight], lr=1.0))
 
 
 # ---- several models and optimizers ----

@@ -198,17 +198,3 @@ def test_an_lstm_that_onednn_does_not_have_is_computed_in_float32_and_listed() -
         ("aten.mkldnn_rnn_layer", "float16"),
         ("aten.mkldnn_rnn_layer_backward", "float16"),
     ]
-
-
-def test_an_lstm_s_outputs_stay_in_the_lower_dtype() -> None:
-    model, x = nn.LSTM(6, 5), torch.randn(4, 3, 6)
-    _, by = lstm_step("fp16_mixed", Recurrent(), x)
-    with by.arithmetic.region(), torch.autocast("cpu", torch.float16):
-        out, (h, c) = model(x)
-    assert {t.dtype for t in (out, h, c)} == {torch.float16}
-
-
-def test_a_model_without_lstm_keeps_its_arithmetic() -> None:
-    _, by = lstm_step("fp16_mixed", nn.Linear(6, 3), torch.randn(4, 6))
-    assert type(by.arithmetic) is NativeArithmetic
-    assert by.arithmetic.substitutions == ()

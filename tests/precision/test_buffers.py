@@ -61,26 +61,6 @@ def test_each_prepared_model_keeps_its_guard() -> None:
     assert precision.buffer_overflows() == []
 
 
-def test_a_step_leaves_graphs_of_other_models_open() -> None:
-    """The first one's evaluation-mode statistics are in the second one's graph."""
-    models = [net(), net()]
-    precision = in_float16(DynamicLossScale(2.0**15, DynamicRule(), CPU))
-    for model in models:
-        precision.prepare(model, CPU)
-        model.eval()
-    precision.begin_step(1)
-    x = torch.ones(8, 4).half()
-    losses = [precision.forward(m, x).sum() for m in models]
-    losses[1] = losses[1] + precision.forward(models[0], x).sum()
-    precision.backward(losses[0] * 1e9)  # overflows
-    models[0][1].running_mean.data.fill_(torch.inf)
-    skipped = precision.step(torch.optim.SGD(models[0].parameters()))
-    assert skipped is not None
-    assert skipped.item() == 1
-    assert torch.isfinite(models[0][1].running_mean).all()
-    precision.backward(losses[1])
-
-
 # ---- what is restored, what is reported ----
 
 
@@ -146,16 +126,6 @@ def test_an_overflow_on_a_step_that_is_taken_is_reported_once_and_stays(kind: st
     assert "buffer total, channel 1, 2 non-finite (float16)" in total.text
     one_step(model, precision, 6, LARGE / 2)
     assert precision.buffer_overflows() == []
-
-
-def test_a_name_tells_the_models_apart() -> None:
-    precision = in_float16(LossScale())
-    models = [Counts(), Counts()]
-    for model in models:
-        precision.prepare(model, CPU)
-    precision.prepare(models[1], CPU)  # again: still the second
-    one_step(models[1], precision, 1, LARGE * 2)
-    assert {o.buffer for o in precision.buffer_overflows()} == {"model 2: total", "model 2: last"}
 
 
 def test_buffers_may_be_replaced_after_prepare() -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from mprun.optim import SGD, AdamW, MasterWeights, mark_shard
 from mprun.optim.masters import masters_of
 from mprun.precision import (
-    Clip,
     Combine,
     DynamicLossScale,
     DynamicRule,
@@ -171,18 +170,3 @@ def test_a_process_without_any_gradient_takes_part() -> None:
         assert precision(StaticLossScale(8.0, CPU), 1.0, Seen()).step(optimizer) == 0
         assert [x.item() for x in values] == [0, 0]
         assert all(x.dtype == torch.float32 and x.device == CPU for x in values)
-
-
-@each("max_norm", [1e-3, 1.0, 1e4])
-def test_clip_alone_is_pytorchs_clip_grad_norm(max_norm: float) -> None:
-    shapes, dtypes = ((40,), (7, 5), (0,)), (torch.float32, BRAIN, torch.float32)
-    found = []
-    for by_us in (True, False):
-        made = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
-        for n, p in enumerate(made):
-            p.grad = normal(p.shape, n, p.dtype)
-        optimizer = torch.optim.SGD([*made, nn.Parameter(torch.ones(2))])
-        clip: Callable[[Optimizer], object] = Clip(max_norm)
-        clip(optimizer) if by_us else nn.utils.clip_grad_norm_(made, max_norm)
-        found.append([p.grad for p in made])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

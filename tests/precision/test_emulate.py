@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import Emulated16, same_rounding
-from mprun.precision.emulate import partials_substitutions
+from mprun.precision import Emulated16
 from mprun.precision.layers import accumulate_in
 from mprun.precision.products import EXACT
 from mprun.precision.rounding import sqnr_db
@@ -45,15 +41,12 @@ def short(dtype: torch.dtype) -> str:
 
 
 class Attention(nn.Module):
-    """Self-attention by nn.MultiheadAttention; the weights asked for, it is a chain of ops."""
-
-    def __init__(self, need_weights: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.need_weights = need_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x, x, x, need_weights=self.need_weights)[0]
+        found: Tensor = self.inner(x, x, x, need_weights=False)[0]
         return found
 
 
@@ -68,9 +61,9 @@ class FusedAttention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], batch_first: bool) -> None:
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.inner = kind(16, 8, batch_first=batch_first)
+        self.inner = kind(16, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.inner(x)[0]
@@ -115,18 +108,15 @@ MODELS: dict[str, tuple[Make, tuple[int, ...] | None]] = {
         IMAGES,
     ),
     "softmax": (Softmax, VECTORS),
-    "multihead_attention": (lambda: Attention(False), SEQUENCES),
-    "multihead_attention_with_weights": (lambda: Attention(True), SEQUENCES),
+    "multihead_attention": (Attention, SEQUENCES),
     "scaled_dot_product_attention": (FusedAttention, SEQUENCES),
     "embedding": (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 4)), None),
     "dropout": (
         lambda: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 4)),
         VECTORS,
     ),
-    "lstm": (lambda: Recurrent(nn.LSTM, batch_first=True), SEQUENCES),
-    "gru": (lambda: Recurrent(nn.GRU, batch_first=False), SEQUENCES),
-    "gru_batch_first": (lambda: Recurrent(nn.GRU, batch_first=True), SEQUENCES),
-    "rnn_batch_first": (lambda: Recurrent(nn.RNN, batch_first=True), SEQUENCES),
+    "lstm": (lambda: Recurrent(nn.LSTM), SEQUENCES),
+    "gru": (lambda: Recurrent(nn.GRU), SEQUENCES),
 }
 ATTENTION = ("multihead_attention", "scaled_dot_product_attention")
 
@@ -201,39 +191,12 @@ def test_what_is_kept_for_the_backward_pass_is_in_16_bits(
     assert all(x.dtype == torch.float32 and x.dim() == 3 for x in wide)
 
 
-@each("dtype", LOW, ids=short)
-def test_running_statistics_are_updated_in_16_bits(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    native = nn.BatchNorm1d(6).to(dtype)
-    ours = copy.deepcopy(native)
-    for seed in range(5):
-        x = (2 + 3 * normal(32, 6, seed=seed)).to(dtype)
-        native(x)
-        with emulated().region():
-            ours(x)
-    assert ours.num_batches_tracked.item() == 5
-    for name in ("running_mean", "running_var"):
-        found, expected = getattr(ours, name), getattr(native, name)
-        assert found.dtype == dtype
-        assert not torch.equal(found, getattr(nn.BatchNorm1d(6).to(dtype), name))
-        # Five updates, rounded once each by us, perhaps twice natively.
-        torch.testing.assert_close(found, expected, rtol=10 * 2.0 ** -SIGNIFICAND[dtype], atol=0)
-    x = normal(8, 6, seed=9).to(dtype)
-    with emulated().region():
-        evaluated = ours.eval()(x)
-    assert evaluated.dtype == dtype
-    assert ours.num_batches_tracked.item() == 5
-
-
 NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "batch_norm": (lambda: nn.BatchNorm2d(6), (4, 6, 5, 5)),
-    "batch_norm_without_weights": (lambda: nn.BatchNorm2d(6, affine=False), (4, 6, 5, 5)),
     "group_norm": (lambda: nn.GroupNorm(3, 6), (4, 6, 5, 5)),
     "layer_norm": (lambda: nn.LayerNorm(24), (7, 24)),
-    "layer_norm_without_bias": (lambda: nn.LayerNorm(24, bias=False), (7, 24)),
     "layer_norm_without_weights": (lambda: nn.LayerNorm(24, elementwise_affine=False), (7, 24)),
     "instance_norm": (lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 5)),
-    "instance_norm_without_weights": (lambda: nn.InstanceNorm2d(6), (4, 6, 5, 5)),
     "rms_norm": (lambda: nn.RMSNorm(24), (7, 24)),
 }
 
@@ -286,14 +249,9 @@ A, B, POSITIVE = normal(7, 24, seed=1), normal(7, 24, seed=2), normal(7, 24, see
 IMAGE, KERNEL, BIAS = normal(2, 3, 9, 9, seed=4), normal(4, 3, 3, 3, seed=5), normal(4, seed=6)
 OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "add": (torch.add, (A, B)),
-    "add_alpha": (lambda a, b: torch.add(a, b, alpha=0.3), (A, B)),
     "mul": (torch.mul, (A, B)),
-    "div": (torch.div, (A, B)),
     "exp": (torch.exp, (A,)),
-    "rsqrt": (torch.rsqrt, (POSITIVE,)),
-    "tanh": (torch.tanh, (A,)),
     "gelu": (F.gelu, (A,)),
-    "silu": (F.silu, (A,)),
     "mm": (torch.mm, (A, B.T)),
     "addmm": (torch.addmm, (normal(7, seed=7), A, B.T)),
     "baddbmm": (
@@ -303,12 +261,10 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "lerp": (lambda a, b: torch.lerp(a, b, 0.3), (A, B)),
     "conv2d": (F.conv2d, (IMAGE, KERNEL, BIAS)),
     "sum_dim": (lambda a: a.sum(1), (A,)),
-    "var": (lambda a: a.var(1), (A,)),
     "cumsum": (lambda a: a.cumsum(1), (A,)),
     "softmax": (lambda a: F.softmax(a, 1), (A,)),
     "layer_norm": (lambda a: F.layer_norm(a, (24,)), (A,)),
     "interpolate": (lambda a: F.interpolate(a, size=(14, 14), mode="bilinear"), (IMAGE,)),
-    "mse_loss": (F.mse_loss, (A, B)),
     "index_add": (lambda a, b: a.index_add(0, torch.tensor([0, 0, 1, 1, 2, 2, 2]), b), (A, B)),
 }
 
@@ -326,21 +282,10 @@ def test_an_op_is_the_float32_op_rounded_once(name: str, dtype: torch.dtype) -> 
     assert torch.equal(found.view(torch.int16), expected.to(dtype).view(torch.int16))
 
 
-@each("dtype", LOW, ids=short)
-def test_an_op_of_several_results_rounds_each(dtype: torch.dtype) -> None:
-    low = A.to(dtype)
-    with emulated().region():
-        found = torch.var_mean(low, 1)
-    for mine, expected in zip(found, torch.var_mean(low.float(), 1), strict=True):
-        assert torch.equal(mine, expected.to(dtype))
-
-
 MATRIX = normal(24, 24, seed=9).bfloat16().float()  # in float16 too
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add_": lambda a, b: a.add_(b),
-    "mul_": lambda a, b: a.mul_(b),
     "exp_": lambda a, b: a.exp_(),
-    "lerp_": lambda a, b: a.lerp_(b, 0.3),
     "addmm_": lambda a, b: a.addmm_(b, MATRIX.to(b.dtype)),
     "copy_": lambda a, b: a.copy_(b),
     "clamp_": lambda a, b: a.clamp_(-0.3, 0.3),
@@ -361,18 +306,6 @@ def test_an_op_in_place_writes_the_rounded_value_and_returns_its_tensor(
     assert returned is a
     assert torch.equal(a, wide.to(dtype))
     assert torch.equal(view, a.view(-1))  # in the memory it had
-
-
-@each("dtype", LOW, ids=short)
-def test_copying_float32_rounds_it(dtype: torch.dtype) -> None:
-    target = torch.zeros(7, 24, dtype=dtype)
-    with emulated().region():
-        assert target.copy_(A) is target
-    assert torch.equal(target, A.to(dtype))
-    wide = torch.zeros(7, 24)
-    with emulated().region():
-        wide.copy_(target)
-    assert torch.equal(wide, target.float())
 
 
 @each(
@@ -413,12 +346,6 @@ def test_lists_of_tensors_are_written_in_place() -> None:
     assert torch.equal(listed[1], b * 0.5)
 
 
-def test_an_op_that_writes_and_returns_anew_is_rounded() -> None:
-    """RReLU in training writes its slopes to an argument and returns another tensor."""
-    with emulated().region():
-        assert F.rrelu(A.bfloat16(), training=True).dtype == torch.bfloat16
-
-
 @each("dtype", LOW, ids=short)
 def test_uniform_numbers_stay_below_1(dtype: torch.dtype) -> None:
     """PyTorch draws them in [0, 1) in every dtype: log(1 - u) is finite."""
@@ -446,7 +373,6 @@ def test_results_lie_in_memory_as_native_ones_do(rounding: str) -> None:
 
 PROMOTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "0-dim float32": lambda x: x + torch.tensor(0.1),
-    "0-dim float32 both": lambda x: x.sum() * torch.tensor(0.1),
     "float32 tensor": lambda x: x + torch.full((24,), 0.1),
     "float64 tensor": lambda x: x + torch.full((24,), 0.1, dtype=torch.float64),
     "other 16 bits": lambda x: x.half() + x.bfloat16(),
@@ -454,28 +380,16 @@ PROMOTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "0-dim 16 bits and int tensor": lambda x: torch.arange(24) * x[0, 0],
     "python float": lambda x: x * 0.1,
     "softmax(dtype)": lambda x: F.softmax(x, 1, dtype=torch.float32),
-    "log_softmax(dtype)": lambda x: F.log_softmax(x, 1, dtype=torch.float32),
     "softmax to 16 bits": lambda x: F.softmax(x.float(), 1, dtype=x.dtype),
     "sum(dtype)": lambda x: x.sum(dtype=torch.float32),
-    "sum(float64)": lambda x: x.sum(dtype=torch.float64),
-    "mean(dtype)": lambda x: x.mean(dtype=torch.float32),
     "sum to 16 bits": lambda x: x.float().sum(1, dtype=x.dtype),
-    "cumsum(dtype)": lambda x: x.cumsum(1, dtype=torch.float32),
     "to float32": lambda x: x.to(torch.float32),
-    "to float64": lambda x: x.double(),
-    "to itself": lambda x: x.to(x.dtype),
     "float32 to 16 bits": lambda x: (x.float() / 3).to(x.dtype),
-    "float64 to 16 bits": lambda x: (x.double() / 4).to(x.dtype),
     "cat with float32": lambda x: torch.cat([x, torch.full((1, 24), 0.1)]),
     "where with float32": lambda x: torch.where(x > 0, x, torch.full((24,), 0.1)),
     "zeros_like(dtype)": lambda x: torch.zeros_like(x, dtype=torch.float32),
     "full": lambda x: torch.full((3,), 0.1, dtype=x.dtype),
-    "arange": lambda x: torch.arange(5, dtype=x.dtype),
-    "tensor": lambda x: torch.tensor([0.1, 0.2], dtype=x.dtype),
-    "comparison": lambda x: x > 0,
     "argmax": lambda x: x.argmax(1),
-    "to int": lambda x: (x * 4).to(torch.int64),
-    "isfinite": lambda x: torch.isfinite(x),
 }
 
 
@@ -501,17 +415,13 @@ def float32(*shape: int) -> Tensor:
 # What native kernels refuse; `x` is [7, 24] in 16 bits.
 UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
     "mm": lambda x: x @ float32(24, 5),
-    "mm other 16 bits": lambda x: x.half() @ x.bfloat16().T,
-    "mm float64": lambda x: x.double() @ x.T,
     "addmm": lambda x: torch.addmm(float32(7, 7), x, x.T),
-    "addmm_": lambda x: float32(7, 7).addmm_(x, x.T),
     "bmm": lambda x: x[None] @ float32(1, 24, 5),
     "baddbmm": lambda x: torch.baddbmm(float32(1, 7, 7), x[None], x.T[None]),
     "mv": lambda x: x @ float32(24),
     "addmv": lambda x: torch.addmv(float32(7), x, x[0]),
     "dot": lambda x: torch.dot(x[0], float32(24)),
     "linear": lambda x: F.linear(float32(7, 24), x),
-    "linear bias": lambda x: F.linear(x, x, float32(7)),
     "conv1d": lambda x: F.conv1d(x[None], float32(2, 7, 3)),
     "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], float32(7, 2, 3)),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, float32(24, 5)),
@@ -531,7 +441,6 @@ UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": lambda x: F.layer_norm(float32(7, 24), (24,), x[0], x[0]),
     "group_norm": lambda x: F.group_norm(float32(7, 24), 3, x[0], x[0]),
     "batch_norm": lambda x: nn.BatchNorm1d(24).to(x.dtype)(float32(7, 24)),
-    "batch_norm eval": lambda x: nn.BatchNorm1d(24).to(x.dtype).eval()(float32(7, 24)),
 }
 
 
@@ -661,11 +570,9 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 STOCHASTIC: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "mul": (torch.mul, (POSITIVE, B.abs() + 0.1)),
-    "exp": (torch.exp, (A,)),
     "mm": (torch.mm, (POSITIVE, POSITIVE.T)),
     "softmax": (lambda a: F.softmax(a, 1), (A,)),
     "to": (lambda a: (a.float() / 3).to(a.dtype), (POSITIVE,)),
-    "mul_": (lambda a, b: a.clone().mul_(b), (POSITIVE, B.abs() + 0.1)),
     "copy_": (lambda a: torch.empty_like(a).copy_(a.float() / 3), (POSITIVE,)),
 }
 
@@ -730,69 +637,6 @@ def test_results_of_one_step_are_rounded_independently() -> None:
         assert torch.equal(a * b, first)
 
 
-class Blocks(nn.Module):
-    """Three blocks, each checkpointed by `run`, the last one inside another one."""
-
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        block = [nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 24)]
-        self.first, self.second, self.third = (
-            nn.Sequential(*copy.deepcopy(block)) for _ in range(3)
-        )
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=generator).half() / 5
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(self.second, self.run(self.first, x) * 0.3) * 0.3
-        return self.run(lambda x: self.run(self.third, x + 0.1) * 0.3, x)
-
-    def gradients(self, arithmetic: Emulated16) -> list[Tensor]:
-        torch.manual_seed(2)
-        self.zero_grad()
-        x = A.half().requires_grad_()
-        arithmetic.begin_step(5)
-        with arithmetic.region():
-            loss = self(x).float().square().sum()
-            loss.backward()
-        return [loss, *(p.grad for p in (x, *self.parameters()) if p.grad is not None)]
-
-
-def recomputed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
-    return found
-
-
-@each("partials", ["float32", "float16"])
-def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
-    arithmetic = emulated("stochastic", partials=partials)
-    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = Blocks(recomputed).gradients(arithmetic)
-    assert len(found) == len(expected) == 14
-    for mine, plain in zip(found, expected, strict=True):
-        assert torch.equal(mine, plain)
-
-
-def test_nothing_is_warned_of_where_nothing_is_rounded_anew() -> None:
-    nearest = emulated("nearest")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plain = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=False))
-        found = plain.gradients(nearest)
-        expected = Blocks(recomputed).gradients(nearest)
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-        recomputed(nn.Linear(24, 3), A.requires_grad_(False)).sum().backward()  # native
-        arithmetic = emulated("stochastic")
-        arithmetic.begin_step(1)
-        x = A.half().requires_grad_()
-        with arithmetic.region():  # the gradient of a gradient is no recomputation
-            (slope,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
-            slope.sum().backward()
-
-
 def test_outside_a_step_rounding_is_to_nearest() -> None:
     a, b = A.half(), B.half()
     arithmetic, expected = emulated("stochastic"), (A.half().float() * B.half().float()).half()
@@ -804,16 +648,6 @@ def test_outside_a_step_rounding_is_to_nearest() -> None:
     arithmetic.end_step()
     with arithmetic.region():
         assert torch.equal(a * b, expected)
-
-
-@each("dtype", LOW, ids=short)
-def test_exact_results_are_never_rounded_away(dtype: torch.dtype) -> None:
-    a = torch.arange(-64, 64, dtype=dtype)
-    arithmetic = emulated("stochastic")
-    arithmetic.begin_step(1)
-    with arithmetic.region():
-        assert torch.equal(a + a, torch.arange(-128, 128, 2, dtype=dtype))
-        assert torch.equal(a.clone(), a)
 
 
 # ---- accumulation of gradients -----------------------------------------------------------------
@@ -850,11 +684,6 @@ def test_gradients_accumulated_in_16_bits_are_rounded_stochastically() -> None:
     assert found.unique().numel() > 5
 
 
-def test_to_nearest_small_gradients_are_lost() -> None:
-    found = accumulated("nearest", torch.float16)
-    assert torch.equal(found, torch.ones_like(found))
-
-
 @each("rounding", ["nearest", "stochastic"])
 def test_float32_accumulation_loses_nothing(rounding: str) -> None:
     found = accumulated(rounding, torch.float32)
@@ -884,14 +713,6 @@ def test_saturation_gives_the_largest_number(name: str, rounding: str) -> None:
             found = OVERFLOWING[name](x)
         assert found.dtype == torch.float16
         assert found.unique().tolist() == [expected]
-
-
-def test_saturation_keeps_the_sign_and_infinities_and_nan() -> None:
-    x = torch.tensor([-40_000.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float16)
-    with emulated(overflow="saturate").region():
-        found = x * 2
-    assert found[:3].tolist() == [-65504.0, math.inf, -math.inf]
-    assert found[3].isnan()
 
 
 # ---- float16 partials --------------------------------------------------------------------------
@@ -950,17 +771,3 @@ def test_attention_has_float16_partials() -> None:
         found = F.scaled_dot_product_attention(query, key_, value).item()
     # A block adds 2^-9, below half of 2^-7, the distance of float16's numbers at 8.
     assert found == 8.0
-
-
-# ---- what the record says ----------------------------------------------------------------------
-
-
-@each(("rounding", "words"), [("nearest", "to nearest"), ("stochastic", "stochastically")])
-def test_the_substitutions_say_what_is_done(rounding: str, words: str) -> None:
-    (every,) = emulated(rounding).substitutions
-    assert (every.op, every.dtype) == ("*", "float32")
-    assert words in every.reason
-    with_partials = emulated(rounding, partials="float16").substitutions
-    assert with_partials == (every, *partials_substitutions())
-    names = {x.op for x in with_partials}
-    assert {"aten.mm", "aten.addmm", "aten.convolution", "aten.convolution_backward"} < names

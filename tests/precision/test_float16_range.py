@@ -64,11 +64,3 @@ def test_planted_weights_are_counted_over_all_tensors() -> None:
 def test_any_values(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     assert float16_range([tensor]) == by_conversion(tensor)
-
-
-def test_in_words() -> None:
-    assert str(Float16Range(1_000_000, 1_000_000, 500_000, 1)) == (
-        "1,000,000 of 1,000,000 overflow (100 %), 500,000 become zero (50 %), "
-        "1 become subnormal, with fewer bits (below 0.001 %)"
-    )
-    assert str(Float16Range(0, 0, 0, 0)).startswith("0 of 0 overflow (0 %)")

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.precision.emulate import Emulated16
-from mprun.precision.fused import has_kernel
 from tests.each import each
 from tests.precision import normal
 
@@ -49,8 +48,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
     "mask": (lambda: attention(attn_mask=LOWER), qkv),
     "added mask": (lambda: attention(attn_mask=-3.0 * (~LOWER).float()), qkv),
     "groups": (lambda: attention(enable_gqa=True), lambda: qkv(2)),
-    "own scale": (lambda: attention(scale=0.5), qkv),
-    "silu": (nn.SiLU, lambda: [normal(64, 64)]),
     "softmax": (lambda: nn.Softmax(-1), lambda: [5 * normal(64, 64)]),
     "group norm": (lambda: nn.GroupNorm(4, 16), lambda: [normal(8, 16, 8, 8)]),
     "rms norm": (lambda: nn.RMSNorm(64, eps=1e-6), lambda: [normal(64, 64)]),
@@ -59,7 +56,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
         lambda: nn.LSTM(16, 32, num_layers=2, bidirectional=True, batch_first=True),
         lambda: [normal(8, STEPS, 16)],
     ),
-    "lstm without biases": (lambda: nn.LSTM(16, 32, bias=False), lambda: [normal(STEPS, 8, 16)]),
     "gru": (lambda: nn.GRU(16, 32), lambda: [normal(STEPS, 8, 16)]),
     "rnn": (lambda: nn.RNN(16, 32), lambda: [normal(STEPS, 8, 16)]),
 }
@@ -124,16 +120,6 @@ def test_emulated_ops_are_as_wrong_as_native_ones(name: str, dtype: torch.dtype)
         assert name in MORE_EXACT or found > real / NATIVE, (native, ours)
 
 
-def test_attention_is_one_op_and_lstms_are_a_few() -> None:
-    arithmetic = Emulated16("nearest", "infinity", "float32", 0)
-    q, k, v = (x.bfloat16().requires_grad_() for x in qkv())
-    with arithmetic.region():
-        F.scaled_dot_product_attention(q, k, v).sum().backward()
-    names = {str(op) for op in arithmetic.occurred}
-    assert any("flash_attention_for_cpu.default" in name for name in names)
-    assert not any("bmm" in name or "softmax" in name for name in names)
-
-
 def test_rows_that_see_nothing_are_zero_as_natively() -> None:
     q, k, v = (x.bfloat16().requires_grad_() for x in qkv())
     mask = LOWER.clone()
@@ -145,35 +131,3 @@ def test_rows_that_see_nothing_are_zero_as_natively() -> None:
     assert torch.equal(output[:, :, 3], native[:, :, 3])
     assert (output[:, :, 3] == 0).all()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
-
-
-def test_which_lstms_have_a_kernel() -> None:
-    def asked(dtype: torch.dtype, **options: Any) -> bool:
-        layer = nn.LSTM(4, 4, **options).to(dtype)
-        x = torch.zeros(2, 1, 4, dtype=dtype)
-        states = (torch.zeros(1, 1, 4, dtype=dtype),) * 2
-        flags = (layer.bias, 1, 0.0, True, False, False)
-        return has_kernel(x, states, list(layer.parameters()), *flags)
-
-    assert asked(torch.bfloat16)
-    assert asked(torch.bfloat16, bias=False)
-    assert not asked(torch.float16)
-    assert not asked(torch.float32)
-    assert not asked(torch.bfloat16, proj_size=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert asked(torch.float32)
-    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 4)])
-    assert not has_kernel(packed.data, packed.batch_sizes, [], [], True, 1, 0.0, True, False)
-
-
-def test_under_autocast_they_are_those_of_bfloat16() -> None:
-    """The same numbers, whoever casts."""
-    torch.manual_seed(0)
-    layer = nn.LSTM(16, 32, dropout=0.0)
-    x = normal(8, 2, 16)
-    with Emulated16("nearest", "infinity", "float32", 0).region():
-        with torch.autocast("cpu", torch.bfloat16):
-            cast, _ = layer(x)
-        low, _ = copy.deepcopy(layer).bfloat16()(x.bfloat16())
-    assert cast.dtype == torch.bfloat16
-    assert torch.equal(cast, low)

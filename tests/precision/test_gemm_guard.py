@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mprun.precision import Precision, execution, guard_of
+from mprun.precision import Precision, guard_of
 from mprun.precision.arithmetic import EmulatedProducts
-from mprun.precision.execution import choose_execution
 from mprun.precision.formats import (
     BLOCK_FORMATS,
     FP8_ROWWISE,
@@ -35,7 +32,6 @@ from mprun.precision.gemm_guard import (
     losses,
 )
 from mprun.precision.gemms import GEMMS, HIGH, StepBits, linear, product
-from mprun.precision.policy import policy
 from mprun.watch.nonfinite import WatchedRunExceptions
 from tests.each import each
 
@@ -363,18 +359,6 @@ def test_the_state_continues() -> None:
     assert again.guard.rows == []
 
 
-def test_copies_share_the_guard_and_stored_models_have_their_own() -> None:
-    model = planted(outlier=1e5)
-    precision = steps("fp8_tensorwise", model, guard="promote", count=1)
-    precision.guard.listen(lambda finding: None)  # cannot be pickled
-    x = torch.randn(8, 16)
-    with torch.no_grad():
-        expected = precision.forward(model, x)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(precision.forward(other, x), expected)
-    assert len(precision.guard.rows) == 3
-
-
 def test_a_wrong_action_is_refused() -> None:
     with pytest.raises(ValueError, match="guard='on'; legal: off, log, promote"):
         Precision("fp8_tensorwise", device="cpu", guard="on")
@@ -383,27 +367,6 @@ def test_a_wrong_action_is_refused() -> None:
 def test_a_mode_without_formats_warns() -> None:
     with pytest.warns(UserWarning, match="guard='log' has no effect: precision=bf16_mixed has no"):
         Precision("bf16_mixed", device="cpu", execution="native", guard="log")
-
-
-@pytest.fixture
-def native_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU with float8 products."""
-    monkeypatch.setattr(execution, "why_not_native", lambda gemms, device: None)
-    return
-
-
-@pytest.mark.usefixtures("native_gpu")
-def test_a_guarded_mode_is_emulated() -> None:
-    row = policy("fp8_tensorwise")
-    assert choose_execution("auto", row, CPU).name == "native"
-    chosen = choose_execution("auto", row, CPU, guard="log")
-    assert chosen.name == "emulated"
-    assert chosen.is_choice
-    assert "guard=log judges those factors" in str(chosen.why_emulated)
-    with pytest.raises(ValueError, match=r"execution=native: .*legal: auto, emulated") as error:
-        choose_execution("native", row, CPU, guard="promote")
-    assert "debug.guard=off takes native ones" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_watching_for_exceptions_keeps_random_bits_and_guard() -> None:

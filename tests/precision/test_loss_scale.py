@@ -264,20 +264,6 @@ def test_what_is_done_twice_is_an_error_that_names_the_remedy() -> None:
         loss_scale.step(optimizer, Clip())
 
 
-def test_without_a_scale_the_same_calls_change_nothing() -> None:
-    weight = half_weight(1.0)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    none = LossScale()
-    for _ in range(2):
-        none.unscale(optimizer)
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [1.0]
-        assert weight.grad.dtype == torch.float16
-        assert none.step(optimizer, Clip()) is None
-    none.update()
-    assert weight.tolist() == [-2.0]
-
-
 @each("dtype", [torch.float32, torch.float16])
 def test_sparse_gradients_are_unscaled_as_grad_scaler_does(dtype: torch.dtype) -> None:
     """A row met twice is summed before it is judged; torch.optim.SGD takes such gradients."""

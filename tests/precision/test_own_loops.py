@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import Precision, same_rounding
@@ -164,60 +164,6 @@ def test_small_gradients_survive_float16_in_grad() -> None:
     assert slope.item() == pytest.approx(1e-10, rel=0.03)  # 55 units of the smallest numbers
     (lost,) = torch.autograd.grad(precision.forward(nn.Sequential(first, last), x).sum(), [x])
     assert lost.item() == 0
-
-
-# ---- several models, losses and optimizers -------------------------------------------------------
-
-
-def adversarial(loop: Loop, steps: int = STEPS) -> tuple[nn.Module, nn.Module]:
-    """A generator and a critic that take turns; the generator's loss goes through the critic."""
-    torch.manual_seed(0)
-    generator = loop.prepare(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)))
-    critic = loop.prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
-    by_generator = loop.optimizer(generator)
-    by_critic = loop.optimizer(critic, torch.optim.SGD, lr=0.1)
-    noise = torch.Generator().manual_seed(2)
-    yes, no = torch.ones(16, 1), torch.zeros(16, 1)
-    for real, _ in batches(steps):
-        loop.begin()
-        generated = loop.forward(generator, torch.randn(16, 4, generator=noise))
-        by_critic.zero_grad()
-        loss = loop.loss(binary_cross_entropy_with_logits, loop.forward(critic, real), yes)
-        fake = loop.forward(critic, generated.detach())
-        loop.backward(loss + loop.loss(binary_cross_entropy_with_logits, fake, no))
-        loop.step(by_critic)
-        by_generator.zero_grad()
-        judged = loop.forward(critic, generated)
-        loop.backward(loop.loss(binary_cross_entropy_with_logits, judged, yes))
-        loop.step(by_generator)
-        loop.update()
-    return generator, critic
-
-
-@amp_modes
-def test_an_adversarial_pair_is_that_of_the_raw_loop(mode: str) -> None:
-    ours, raw = loops(mode)
-    for mine, theirs in zip(adversarial(ours), adversarial(raw), strict=True):
-        assert equal(mine, theirs)
-
-
-def test_both_turns_of_a_step_are_rounded_stochastically_with_bits_of_their_own() -> None:
-    precision = Case("half_sr_full").precision()
-    model = precision.prepare(nn.Linear(64, 64))
-    optimizer = Ours(Case("half_sr_full")).optimizer(model, lr=0.0)
-    x = torch.randn(4, 64)
-    precision.begin_step()
-    turns = []
-    for _ in range(2):
-        output = precision.forward(model, x)
-        turns.append(output.detach())
-        precision.backward(output.mean())
-        precision.step(optimizer)
-        precision.loss_scale.update()
-    with torch.no_grad():
-        nearest = Case("half_sr").precision().forward(model, x)
-    assert not turns[0].equal(turns[1])
-    assert not turns[1].equal(nearest)
 
 
 # ---- activation checkpointing --------------------------------------------------------------------
@@ -399,12 +345,6 @@ def test_an_optimizer_made_before_prepare_is_refused(case: Case) -> None:
     (x, y), *_ = batches(1)
     with pytest.raises(RuntimeError, match=r"SGD was made before precision\.prepare\(model\)"):
         train_step(loop, model, early, x, y)
-
-
-def test_a_list_of_models_is_no_model() -> None:
-    models: Any = [made(), made()]
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not list; prepare each"):
-        Case("fp16_mixed").precision().prepare(models)
 
 
 def test_a_step_that_did_not_begin_is_refused_where_its_number_is_needed() -> None:

@@ -131,34 +131,6 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     assert torch.equal(blocked(op, args, half), (args[0] + long).half().float())
 
 
-@each("k", [0, 1, 64, 200])
-def test_products_with_vectors_are_those_with_matrices_of_one_column(k: int) -> None:
-    made = matmul_args(k, on_grid)
-    a, v = made["mv"][1]
-    column = blocked(aten.mm.default, (a, v[:, None]), half)
-    assert torch.equal(blocked(*made["mv"], half), column[:, 0])
-    assert torch.equal(blocked(*made["dot"], half), column[0, 0])
-    assert torch.equal(blocked(*made["vdot"], half), column[0, 0])
-    op, (added, *factors) = made["addmv"]
-    scale = {"beta": 0.5, "alpha": 2}
-    expected = (0.5 * added + 2 * column[:, 0]).half().float()
-    assert torch.equal(blocked(op, (added, *factors), half, scale), expected)
-
-
-def test_partials_round_where_a_single_rounding_would_not() -> None:
-    """The tests above would pass on too kind inputs; these lose digits on the way."""
-    op, (a, b) = matmul_args(200, on_grid)["mm"]
-    assert not torch.equal(blocked(op, (a, b), half), half(a.double() @ b.double()))
-
-
-def test_float16_inputs_and_rounding_to_any_dtype() -> None:
-    for op, args in matmul_args(200, on_grid).values():
-        wide = blocked(op, args, half)
-        narrow = blocked(op, mapped(args, Tensor.half), Tensor.half)
-        assert narrow.dtype == torch.float32
-        assert torch.equal(narrow, wide)
-
-
 def test_beta_of_zero_ignores_the_input() -> None:
     a, b = normal(3, 8, seed=0), normal(8, 4, seed=1)
     nothing = torch.full((4,), torch.nan)
@@ -330,14 +302,3 @@ def test_sizes_of_one_and_none() -> None:
     assert of_input.shape == args[0].shape
     assert torch.equal(of_weight, torch.zeros_like(args[1]))
     assert torch.equal(of_bias, torch.zeros_like(args[2]))
-
-
-def test_an_output_no_input_reaches_is_zero() -> None:
-    """Input 0 lands on output -3, which the padding cuts off."""
-    geometry = ([8], [3], [1], True, [7], 1)
-    args = (torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, *geometry)
-    assert torch.equal(blocked(aten.convolution.default, args, half), torch.zeros(1, 1, 2))
-    assert_equals_float64(
-        aten.convolution_backward.default,
-        (torch.ones(1, 1, 2), *args[:2], [1], *geometry, [True] * 3),
-    )

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import AutocastCaster, Caster, NoCaster
+from mprun.precision import AutocastCaster, Caster
 from mprun.precision._torch import OpOverload, TorchDispatchMode
-from mprun.precision.caster import caster_of
 from tests.each import each
-from tests.precision.test_policy import policy
 
 PASSES = 3
 
@@ -93,10 +91,3 @@ def test_nothing_is_kept_after_the_step_nor_after_one_that_failed() -> None:
         after = model(x)
     expected = nn.functional.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
     assert torch.equal(after, expected)
-
-
-def test_only_steps_of_several_passes_keep_casts() -> None:
-    row = policy("bf16_mixed")
-    assert isinstance(caster_of(row, "cpu").step_region(), nullcontext)
-    assert isinstance(caster_of(row, "cpu", keep=True).step_region(), torch.autocast)
-    assert isinstance(NoCaster().step_region(), nullcontext)

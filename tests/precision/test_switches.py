@@ -76,11 +76,6 @@ def by_old_attribute_of_cudnn() -> None:
     torch.backends.cudnn.allow_tf32 = True
 
 
-def by_new_attribute() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-
-
 def by_precision() -> None:
     torch.set_float32_matmul_precision("high")
     assert torch.get_float32_matmul_precision() == "highest"
@@ -114,15 +109,6 @@ def test_what_a_model_s_code_sets_is_put_back_and_warned_of_once(change: str) ->
     assert sum(x.startswith(expected) for x in texts) == 1, texts
     after = switches(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     assert after == before
-
-
-def test_a_model_that_sets_both_interfaces_can_read_both() -> None:
-    with backend_flags(policy("fp32")), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        by_new_attribute()
-        by_old_attribute()
-        assert not torch.backends.cudnn.allow_tf32
-    assert torch.backends.cuda.matmul.allow_tf32 is False
 
 
 def test_setting_what_holds_anyway_raises_no_warning() -> None:

@@ -6,8 +6,6 @@ A failure names the interface and PyTorch's version.
 from __future__ import annotations
 
 import ast
-import copy
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,16 +51,6 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-@interface("torch._subclasses.fake_tensor")
-def fake_tensors() -> None:
-    with _torch_fakes.FakeTensorMode() as mode:
-        layer = nn.Linear(2, 2)
-        assert _torch.is_fake(layer.weight)
-        assert _torch.is_fake(copy.deepcopy(layer).weight @ layer.weight)  # of one mode
-    assert copy.deepcopy(mode) is mode
-    assert not _torch.is_fake(torch.ones(1))
 
 
 @interface("torch.utils._python_dispatch")
@@ -179,13 +167,6 @@ def fields() -> None:
     assert "num_batches_tracked" in _torch.own_buffers(nn.BatchNorm1d(1))
 
 
-def test_a_number_or_a_scalar_is_added_to_all() -> None:
-    targets = [torch.zeros(2), torch.ones(())]
-    _torch.add_to_all(targets, 2.0)
-    _torch.add_to_all(targets, torch.tensor(0.5))
-    assert [x.tolist() for x in targets] == [[2.5, 2.5], 3.5]
-
-
 @interface("torch.nn.modules: _BatchNorm, _InstanceNorm")
 def norms() -> None:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -204,103 +185,6 @@ def onednn() -> None:
         _torch.onednn_has_lstm.cache_clear()
         with _torch_fakes.FakeTensorMode():  # a step is planned there before it is taken
             assert _torch.onednn_has_lstm(dtype) is has_lstm
-
-
-@interface("Module._compiled_call_impl, OptimizedModule._orig_mod")
-def compiled() -> None:
-    layer = nn.Linear(1, 1)
-    assert not _torch.is_compiled(layer)
-    assert _torch.is_compiled(torch.compile(layer))  # type: ignore[arg-type]
-    layer.compile()
-    assert _torch.is_compiled(layer)
-
-
-@interface("Module._forward_pre_hooks and its kin, which pickles of a module hold")
-def hooks_in_pickles() -> None:
-    layer = nn.Linear(1, 1)
-    layer.register_forward_hook(_hook, with_kwargs=True, always_call=True)
-    layer.register_forward_pre_hook(_hook, with_kwargs=True)
-    layer.register_full_backward_hook(_hook)
-    layer.register_full_backward_pre_hook(_hook)
-    held = {name for name, value in vars(layer).items() if "hooks" in name and value}
-    assert len(held) == 7
-    with _torch.copied_without_hooks(layer, __name__):
-        bare = copy.deepcopy(layer)
-    assert not any(vars(bare)[name] for name in held)
-    assert all(vars(copy.deepcopy(layer))[name] for name in held)
-
-
-def _hook(*args: object) -> None:
-    """A hook."""
-
-
-@interface("torch.nn.Module._apply")
-def conversions() -> None:
-    before = nn.Module._apply
-    with _torch_fakes.FakeTensorMode(), _torch_fakes.conversions_replace_parameters():
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-        model[2].weight = model[0].weight.requires_grad_(False)
-        model.to(torch.bfloat16).cpu()
-        assert model[2].weight is model[0].weight
-        assert not model[0].weight.requires_grad
-        assert model[1].running_mean.dtype == model[0].weight.dtype == torch.bfloat16
-    with _torch_fakes.conversions_replace_parameters():
-        weight = (layer := nn.Linear(2, 2)).weight
-        assert layer.double().weight is weight  # real ones are converted in place
-    assert nn.Module._apply is before
-
-
-@interface("torch.multiprocessing.reductions.StorageWeakRef")
-def storages() -> None:
-    x = torch.ones(1)
-    reference = _torch.StorageWeakRef(x.untyped_storage())
-    assert not reference.expired()
-    del x
-    assert reference.expired()
-
-
-@interface("_MultiProcessingDataLoaderIter._shutdown_workers")
-def workers() -> None:
-    loader = torch.utils.data.DataLoader(range(8), num_workers=1)  # type: ignore[arg-type]
-    batches = iter(loader)
-    next(batches)
-    begun = multiprocessing.active_children()
-    assert begun
-    _torch.end_workers(batches)
-    assert not multiprocessing.active_children()
-    _torch.end_workers(batches)  # again: nothing is left to do
-
-
-NAMED: dict[type[torch.optim.Optimizer], dict[str, object]] = {
-    torch.optim.SGD: {"momentum": 0.9, "fused": True},
-    torch.optim.RMSprop: {"momentum": 0.5},
-    torch.optim.AdamW: {"fused": True},
-}
-
-
-@interface("the decorators of torch.optim, which have __wrapped__")
-def optimizers_without_the_compiler() -> None:
-    for kind, options in NAMED.items():
-        rows = []
-        for made in (kind, _torch.eager_optimizer(kind)):
-            weight = nn.Parameter(torch.arange(4.0))
-            optimizer = made([weight], lr=0.1, **options)  # type: ignore[call-arg]
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            calls: list[int] = []
-            optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
-            for n in range(3):
-                optimizer.zero_grad()
-                assert weight.grad is None
-                (weight * (n + 1)).square().sum().backward()
-                optimizer.step()
-                schedule.step()
-            assert len(calls) == 3
-            assert isinstance(optimizer, kind)
-            assert type(optimizer).__name__ == kind.__name__
-            optimizer.load_state_dict(optimizer.state_dict())
-            (state,) = optimizer.state_dict()["state"].values()
-            rows.append([weight.detach(), *(v for v in state.values() if v is not None)])
-        assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), kind
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -360,28 +244,3 @@ def test_private_interfaces_are_used_in_few_modules() -> None:
     modules = [p for p in MPRUN.rglob("*.py") if not p.name.startswith("_torch")]
     users = [str(p) for p in modules if [*private_uses(p.read_text(encoding="utf-8"))]]
     assert not users, "use a function of mprun/precision/_torch.py"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from torch.utils._pytree import tree_map",
-        "from torch.overrides import _get_current_function_mode_stack",
-        "import torch._C",
-        "x = torch._C._nn",
-        "key = tensor.untyped_storage()._cdata",
-        "op = torch.ops.aten._softmax",
-        "class A:\n    def f(self):\n        return self.module._parameters",
-        "x = getattr(module, '_orig_mod', None)",
-    ],
-)
-def test_a_private_interface_is_seen(source: str) -> None:
-    assert [*private_uses(source)]
-
-
-def test_own_names_and_named_tuples_are_no_private_interface() -> None:
-    source = (
-        "import torch\nclass A:\n    def __init__(self, other):\n        self._x = other._x\n"
-        "        self.y = other.row._replace(a=1), hasattr(other, '_fields'), torch.__version__\n"
-    )
-    assert not [*private_uses(source)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from mprun.precision import Emulated16, emulate, kernels
 from mprun.precision.emulate import WideCopies
-from mprun.precision.random_bits import key
-from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
 from tests.each import each
 from tests.precision import normal
 
@@ -21,38 +18,6 @@ LOW = [torch.float16, torch.bfloat16]
 COMPILED = pytest.mark.skipif(
     kernels.why_not() is not None, reason="copies come from a C loop, which nothing compiles here"
 )
-
-
-# ---- the loop ----------------------------------------------------------------------------------
-
-
-def hard_numbers() -> Tensor:
-    """Numbers of every exponent and both signs, ties, overflows, zeros and infinities."""
-    exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)
-    mantissas = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1.9999, 1 + 2**-23])
-    x = (2.0 ** exponents[:, None] * mantissas.double()).float().flatten()
-    special = torch.tensor([0.0, math.inf, 65504.0, 65519.0, 65520.0, 65536.0])
-    return torch.cat([x, -x, special, -special, normal(4096)])
-
-
-@COMPILED
-@each("overflow", OVERFLOWS)
-@each("dtype", LOW, ids=str)
-@each("rounding", ["nearest", "stochastic"])
-def test_the_loop_rounds_like_the_others_and_widens_exactly(
-    rounding: str, dtype: torch.dtype, overflow: str
-) -> None:
-    x, bits = hard_numbers(), None if rounding == "nearest" else key(1, 2, 3)
-    if bits is None:
-        expected = round_nearest(x, dtype, overflow)
-    else:
-        expected = stochastic(x, dtype, bits, overflow)
-    in_place = x.clone()
-    for source, wide in ((x, torch.empty_like(x)), (in_place, in_place)):
-        low = round_twice(source, dtype, bits, overflow, wide)
-        assert low is not None
-        assert torch.equal(low.view(torch.int16), expected.view(torch.int16))
-        assert torch.equal(wide.view(torch.int32), low.float().view(torch.int32))
 
 
 # ---- when a copy is valid ----------------------------------------------------------------------
@@ -191,19 +156,3 @@ def test_copies_change_no_bit(
     assert rounded
     for ours, expected in zip(with_copies, plain, strict=True):
         assert all(map(torch.equal, ours, expected))
-
-
-@COMPILED
-def test_no_weight_or_activation_is_widened_by_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    arithmetic = Emulated16("nearest", "infinity", "float32", 0)
-    widened: list[int] = []
-    actual = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda x: widened.append(x.numel()) or actual(x))
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    arithmetic.begin_step(1)
-    with arithmetic.region():
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(normal(2, 5))
-        output.sum().backward()
-    assert not {5 * 7, 7 * 3, 2 * 5, 2 * 7} & {*widened}
-    assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == [torch.float32] * 4

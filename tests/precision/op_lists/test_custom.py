@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mprun.precision import OpListCaster
-from mprun.precision.op_lists import disable_casts, op_lists
+from mprun.precision.op_lists import op_lists
 from tests.each import each
 from tests.precision.op_lists import BF16, FP16, FP32, caster, same, shipped
 
@@ -50,14 +50,7 @@ class InFloat32(Function):
     backward = staticmethod(backward_amp(gradients))
 
 
-class InFloat16(Function):
-    forward = staticmethod(
-        torch.amp.custom_fwd(product, device_type="cpu", cast_inputs=torch.float16)
-    )
-    backward = staticmethod(backward_amp(gradients))
-
-
-DECORATED = (Amp, AmpOnce, InFloat32, InFloat16)
+DECORATED = (Amp, AmpOnce, InFloat32)
 
 
 class Model(nn.Module):
@@ -127,17 +120,6 @@ def test_backward_is_cast_by_the_lists_and_not_by_autocast_s() -> None:
     assert torch.exp(x).dtype == FP32  # nothing is left on
 
 
-def test_a_function_called_where_casts_are_off_is_left_alone() -> None:
-    def region() -> Any:
-        return disable_casts()
-
-    lists = caster(shipped("native"))
-    with lists.region():
-        ours = trained(Amp, region, by_engine)
-    assert same(ours, trained(Amp, disable_casts, by_engine))
-    assert ours[0].dtype == FP32
-
-
 def test_an_undecorated_function_fails_as_under_autocast_and_the_remedy_is_named() -> None:
     with pytest.raises(RuntimeError, match="same dtype"):
         trained(Plain, lambda: torch.autocast("cpu", BF16), by_engine)
@@ -145,20 +127,6 @@ def test_an_undecorated_function_fails_as_under_autocast_and_the_remedy_is_named
         trained(Plain, caster(shipped("native")).region, by_engine)
     assert "decorate forward with torch.amp.custom_fwd(device_type='cpu')" in str(error.value)
     assert "Plain.backward met tensors of several dtypes" in str(error.value)
-
-
-def test_other_errors_of_a_function_are_its_own() -> None:
-    class Failing(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            return product(ctx, x, w)
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:
-            raise RuntimeError("planted")
-
-    with pytest.raises(RuntimeError, match=r"^planted$"):
-        trained(Failing, caster(shipped("native")).region, by_engine)
 
 
 def test_function_apply_is_pytorch_s_again_after_the_region() -> None:

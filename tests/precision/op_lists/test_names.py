@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.overrides import get_overridable_functions
 
 from mprun.precision.op_lists import op_lists
@@ -26,28 +25,21 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         *("truediv", "__truediv__", "__rtruediv__", "rtruediv", "true_divide", "rdiv", "__div__"),
         *("__rdiv__", "div.Tensor_mode"),
     ),
-    "div_": ("itruediv", "__itruediv__", "idiv", "divide_", "true_divide_"),
-    "pow": ("__pow__", "__rpow__", "pow.Tensor_Scalar"),
-    "remainder": ("__mod__", "mod", "rmod", "__rmod__", "remainder.Tensor"),
     "floor_divide": ("floordiv", "__floordiv__", "rfloordiv", "__rfloordiv__"),
     "matmul": ("__matmul__", "__rmatmul__", "rmatmul", "torch.linalg.matmul"),
     "softmax": ("_softmax", "aten::_softmax", "_safe_softmax", "softmax.int"),
     "nll_loss": ("nll_loss2d", "nll_loss_nd", "nll_loss2d_forward", "torch._C._nn.nll_loss2d"),
-    "cross_entropy": ("F.cross_entropy", "cross_entropy_loss"),
     "max_pool2d": ("max_pool2d_with_indices", "mkldnn_max_pool2d", "F.max_pool2d_with_indices"),
     "batch_norm": (
         *("F.batch_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index"),
         *("aten::native_batch_norm.default", "_native_batch_norm_legit.no_stats"),
     ),
-    "dropout": ("F.dropout", "native_dropout"),
     "linalg_inv": ("torch.linalg.inv", "linalg.inv", "linalg_inv", "aten::linalg_inv"),
-    "linalg_norm": ("torch.linalg.norm", "linalg_norm.ord_str", "torch.linalg.norm.ord_str"),
     "conv2d": ("F.conv2d", "torch.conv2d", "conv2d.padding", "thnn_conv2d"),
     "scaled_dot_product_attention": (
         *("F.scaled_dot_product_attention", "_scaled_dot_product_efficient_attention"),
         "_scaled_dot_product_flash_attention_for_cpu",
     ),
-    "embedding_bag": ("_embedding_bag", "F.embedding_bag"),
 }
 """By every kind of prefix, overload, operator and inner op; plain aliases are below."""
 
@@ -103,13 +95,6 @@ def test_every_canonical_name_means_itself() -> None:
     assert set(INNER) <= known()
 
 
-def test_getters_and_what_is_not_pytorch_s_have_no_name() -> None:
-    assert name_of(Tensor.shape.__get__) is None  # type: ignore[attr-defined]
-    assert name_of(Tensor.grad.__set__) is None  # type: ignore[attr-defined]
-    assert name_of(test_getters_and_what_is_not_pytorch_s_have_no_name) is None
-    assert name_of(len) is None or "len" not in own(lower=["len"]).rules
-
-
 def test_every_function_a_mode_can_see_has_a_known_name_or_none() -> None:
     found = {f for functions in get_overridable_functions().values() for f in functions}
     names = {name_of(f) for f in found if callable(f)} - {None}
@@ -123,14 +108,8 @@ def test_every_function_a_mode_can_see_has_a_known_name_or_none() -> None:
 @each(
     ("text", "nearest"),
     [
-        *(("reluu", "relu"), ("sofmax", "softmax"), ("conv2", "conv2d"), ("F.linaer", "linear")),
-        *(
-            ("aten::addmmm", "addmm"),
-            ("batchnorm", "batch_norm"),
-            ("crossentropy", "cross_entropy"),
-        ),
-        *(("Relu", "relu"), ("ReLU", "relu"), ("Conv2d", "conv2d"), ("Linear", "linear")),
-        *(("torch.matmull", "matmul"), ("layernorm", "layer_norm"), ("LayerNorm", "layer_norm")),
+        *(("sofmax", "softmax"), ("F.linaer", "linear"), ("aten::addmmm", "addmm")),
+        *(("batchnorm", "batch_norm"), ("ReLU", "relu"), ("LayerNorm", "layer_norm")),
         ("my_hpu_only_fused_operation_of_mine", None),
     ],
 )
@@ -150,11 +129,6 @@ def test_a_misspelt_name_in_code_is_warned_of_with_the_nearest() -> None:
     assert len(w) == 1
     assert w[0].filename == __file__  # where the list is made
     assert lists.rules == {"linear": "lower", "softmax": "fp32"}
-
-
-def test_a_misspelt_name_in_code_can_be_refused() -> None:
-    with pytest.raises(ValueError, match="fp32 list: no op is named 'sofmax'; did you mean 'softm"):
-        op_lists(lower=["linear"], fp32=["sofmax"], strict=True)
 
 
 @each("text", ["Tensor", "wraps", "boolean_dispatch", "__get__", "__add", ".", ""])
