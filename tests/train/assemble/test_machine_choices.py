@@ -176,9 +176,3 @@ def test_the_recipes_own_warmup_may_be_cut_short() -> None:
     assert "the run's 10 steps end within the recipe's warm-up of 100" in plan.warnings
     composed = compose([*CHAR_GPT, "train.max_steps=100"])
     assert not any("warm-up" in x for x in make_plan(composed.config, composed.given).warnings)
-
-
-def test_the_users_warmup_is_refused() -> None:
-    composed = compose([*CHAR_GPT, "train.max_steps=10", "train.warmup_steps=11"])
-    with pytest.raises(UsageError, match="legal is at most 10"):
-        make_plan(composed.config, composed.given)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mprun.errors import UsageError
 from mprun.train.data import DataRequest, text
-from mprun.train.data.text import encode, python_library, text_sample, text_splits, windows
+from mprun.train.data.text import encode, python_library, text_splits, windows
 from tests.train.data.conftest import Server
 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 40
@@ -99,15 +99,6 @@ def test_windows_without_targets(play: Path) -> None:
     assert splits.validation.is_empty
 
 
-@pytest.mark.parametrize("targets", [True, False])
-def test_a_sample_is_like_the_data(targets: bool, play: Path) -> None:
-    data = text_splits(None, 8, 65, DataRequest(root=str(play)), targets).train
-    sample = text_sample(8, targets)
-    for have, want in zip(sample.content, data.content, strict=False):
-        assert (have.shape[-1:], have.dtype) == (want.shape[-1:], want.dtype)
-    assert len(sample) == 1
-
-
 # ---- where the text comes from -------------------------------------------------------------------
 
 
@@ -182,13 +173,6 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
     assert (splits.name, splits.source) == (f"own.txt {digest[:8]}", "local")
     assert splits.notice is not None
     assert "share one number" in splits.notice
-
-
-def test_a_text_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "own.txt").write_text(PLAY, encoding="utf-8")
-    splits = text_splits("~/own.txt", 8, 65, DataRequest(validation_fraction=0.1))
-    assert splits.name.startswith("own.txt ")
 
 
 @pytest.mark.parametrize(

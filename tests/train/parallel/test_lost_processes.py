@@ -169,14 +169,6 @@ def test_a_fault_of_one_process_is_named(groups: Groups, kind: str) -> None:
     check_readable(Path("run"))
 
 
-def test_a_fault_of_the_first_process_ends_the_others(groups: Groups) -> None:
-    words = [*WORDS, "parallel=ddp", "run.dir=run"]
-    ended = groups.run(words, environment={"PLANTED": "raise 0 6"})
-    assert ended.statuses == [1, 1]
-    assert any("planted fault" in line for line in ended.errors)
-    assert read_summary(Path("run")).status == "failed"
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_loss_that_becomes_nan_everywhere_is_one_error(groups: Groups, kind: str) -> None:
     words = [*WORDS, f"parallel={kind}", "train.lr=1e30", "run.dir=run"]
