@@ -152,17 +152,6 @@ def test_every_mode_sees_the_same_augmented_samples(workers: int) -> None:
     assert len(numbers) >= 44  # each epoch draws others
 
 
-def test_the_augmentation_does_not_change_what_the_model_draws() -> None:
-    plain = recipe("TensorDataset(*samples())")
-    first = run(plain, "train.batch_size=4", "train.epochs=1", name="plain")
-    drawing = "class Drawing(TensorDataset):\n    def __getitem__(self, i):\n"
-    drawing += "        torch.rand(7), np.random.rand(), random.random()\n"
-    drawing += "        return super().__getitem__(i)\n"
-    other = recipe("Drawing(*samples())", more=drawing)
-    second = run(other, "train.batch_size=4", "train.epochs=1", name="drawing")
-    assert losses(first) == losses(second)
-
-
 # ---- killed and resumed --------------------------------------------------------------------------
 
 

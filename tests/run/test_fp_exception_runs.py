@@ -347,11 +347,6 @@ def test_a_mistake_is_one_line(
     assert not Path("run").exists()
 
 
-def test_a_trace_says_that_it_does_not_look(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "recipe=linear", "debug.fp_exceptions=log", "run.dir=run"]) == 0
-    assert "debug.fp_exceptions has no effect: mprun trace" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

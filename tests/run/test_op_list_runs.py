@@ -178,42 +178,8 @@ def test_a_file_replaces_cuda_s_lists_too() -> None:
     assert config.cuda_fp32 is not None
 
 
-def test_contents_and_not_paths_tell_variants_apart() -> None:
-    one = file("one.txt", "linear", "mm")
-    two = file("two.txt", "# the same ops", "", "linear  ", "mm # product")
-    other = file("other.txt", "linear", "bmm")
-    hashes = {
-        name: run(name.removesuffix(".txt"), "op_lists=hmp", f"op_lists.lower_file={name}", steps=1)
-        for name in (one, two, other)
-    }
-    assert hashes[one].variant_hash == hashes[two].variant_hash
-    assert hashes[one].variant_hash != hashes[other].variant_hash
-    assert hashes[one].variant == hashes[other].variant == "bf16_mixed+hmp+files"
-
-
 def warnings_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning: ")]
-
-
-def test_an_unknown_name_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    name = file("ops.txt", "relu", "habana_op", "linear", "habana_op", "lineer")
-    run("run", "op_lists=hmp", f"op_lists.lower_file={name}")
-    assert warnings_of(capsys) == [
-        "warning: ops.txt:2: no op is named 'habana_op'",
-        "warning: ops.txt:5: no op is named 'lineer'; did you mean 'linear'?",
-    ]
-
-
-def test_with_strict_an_unknown_name_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    name = file("ops.txt", "relu", "habana_op", "lineer")
-    words = ["op_lists=hmp", f"op_lists.lower_file={name}", "op_lists.strict=true"]
-    message = refused(capsys, *words)
-    assert "op_lists.strict=true" in message
-    assert "ops.txt:2: no op is named 'habana_op'" in message
-    assert "ops.txt:3: no op is named 'lineer'; did you mean 'linear'?" in message
-    file("ops.txt", "relu")
-    run("run", *words, steps=1)
-    assert not warnings_of(capsys)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -271,14 +237,6 @@ def test_a_run_that_failed_goes_on_without_its_files(
     assert [x for x in warnings_of(capsys) if "habana_op" in x]
 
 
-def test_lists_cannot_change_when_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", "op_lists=hmp", steps=2)
-    for word in ("op_lists=native", "op_lists.lower_file=x.txt", "op_lists.lower=[mm]"):
-        assert main(["run.resume=run", "train.max_steps=4", word]) == 2
-        assert "a resumed run keeps its configuration" in capsys.readouterr().err
-    assert main(["run.resume=run", "train.max_steps=4", "op_lists=hmp"]) == 0
-
-
 # ---- one file alone ------------------------------------------------------------------------------
 
 
@@ -287,33 +245,6 @@ def planned(*words: str) -> tuple[dict[str, str], tuple[str, ...]]:
     made = make_plan(compose([*MNIST, *words]).config, ())
     assert made.op_lists is not None
     return dict(made.op_lists.rules), made.warnings
-
-
-SHIPPED = ("hmp", "hmp_resnet50", "native")
-
-
-@pytest.mark.representative("lower-hmp", "promote-native")
-@pytest.mark.parametrize("lists", SHIPPED)
-@pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
-def test_what_one_file_names_leaves_the_other_shipped_lists(lists: str, kind: str) -> None:
-    """The file takes every op of another list: all of them change place, and no other op does."""
-    shipped, _ = planned(f"op_lists={lists}")
-    for other in {"lower", "fp32", "promote"} - {kind}:
-        ops = sorted(op for op, rule in shipped.items() if rule == other)
-        if not ops:
-            continue
-        rules, warnings = planned(f"op_lists={lists}", f"op_lists.{kind}_file={file('f', *ops)}")
-        assert {op: rules[op] for op in ops} == dict.fromkeys(ops, kind)
-        third = {op: rule for op, rule in shipped.items() if rule not in (kind, other)}
-        assert {op: rule for op, rule in rules.items() if rule != kind} == third
-        lines = [w for w in warnings if "takes precedence" in w]
-        if other == "promote":  # HMP's own rule: the two lists come before the third
-            assert lines == []
-            continue
-        (line,) = lines
-        assert line.startswith(f"op_lists.{kind}_file takes precedence over op_lists={lists}")
-        assert line.endswith(f" from the {other} list")
-        assert set(line.rpartition("names: ")[2].split(" from")[0].split(", ")) == set(ops)
 
 
 def test_a_file_may_spell_an_op_in_another_way_than_the_shipped_list() -> None:

@@ -355,12 +355,6 @@ def test_a_trace_shows_the_ops_before_a_mismatch(capfd: pytest.CaptureFixture[st
     assert "Traceback" in written_traceback()
 
 
-def test_memory_of_a_step_that_cannot_run_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    status, line, _ = ended(capfd, "precision=bf16_true", command="memory", model=MISMATCH)
-    assert status == 1
-    assert "a step of bf16_true cannot run: addmm in the forward pass of module second" in line
-
-
 @pytest.mark.parametrize("command", ["sweep", "advise"])
 def test_studies_show_it_for_each_run(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     loss = "def loss(output, batch):\n    raise ValueError('so not')  # HERE\n"

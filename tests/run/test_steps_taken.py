@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from mprun.cli.main import main
 from mprun.records.run_record import Scores, read_summary
@@ -51,19 +50,6 @@ def test_a_run_that_failed_so_goes_on_where_it_was(capsys: pytest.CaptureFixture
     assert (status, taken) == ("completed", 80)
     assert 12 < skipped < 80  # the scale has halved its way down
     assert f"warning: {skipped} of 80 steps" in capsys.readouterr().out
-
-
-def test_weights_that_float16_cannot_hold_take_no_step(capsys: pytest.CaptureFixture[str]) -> None:
-    layer = nn.Linear(8, 4)
-    nn.init.constant_(layer.weight, 1e5)
-    torch.save(layer.state_dict(), "large.pt")
-    words = ["precision=fp16_true", "train.init_from=large.pt", "train.max_steps=5"]
-    assert main([*SMALL, *words, "run.dir=run"]) == 1
-    error = capsys.readouterr().err
-    assert "warning: these weights continue in float16" in error
-    assert "32 of 36 overflow (88.889 %)" in error
-    assert "no step was taken: all 5 were skipped" in error
-    assert steps() == ("failed", 5, 5)
 
 
 def test_a_run_whose_time_was_up_before_the_first_step_fails(

@@ -108,19 +108,6 @@ def test_a_run_that_ends_early_sums_too(at_step: AtStep, clock: Clock, status: i
     assert summary.time_budget_s.compute >= (PAUSE_S if status == 1 else 0)
 
 
-def test_a_run_that_fails_before_its_first_step_has_its_start_up(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    def fail(self: Mnist) -> nn.Module:
-        clock.sleep(PAUSE_S)
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(Mnist, "model", fail)
-    summary = carry_out(clock, 1, *RECIPES["mnist"], "run.dir=run")
-    assert summary.time_budget_s is not None
-    assert summary.time_budget_s.start_up > 0.99 * summary.wall_time_s
-
-
 def slow(clock: Clock, plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         clock.sleep(PAUSE_S)

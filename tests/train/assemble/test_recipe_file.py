@@ -252,17 +252,6 @@ def test_a_file_with_the_name_of_a_module_does_not_replace_it() -> None:
     assert hasattr(torchvision, "models")
 
 
-def test_code_in_a_folder_that_is_not_trusted_does_not_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = write("print('run')\n" + FUNCTIONS, "foreign/mine.py")
-    with pytest.raises(UsageError, match=r"would run .*foreign.*add run.trust=true"):
-        load_recipe("", {}, Path("foreign"), file=str(path))
-    assert capsys.readouterr().out == ""
-    load_recipe("", {}, None, file=str(path))
-    assert capsys.readouterr().out == "run\n"
-
-
 def test_only_a_regular_file_of_a_sane_size_is_read() -> None:
     os.mkfifo("pipe.py")
     with pytest.raises(UsageError, match="there is no such file"):

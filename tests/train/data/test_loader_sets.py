@@ -23,10 +23,8 @@ from torch.utils.data import (
 )
 
 from mprun.errors import RunFailedError
-from mprun.precision.devices import host_random_states, restore_host_random_states
 from mprun.train.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
 from mprun.train.data.loader_sets import Reading, batch_size
-from mprun.train.data.random_numbers import seeded
 
 CPU = torch.device("cpu")
 NUMBERS = TensorDataset(torch.arange(10))
@@ -179,18 +177,6 @@ def test_reading_leaves_random_numbers_as_they_were() -> None:
     batches, order = batches_of(Drawing())
     list(batches.epoch(order.draw()))
     assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
-
-
-def test_saved_random_states_continue() -> None:
-    np.random.seed(3), random.seed(3)
-    np.random.normal(), random.gauss(0, 1)  # each keeps the second of a pair
-    state = host_random_states()
-    expected = (np.random.normal(), random.gauss(0, 1), np.random.rand(), random.random())
-    with seeded(9):
-        np.random.rand()
-    restore_host_random_states(state)
-    found = (np.random.normal(), random.gauss(0, 1), np.random.rand(), random.random())
-    assert found == expected
 
 
 # ---- sizes and structure -------------------------------------------------------------------------

@@ -43,13 +43,6 @@ def decoded(ids: torch.Tensor, source: str) -> str:
 # ---- characters ----------------------------------------------------------------------------------
 
 
-def test_characters_are_numbered_in_order() -> None:
-    ids, replaced = encode("banana\n", 65)
-    assert ids.dtype == torch.uint8
-    assert ids.tolist() == [2, 1, 3, 1, 3, 1, 0]
-    assert replaced == 0
-
-
 def test_the_rarest_characters_share_the_last_number() -> None:
     ids, replaced = encode("aaaabbbccd", 3)
     assert ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -100,11 +93,6 @@ def test_windows_without_targets(play: Path) -> None:
 
 
 # ---- where the text comes from -------------------------------------------------------------------
-
-
-def test_the_published_text_is_taken_from_the_data_folder(play: Path) -> None:
-    splits = text_splits(None, 8, 65, DataRequest(root=str(play)))
-    assert (splits.name, splits.source, splits.notice) == ("TinyShakespeare", "local", None)
 
 
 def test_another_file_in_its_place_is_refused(play: Path) -> None:
