@@ -115,27 +115,11 @@ def test_a_folder_with_its_own_validation(tmp_path: Path) -> None:
     assert (splits.name, splits.source, splits.notice) == (tmp_path.name, "local", None)
 
 
-def test_a_part_of_a_folder_is_held_out(tmp_path: Path) -> None:
-    splits = resnet(folder=str(images(tmp_path / "all"))).data(
-        DataRequest(validation_fraction=0.25)
-    )
-    assert (splits.train.samples, splits.validation.samples) == (18, 6)
-
-
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     recipe = resnet(folder=str(tmp_path / "none"))
     with pytest.raises(UsageError, match=r"lacks images in folders of classes; legal is FOL"):
         recipe.data(DataRequest())
-
-
-def test_parts_with_other_classes_are_refused(tmp_path: Path) -> None:
-    images(tmp_path / "train")
-    images(tmp_path / "val", ("red", "green"))
-    with pytest.raises(
-        UsageError, match=r"val of .* has the classes green, red; legal are those of train"
-    ):
-        resnet(folder=str(tmp_path)).data(DataRequest())
 
 
 def test_a_damaged_image_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,15 +331,6 @@ def test_every_command_takes_them(
     assert status == 0, capsys.readouterr().err
 
 
-def test_a_sweep_runs_modes_on_one_loader(capsys: pytest.CaptureFixture[str]) -> None:
-    name = recipe(LOADER, '"test": TensorDataset(*samples(8))')
-    words = ["sweep", name, "precision=fp32,bf16_mixed", "seeds=1", "train.max_steps=8", *PLAIN]
-    assert main(words) == 0, capsys.readouterr().err
-    records = [read_summary(path.parent) for path in Path("outputs").rglob("summary.json")]
-    assert len(records) == 2
-    assert {r.status for r in records} == {"completed"}
-
-
 def test_the_largest_batch_is_planned_beyond_the_samples() -> None:
     assert main(["memory", recipe(LOADER), "device=cpu", "memory.fits=1MiB"]) == 0
     (record,) = Path("outputs").rglob("memory.json")

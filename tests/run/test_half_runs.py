@@ -200,17 +200,6 @@ def test_moments_in_8_bits_take_the_bytes_of_a_hand_count() -> None:
     assert summary.memory_bytes.optimizer_state == expected
 
 
-def test_moments_in_8_bits_are_refused_where_they_cannot_be(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    codes = ["precision=bf16_sr", "precision.momentum_dtype=uint8"]
-    assert main([*QUICK, *ADAMW, *codes, "parallel=fsdp2", "run.dir=run"]) == 2
-    assert "uint8 with parallel=fsdp2" in " ".join(capsys.readouterr().err.split())
-    assert main([*QUICK, "precision=bf16_sr", "precision.rounding=split", "run.dir=run"]) == 2
-    assert "precision.rounding=split" in " ".join(capsys.readouterr().err.split())
-    assert not Path("run").exists()
-
-
 @pytest.mark.representative("fp16_true", "bf16_mixed")
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_sr", "half_sr", "fp16_mixed", "bf16_mixed"])
 def test_native_modes_can_be_emulated(mode: str) -> None:

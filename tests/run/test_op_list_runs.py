@@ -26,10 +26,6 @@ MNIST = [
     *("data.train_limit=320", "data.eval_limit=64", "data.validation_fraction=0.1"),
     *("train.batch_size=32", "train.eval_batch_size=64"),
 ]
-FASHION = [
-    *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated", "device=cpu"),
-    *("data.eval_limit=32", "train.batch_size=8"),
-]
 
 
 def run(name: str, *words: str, steps: int = 3) -> Summary:
@@ -82,19 +78,6 @@ def test_fp16_mixed_with_hmp_has_a_dynamic_loss_scale() -> None:
     assert summary.effective.compute_dtype == "float16"
     assert summary.loss_scale.kind == "dynamic"
     assert summary.loss_scale.initial == 65536
-
-
-@pytest.mark.representative("hmp_resnet50")
-@pytest.mark.parametrize("lists", ["hmp", "hmp_resnet50", "native", "native_uniform"])
-def test_every_shipped_list_trains_a_model_with_batch_norm(lists: str) -> None:
-    words = [*FASHION, "train.max_steps=4", f"op_lists={lists}", "run.dir=run"]
-    assert main(words) == 0
-    summary = read_summary(Path("run"))
-    assert (summary.status, summary.steps) == ("completed", 4)
-    assert summary.variant == f"bf16_mixed+{lists}"
-    state = weights("run")
-    assert {x.dtype for x in state.values() if x.is_floating_point()} == {torch.float32}
-    assert all(torch.isfinite(x).all() for x in state.values())
 
 
 def test_empty_lists_train_as_float32_does() -> None:

@@ -91,24 +91,6 @@ def test_the_smoke_preset_fails_where_the_loss_stands_still(
     assert "does not fall" in str(summary.error)
 
 
-@pytest.mark.parametrize(
-    ("losses", "fails"),
-    [
-        ([3.0, 2.0, 1.0], False),
-        ([1.0, 2.0, 3.0], True),
-        ([2.0, 9.0, float("nan")], True),
-    ],
-)
-def test_the_loss_must_fall_from_the_first_third_to_the_last(
-    losses: list[float], fails: bool
-) -> None:
-    if fails:
-        with pytest.raises(RunFailedError):
-            session.check_loss_falls(losses, len(losses))
-    else:
-        assert session.check_loss_falls(losses, len(losses)) is None
-
-
 def test_of_too_few_steps_the_loss_is_not_judged() -> None:
     """A large model: time ended the smoke check, and its loss may still go up and down."""
     rising = [1.0, 2.0, 3.0]

@@ -391,11 +391,8 @@ def test_names_that_do_not_fit(
 ) -> None:
     source = trained("fp32")
     line = refused(capsys, *LINEAR, f"train.init_from={source}")
-    assert line == (
-        f"mprun: train.init_from={source}: the weights do not fit the model of recipe=linear (they "
-        "are from recipe=mnist): missing weight, bias; unexpected 0.weight, 0.bias, 2.weight and 3 "
-        "more; give the recipe and the recipe.model.* they were trained with"
-    )
+    assert "do not fit the model of recipe=linear (they are from recipe=mnist): missing we" in line
+    assert "unexpected 0.weight, 0.bias, 2.weight and 3 more; give the recipe" in line
     torch.save({"weight": torch.zeros(4, 8)}, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
     assert "do not fit the model of recipe=linear: missing bias; give the recipe" in line

@@ -50,12 +50,6 @@ def test_what_is_no_count_of_samples_is_refused_by_name(count: Any, received: st
     assert "an integer scalar from 0 to 4" in str(caught.value)
 
 
-def test_a_recipe_may_count_nothing() -> None:
-    training, log = trainer_of(Counted(lambda right: None), samples(4))
-    training.fit()
-    assert log.epochs[0].train.accuracy is None
-
-
 def test_skipped_steps_do_not_count_and_losses_are_weighted() -> None:
     sums = Sums()
     sums.add(StepMetrics(2.0, 1), 4, weight=1.0)

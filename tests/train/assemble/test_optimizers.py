@@ -231,8 +231,6 @@ def test_fields_without_effect_are_named() -> None:
     plan = planned(*PLAIN, adagrad, decay)
     assert not plan.warnings
     assert build_parts(plan).optimizer.param_groups[0]["weight_decay"] == 0.5
-    plan = planned(*PLAIN, "train.optimizer.target=torch.optim.SparseAdam", decay)
-    assert any("weight_decay has no effect" in text for text in plan.warnings)
     plan = planned(*PLAIN, "train.optimizer.args.eps=1")
     assert any("train.optimizer.args.eps has no effect" in text for text in plan.warnings)
 

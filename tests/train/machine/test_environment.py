@@ -102,16 +102,6 @@ def test_a_package_below_a_strangers_repository_has_no_commit(
     assert machine.git_commit() is None
 
 
-@pytest.mark.parametrize("has_git", [True, False])
-def test_a_repository_that_git_cannot_read_has_no_commit(
-    has_git: bool, tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tree / ".git").mkdir()  # an empty one
-    if not has_git:
-        monkeypatch.setenv("PATH", str(tree))
-    assert machine.git_commit() is None
-
-
 # The machine
 
 

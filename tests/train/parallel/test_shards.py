@@ -55,12 +55,6 @@ class Language(nn.Module):
         return scores
 
 
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
-    )
-
-
 def gathered(model: nn.Module, mode: str) -> dict[str, tuple[str, torch.dtype]]:
     """The unit of each parameter, the innermost that holds it, and the dtype it is gathered in."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -102,15 +96,6 @@ def test_layers_with_products_of_8_bits_are_gathered_as_they_are_stored() -> Non
     found = gathered(model, "fp8_rowwise")
     assert found["blocks.1.inner.weight"][1] == FLOAT
     assert found["blocks.1.outer.weight"][1] == found["blocks.0.inner.weight"][1] == BRAIN
-
-
-def test_every_unit_is_of_one_dtype_and_the_model_is_the_last() -> None:
-    for model in (conv_net(), Language(), Language(tied=True)):
-        for mode in ("fp32", "fp16_mixed"):
-            found = units(model, policy(mode))
-            assert found[-1][0] is model
-            modules = [id(module) for module, _ in found]
-            assert len(set(modules)) == len(modules)
 
 
 def built(kind: str) -> tuple[ShardLayout, nn.Module, Optimizer]:
