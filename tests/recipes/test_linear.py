@@ -30,12 +30,6 @@ def test_the_data_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first.inputs, other.inputs)
 
 
-def test_a_limit_takes_the_first_samples() -> None:
-    limited = RECIPE.data(DataRequest(seed=1, train_limit=5)).train
-    whole = RECIPE.data(DataRequest(seed=1)).train
-    assert torch.equal(limited.inputs, whole.inputs[:5])
-
-
 def test_the_loss_is_the_mean_square_and_there_is_no_accuracy() -> None:
     output, target = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
     assert RECIPE.loss(output, (None, target)).item() == 2.5

@@ -83,7 +83,6 @@ def test_the_side_is_one_that_the_model_takes(name: str, side: int) -> None:
     ("name", "size", "legal"),
     [
         ("vit_b_16", 40, "a multiple of 16"),
-        ("vgg11", 28, "32 or more"),
         ("maxvit_t", 64, "a multiple of 224"),
     ],
 )
@@ -106,13 +105,6 @@ def test_grey_images_are_normalised_and_repeated() -> None:
         )
 
 
-def test_images_are_resized_where_asked() -> None:
-    grey = torch.full((2, 1, 28, 28), 51, dtype=torch.uint8)
-    found = resnet(image_size=40).prepare(grey)
-    assert found.shape == (2, 3, 40, 40)
-    torch.testing.assert_close(found, torch.full_like(found, (0.2 - 0.2860) / 0.3530))
-
-
 def test_a_folder_with_its_own_validation(tmp_path: Path) -> None:
     images(tmp_path / "train")
     images(tmp_path / "val", count=2)
@@ -123,51 +115,11 @@ def test_a_folder_with_its_own_validation(tmp_path: Path) -> None:
     assert (splits.name, splits.source, splits.notice) == (tmp_path.name, "local", None)
 
 
-def test_a_part_of_a_folder_is_held_out(tmp_path: Path) -> None:
-    splits = resnet(folder=str(images(tmp_path / "all"))).data(
-        DataRequest(validation_fraction=0.25)
-    )
-    assert (splits.train.samples, splits.validation.samples) == (18, 6)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda p: None, lambda p: p.mkdir(), lambda p: (p / "a").mkdir(parents=True)]
-)
-def test_a_folder_without_images_is_refused(make: Any, tmp_path: Path) -> None:
-    make(tmp_path / "none")
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
     recipe = resnet(folder=str(tmp_path / "none"))
     with pytest.raises(UsageError, match=r"lacks images in folders of classes; legal is FOL"):
         recipe.data(DataRequest())
-
-
-def test_parts_with_other_classes_are_refused(tmp_path: Path) -> None:
-    images(tmp_path / "train")
-    images(tmp_path / "val", ("red", "green"))
-    with pytest.raises(
-        UsageError, match=r"val of .* has the classes green, red; legal are those of train"
-    ):
-        resnet(folder=str(tmp_path)).data(DataRequest())
-
-
-def test_parts_are_no_classes(tmp_path: Path) -> None:
-    images(tmp_path / "photos" / "Val")
-    recipe = resnet(folder=str(tmp_path / "photos"))
-    for ask in (recipe.model, lambda: recipe.data(DataRequest())):
-        with pytest.raises(UsageError, match="has a folder Val but none named train; legal is"):
-            ask()
-
-
-def test_one_class_is_refused(tmp_path: Path) -> None:
-    recipe = resnet(folder=str(images(tmp_path / "train", ("red",)).parent))
-    with pytest.raises(UsageError, match="train has one class, red; legal is two or more"):
-        recipe.data(DataRequest())
-
-
-def test_a_class_without_images_is_named(tmp_path: Path) -> None:
-    folder = images(tmp_path / "all")
-    (folder / ".ipynb_checkpoints").mkdir()
-    with pytest.raises(UsageError, match=r"no valid file for the classes \.ipynb_checkpoints"):
-        resnet(folder=str(folder)).data(DataRequest())
 
 
 def test_a_damaged_image_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,13 +139,11 @@ def test_images_of_any_kind_become_rgb(mode: str, tmp_path: Path) -> None:
     assert train.example(4)[0].shape == (4, 3, 32, 32)
 
 
-@pytest.mark.representative("fp32")
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
-def test_a_folder_of_images_trains(precision: str) -> None:
+def test_a_folder_of_images_trains() -> None:
     images(Path("photos/train"), count=16)
     images(Path("photos/val"), count=4)
     words = ["recipe=resnet", "recipe.model.folder=photos", "recipe.model.image_size=32"]
-    words += ["train.max_steps=8", "train.batch_size=12", f"precision={precision}", "run.dir=run"]
+    words += ["train.max_steps=8", "train.batch_size=12", "run.dir=run"]
     assert main(words) == 0
     summary = read_summary(Path("run"))
     assert (summary.data.name, summary.data.train_samples) == ("photos", 48)

@@ -6,7 +6,7 @@ data, and forks a child for each run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.server import Server
@@ -51,29 +51,25 @@ def prepare(words, cwd, environment):
     if "FILE_LIMIT" in environment:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(environment["FILE_LIMIT"]),) * 2)
         sys.dont_write_bytecode = True  # it would be cut too
-    log = os.open(environment.get("LOG", "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     if "OUT" in environment:
         os.dup2(os.open(environment["OUT"], os.O_WRONLY), 1)
 
 for line in sys.stdin:
-    pids = []
-    for job in json.loads(line):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            status = 99
-            try:
-                prepare(*job)
-                status = main(job[0])
-                sys.stdout.flush()
-            finally:
-                os._exit(status)
-    print(pids[0], flush=True)
-    print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+    job, pid = json.loads(line), os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            prepare(*job)
+            status = main(job[0])
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-
-Job = tuple[list[str], str, dict[str, str]]
 
 
 class Forking:
@@ -83,7 +79,6 @@ class Forking:
     - KILL_WRITING="TEXT N": it dies before the Nth file whose name contains the text is written.
     - END_EVALUATION: it sends itself this signal in its first evaluation of an nn.Sequential.
     - FILE_LIMIT: no file can have more bytes.
-    - LOG: the file of its output, in place of log.txt.
     - OUT: the file of its standard output alone.
     """
 
@@ -94,7 +89,7 @@ class Forking:
         self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None
     ) -> int:
         """Begin a run, with these variables of the environment too; its process id."""
-        return self._start([(words, str(cwd), dict(environment or {}))])
+        return int(self._server.ask((words, str(cwd), dict(environment or {}))))
 
     def wait(self) -> int:
         """How the run ended: its status, or the negative number of the signal that killed it."""
@@ -104,14 +99,6 @@ class Forking:
         """Begin a run and wait for its end."""
         self.start(words, cwd, environment)
         return self.wait()
-
-    def together(self, words: list[str], cwd: Path, logs: Sequence[str]) -> list[int]:
-        """Begin the same run at once for each of these names of logs, and wait for their ends."""
-        self._start([(words, str(cwd), {"LOG": log}) for log in logs])
-        return [int(word) for word in self._server.next_line().split()]
-
-    def _start(self, jobs: list[Job]) -> int:
-        return int(self._server.ask(jobs))
 
     def close(self) -> None:
         self._server.close()

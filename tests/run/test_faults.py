@@ -160,18 +160,6 @@ def test_a_folder_another_run_is_in(stderr: Stderr) -> None:
     assert before == {p: p.read_bytes() for p in files}
 
 
-def test_two_processes_and_one_folder(forking: Forking) -> None:
-    logs = ["one.txt", "other.txt"]
-    ended = forking.together([*RUN, "train.epochs=20"], Path.cwd(), logs)
-    assert sorted(ended) == [0, 2]
-    refused = Path(logs[ended.index(2)]).read_text(encoding="utf-8")
-    assert refused.startswith("mprun: run.dir=run")
-    assert refused.count("\n") == 1
-    steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert steps == list(range(1, 21))
-    assert read_summary(Path("run")).status == "completed"
-
-
 @pytest.mark.parametrize(
     "error",
     [

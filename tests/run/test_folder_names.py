@@ -9,10 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from mprun.config.settings import study_request
-from mprun.errors import UsageError
 from mprun.records import files
 from mprun.records.run_folder import RunFolder
 from mprun.study.study import new_study
@@ -55,11 +52,3 @@ def test_a_folder_that_was_not_used_is_removed() -> None:
     with files.dated_folder_if_used() as folder:
         (folder / "x").touch()
     assert (folder / "x").exists()
-
-
-def test_where_no_folder_can_be_made_one_line_says_so() -> None:
-    Path("outputs").touch()
-    with pytest.raises(
-        UsageError, match=r"outputs/.* cannot be made \(.*; start mprun in a writable folder"
-    ):
-        files.dated_folder()

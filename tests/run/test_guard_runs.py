@@ -60,7 +60,6 @@ def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 '''
 ALL = ("forward", "grad_input", "grad_weight")
-MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
 WORDS = ["recipe=planted.py", "device=cpu"]
 
 
@@ -156,47 +155,9 @@ def test_the_file_keeps_exactly_the_products_that_were_found() -> None:
     assert_equal(trained(Path("first"))["model"], trained(Path("second"))["model"])
 
 
-def test_a_file_may_name_every_layer_of_the_mode() -> None:
-    """No layer is left to the mode then, and those with formats of their own are enough."""
-    Path("all.yaml").write_text(
-        "".join(f'"{n}.linear": {{forward: bf16, grad_input: mxfp8}}\n' for n in (1, 2, 3))
-    )
-    assert (
-        len(run("run", "precision.layers_file=all.yaml", mode="mxfp8").converted_gemms or []) == 3
-    )
-
-
-HEALTHY = {
-    "blocks": ["recipe=healthy.py", "train.max_steps=40"],
-    "char_gpt": [
-        *("recipe=char_gpt", "data.source=generated", "data.eval_limit=8", "train.max_steps=6"),
-        *("recipe.model.layers=2", "recipe.model.width=64", "recipe.model.context=32"),
-    ],
-    "llama": [
-        *("recipe=transformer", "data.source=generated", "data.eval_limit=8", "train.max_steps=12"),
-        *("recipe.model.layers=2", "recipe.model.width=64", "recipe.model.context=32"),
-    ],
-}
-
-
-@pytest.mark.representative("char_gpt-nvfp4", "char_gpt-fp8_tensorwise")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", HEALTHY)
-def test_nothing_of_a_healthy_model_is_promoted(model: str, mode: str) -> None:
-    if model == "llama":
-        pytest.importorskip("transformers")
-    words = [*HEALTHY[model], f"precision={mode}", "device=cpu", "debug.guard=promote"]
-    assert main([*words, "run.dir=run"]) == 0
-    assert gemms(read_summary(Path("run"))) == []
-    assert not events("run")
-    assert not Path("run/guard_layers.yaml").exists()
-
-
-@pytest.mark.representative("nvfp4")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_guard_that_finds_nothing_changes_nothing(mode: str) -> None:
-    run("off", "recipe=healthy.py", mode=mode)
-    run("on", "recipe=healthy.py", "debug.guard=promote", mode=mode)
+def test_a_guard_that_finds_nothing_changes_nothing() -> None:
+    run("off", "recipe=healthy.py", mode="nvfp4")
+    run("on", "recipe=healthy.py", "debug.guard=promote", mode="nvfp4")
     assert_equal(trained(Path("off")), trained(Path("on")))
 
 
@@ -207,14 +168,6 @@ def test_log_changes_nothing() -> None:
     assert (on.variant, on.variant_hash) == (off.variant, off.variant_hash)
     assert off.guard is None
     assert off.test == on.test
-
-
-def test_watching_for_exceptions_changes_nothing() -> None:
-    """Gradients of nvfp4 are rounded with the same random bits."""
-    run("off", "train.max_steps=3", mode="nvfp4")
-    words = ["debug.fp_exceptions=log", "debug.guard=log", "train.max_steps=3"]
-    run("on", *words, mode="nvfp4")
-    assert_equal(trained(Path("off")), trained(Path("on")))
 
 
 def test_thresholds_are_fields_and_part_of_a_variant_that_promotes() -> None:
@@ -228,12 +181,6 @@ def test_thresholds_are_fields_and_part_of_a_variant_that_promotes() -> None:
     assert generous.guard is not None
     assert vars(default.guard.thresholds["8"]) == {"underflow": 0.05, "error": 1e-4}
     assert vars(generous.guard.thresholds["4"]) == {"underflow": 1.0, "error": 2.0}
-
-
-def test_events_are_bounded_and_counting_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "EVENTS", 7)
-    assert sum(found(run("run", "debug.guard=log")).values()) == 18
-    assert len(events("run")) == 7
 
 
 # ---- resumed -------------------------------------------------------------------------------------
@@ -257,12 +204,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert Path("part", file).read_text() == Path("whole", file).read_text()
 
 
-def test_a_resumed_run_keeps_its_guard(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", "debug.guard=log")
-    assert main(["run.resume=run", "debug.guard=promote"]) == 2
-    assert "a resumed run keeps its configuration" in capsys.readouterr().err
-
-
 # ---- refused, and without effect -----------------------------------------------------------------
 
 
@@ -281,14 +222,8 @@ def test_native_execution_is_refused_and_auto_says_that_it_emulates(
     assert "guard=promote judges those factors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "layers", ["precision.layers={3: fp32}", "precision.layers_file=layers.yaml"]
-)
-def test_a_mode_without_formats_has_nothing_to_guard(
-    layers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("layers.yaml").write_text("'3': fp32\n")
-    words = [layers, "train.max_steps=1"]
+def test_a_mode_without_formats_has_nothing_to_guard(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["precision.layers={3: fp32}", "train.max_steps=1"]
     plain = run("plain", *words, mode="bf16_mixed")
     guarded = run("guarded", *words, "debug.guard=promote", mode="bf16_mixed")
     error = " ".join(capsys.readouterr().err.split())
@@ -302,23 +237,3 @@ def test_a_format_of_one_layer_is_guarded_in_any_mode() -> None:
     summary = run("run", layers, "debug.guard=promote", mode="bf16_mixed")
     assert found(summary) == {("2.linear", name): 6 for name in ALL}
     assert summary.variant == "bf16_mixed+guard"
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["debug.guard=on"], "legal: off, log, promote"),
-        (["debug.guard_underflow=2"], "debug.guard_underflow=2.0: legal is 0 or more and at most"),
-        (["debug.guard_error=-1"], "debug.guard_error=-1.0: legal is 0 or more"),
-    ],
-)
-def test_wrong_values_are_refused(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*WORDS, "precision=fp8_tensorwise", *words]) == 2
-    assert text.split(": ")[-1] in capsys.readouterr().err
-
-
-def test_thresholds_without_a_guard_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", "debug.guard_error=1e-3", "debug.guard=false", "train.max_steps=1")
-    assert "debug.guard_error has no effect: debug.guard=off" in capsys.readouterr().err

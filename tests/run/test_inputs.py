@@ -99,12 +99,6 @@ def test_bytes_are_sent_as_bytes_and_prepared_there(mode: str) -> None:
     assert inputs.dtype == INPUTS[mode]
 
 
-def test_whole_numbers_that_nothing_prepares_stay_whole() -> None:
-    dtypes, inputs = sent(Stored, "int64", "half_sr")
-    assert dtypes == [torch.int64, torch.float32]
-    assert inputs.dtype == torch.int64
-
-
 def test_samples_are_prepared_in_float32_and_rounded_once() -> None:
     words = ["recipe=linear", "precision=half_sr", "device=cpu", "train.batch_size=8"]
     words += [f"recipe.target={__name__}.Prepared", "recipe.name=stored"]

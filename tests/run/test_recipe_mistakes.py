@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import re
@@ -121,16 +120,6 @@ IN_RUNS: dict[str, tuple[dict[str, str], str, list[str]]] = {
         "in optimizer",
         ["AttributeError"],
     ),
-    "count": (
-        {"count": "def count(batch):\n    return batch[7].sum()  # HERE\n"},
-        "in count",
-        ["IndexError"],
-    ),
-    "model": (
-        {"model": "def model():\n    return nn.Linear(4)  # HERE\n"},
-        "in model",
-        ["TypeError", "out_features"],
-    ),
     "metric": (
         {
             "metrics": "class Off:\n    def update(self, output, batch):\n"
@@ -181,22 +170,12 @@ IN_RUNS: dict[str, tuple[dict[str, str], str, list[str]]] = {
         "in Net.forward",
         ["Own: mine"],
     ),
-    "exit": (
-        {"loss": "import sys\ndef loss(output, batch):\n    sys.exit(0)  # HERE\n"},
-        "in loss",
-        ["the run failed: SystemExit: 0"],
-    ),
     "no text": (
         {"loss": "class Bad(Exception):\n    def __str__(self): return 1 / 0\n"
          "    __repr__ = __str__\n"
          "def loss(output, batch):\n    raise Bad()  # HERE\n"},
         "in loss",
         ["Bad: its text cannot be shown: __str__ raised ZeroDivisionError"],
-    ),
-    "long text": (
-        {"loss": "def loss(output, batch):\n    raise ValueError('x' * 10_000_000)  # HERE\n"},
-        "in loss",
-        ["ValueError: xxx", "xxx ... (cut)"],
     ),
 }  # fmt: skip
 
@@ -249,24 +228,14 @@ def test_a_model_that_returns_none(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the model returned None" in brought.line
 
 
-@pytest.mark.parametrize(
-    ("words", "fragments"),
-    [
-        ("precision=bf16_true", ["precision=bf16_true", "dtype=x.dtype", "precision.layers"]),
-        (
-            "precision=fp16_true speed=plain",
-            ["precision=fp16_true", "dtype=x.dtype", "precision.layers"],
-        ),
-    ],
-)
-def test_a_float32_tensor_in_a_16_bit_mode(
-    words: str, fragments: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_float32_tensor_in_a_16_bit_mode(capfd: pytest.CaptureFixture[str]) -> None:
     model = net("def forward(self, x):\n    return self.layer(x * torch.ones(4))  # HERE")
-    status, line, mark = ended(capfd, *words.split(), model=model)
+    status, line, mark = ended(capfd, "precision=bf16_true", model=model)
     assert status == 1
     assert f"mine.py:{mark}" in line
-    assert all(fragment in line for fragment in fragments), line
+    assert "precision=bf16_true" in line
+    assert "dtype=x.dtype" in line
+    assert "precision.layers" in line
 
 
 def test_a_forward_of_other_arguments_is_told_what_the_batch_holds(
@@ -279,12 +248,6 @@ def test_a_forward_of_other_arguments_is_told_what_the_batch_holds(
     assert f"mine.py:{mark}" in line
     assert "the batch holds (float32 [8, 4], float32 [8, 1])" in line
     assert "a function forward(model, batch) decides" in line
-
-
-def test_a_loss_of_other_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    status, line, _ = ended(capfd, loss="def loss(output):\n    return output.mean()\n")
-    assert status == 1
-    assert "mprun calls loss(output, batch)" in line
 
 
 @pytest.mark.parametrize(
@@ -315,7 +278,6 @@ BEFORE: dict[str, tuple[dict[str, str], list[str]]] = {
         {"model": "def model():  # HERE\n    nn.Linear(4, 1)\n"},
         ["model() of mine returned None", "MARK, in model", "legal is a torch.nn.Module"],
     ),
-    "a class": ({"model": "def model(): return nn.Linear\n"}, ["model() of mine returned"]),
     "a name": (
         {"data": "def data():\n    return nowhere  # HERE\n"},
         ["the data of mine cannot be made: NameError", "MARK, in data"],
@@ -323,14 +285,6 @@ BEFORE: dict[str, tuple[dict[str, str], list[str]]] = {
     "no data": (
         {"data": "def data():\n    return {'train': (torch.ones(0, 4), torch.ones(0, 1))}\n"},
         ["mine has no training sample"],
-    ),
-    "no data set": (
-        {"data": READS.format(body="return 1").replace("return 16", "return 0")},
-        ["mine has no training sample"],
-    ),
-    "metrics": (
-        {"metrics": "def metrics():\n    return {'a': 1 / 0}  # HERE\n"},
-        ["the metrics of mine cannot be made: ZeroDivisionError", "MARK, in metrics"],
     ),
     "import": (
         {"import": "from torch import nothing_like_it  # HERE\n"},
@@ -401,22 +355,6 @@ def test_a_trace_shows_the_ops_before_a_mismatch(capfd: pytest.CaptureFixture[st
     assert "Traceback" in written_traceback()
 
 
-def test_memory_of_a_step_that_cannot_run_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    status, line, _ = ended(capfd, "precision=bf16_true", command="memory", model=MISMATCH)
-    assert status == 1
-    assert "a step of bf16_true cannot run: addmm in the forward pass of module second" in line
-
-
-@pytest.mark.parametrize("command", [*INSPECTING, "sweep", "advise"])
-def test_commands_before_a_folder_is_made(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    data = "def data():\n    return nowhere  # HERE\n"
-    words = [] if command in INSPECTING else ["precision=fp32,bf16_mixed"]  # not every mode
-    status, line, mark = ended(capfd, *words, command=command, data=data)
-    assert status == 2
-    assert f"(mine.py:{mark}, in data)" in line
-    assert not Path("r").exists()
-
-
 @pytest.mark.parametrize("command", ["sweep", "advise"])
 def test_studies_show_it_for_each_run(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     loss = "def loss(output, batch):\n    raise ValueError('so not')  # HERE\n"
@@ -475,37 +413,7 @@ def test_a_worker_that_ends_itself_is_one_line_with_the_likely_reasons(
     assert not multiprocessing.active_children()
 
 
-SPAWNED = """
-class Late:
-    count = 0
-    def __call__(self, worker): pass
-    def __getstate__(self):
-        Late.count += 1
-        if Late.count > 1:
-            raise TypeError("cannot be sent")
-        return {}
-def data():
-    x = torch.utils.data.TensorDataset(torch.zeros(16, 4), torch.zeros(16, 1))
-    loader = DataLoader(x, 8, num_workers=2, multiprocessing_context="spawn", worker_init_fn=Late())
-    return {"train": loader, "validation": None}
-"""
-
-
-@pytest.mark.filterwarnings("ignore:Got pickle error")
-def test_workers_are_ended_where_another_one_does_not_start(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    status, line, _ = ended(capfd, data=SPAWNED)
-    gc.collect()  # the half-made iterator
-    assert status == 1
-    assert "TypeError: cannot be sent" in line
-    assert not multiprocessing.active_children()
-    assert "Exception ignored" not in capfd.readouterr().err
-
-
 IN_CHILDREN = {
-    "fork in model": {"model": "def model():\n    import os\n    os.fork()\n"
-                      "    return nn.Linear(4, 1)\n"},
     "fork in forward": {
         "model": "DONE = []\n" + net(
             "def forward(self, x):\n    import os\n    if not DONE:\n"
@@ -517,9 +425,6 @@ IN_CHILDREN = {
                      "            os.close(n)\n        except OSError: pass\n"
                      "    return self.layer(x)")
     },
-    "closed before": {"model": "def model():\n    import os\n    for n in (1, 2):\n        try:\n"
-                      "            os.close(n)\n        except OSError: pass\n"
-                      "    return nn.Linear(4, 1)\n"},
 }  # fmt: skip
 
 

@@ -91,26 +91,6 @@ def test_the_smoke_preset_fails_where_the_loss_stands_still(
     assert "does not fall" in str(summary.error)
 
 
-@pytest.mark.parametrize(
-    ("losses", "fails"),
-    [
-        ([3.0, 2.0, 1.0], False),
-        ([1.0, 2.0, 3.0], True),
-        ([1.0, 1.0, 1.0], True),
-        ([2.0, 9.0, float("nan")], True),
-        ([1.0, 0.5], True),
-    ],
-)
-def test_the_loss_must_fall_from_the_first_third_to_the_last(
-    losses: list[float], fails: bool
-) -> None:
-    if fails:
-        with pytest.raises(RunFailedError):
-            session.check_loss_falls(losses, len(losses))
-    else:
-        assert session.check_loss_falls(losses, len(losses)) is None
-
-
 def test_of_too_few_steps_the_loss_is_not_judged() -> None:
     """A large model: time ended the smoke check, and its loss may still go up and down."""
     rising = [1.0, 2.0, 3.0]
@@ -130,14 +110,6 @@ def test_an_epoch_that_a_limit_cuts_off_says_so(capsys: pytest.CaptureFixture[st
     assert "epoch 2 (cut off after 64 samples):  training loss" in out
     assert "(epoch cut off after 64 samples)" in out
     assert [e.train.samples for e in read_summary(Path("run")).history] == [None, 64]
-
-
-def test_the_configuration_is_kept_resolved() -> None:
-    run("seed=7", "train.lr=0.5")
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.load("run/config.yaml")
-    assert (config.seed, config.train.lr, config.precision.name) == (7, 0.5, "fp32")
 
 
 def test_log_every_thins_the_lines_and_not_the_statistics() -> None:

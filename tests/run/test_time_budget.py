@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -110,19 +108,6 @@ def test_a_run_that_ends_early_sums_too(at_step: AtStep, clock: Clock, status: i
     assert summary.time_budget_s.compute >= (PAUSE_S if status == 1 else 0)
 
 
-def test_a_run_that_fails_before_its_first_step_has_its_start_up(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    def fail(self: Mnist) -> nn.Module:
-        clock.sleep(PAUSE_S)
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(Mnist, "model", fail)
-    summary = carry_out(clock, 1, *RECIPES["mnist"], "run.dir=run")
-    assert summary.time_budget_s is not None
-    assert summary.time_budget_s.start_up > 0.99 * summary.wall_time_s
-
-
 def slow(clock: Clock, plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         clock.sleep(PAUSE_S)
@@ -171,21 +156,3 @@ def test_slow_code_shows_in_its_category(
     if category in ("data", "metrics"):  # an evaluation prepares batches and reads losses too
         assert others.pop("evaluation") >= 2 * PAUSE_S
     assert sum(others.values()) < PAUSE_S
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the start of a process is read from /proc")
-def test_the_start_up_of_a_command_begins_with_its_process() -> None:
-    code = """
-import time
-began = time.perf_counter()
-from mprun.cli.main import main
-from mprun.train.stopwatch import IMPORTED_AT
-main()
-print(IMPORTED_AT - began, time.perf_counter() - began)
-"""
-    words = ["recipe=linear", "train.max_steps=3", "run.dir=run"]
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    until_import_s, whole_s = (float(x) for x in done.stdout.splitlines()[-1].split())
-    # A start at the import would lack all before it, which is more than what comes after the end.
-    assert agreed().wall_time_s > whole_s - until_import_s

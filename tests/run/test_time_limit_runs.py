@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +101,14 @@ def test_what_does_not_fit_is_left_out_and_labelled(capsys: pytest.CaptureFixtur
 
 
 def test_a_run_longer_than_its_limit_says_so() -> None:
-    summary = long_run(10.0)
+    summary = example()
+    summary.wall_time_s = 10.0
+    none = dict.fromkeys((field.name for field in fields(TimeBudget)), 0.0)
+    summary.time_budget_s = replace(TimeBudget(**none), start_up=7.5, evaluation=0.5)
     text = "the run took 10.0 s, longer than train.max_time_s=8: start-up 7.5 s, evaluation 0.5 s"
     assert over_time_warning(summary, 8.0) == text
     assert over_time_warning(summary, 10.0) is None
     assert over_time_warning(summary, None) is None
-
-
-def long_run(wall_s: float) -> Summary:
-    summary = example()
-    summary.wall_time_s = wall_s
-    summary.time_budget_s = TimeBudget(
-        compute=2.0,
-        data=0.0,
-        evaluation=0.5,
-        metrics=0.0,
-        logging=0.0,
-        checkpoints=0.0,
-        start_up=7.5,
-    )
-    return summary
 
 
 def test_the_limit_changes_no_bit_of_training() -> None:

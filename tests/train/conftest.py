@@ -15,27 +15,16 @@ import json, os, sys
 import mprun.train.run
 from mprun.cli.main import main
 from mprun.train.data import sources
-from mprun.train.loop import Trainer
-
-step = Trainer.optimizer_step
-
-def first_step(trainer, batch):
-    step(trainer, batch)
-    raise SystemExit(0)
 
 sources.TRAIN_SAMPLES = sources.TEST_SAMPLES = 1000
 out = sys.stdout
 for line in sys.stdin:
-    words, cwd, is_whole = json.loads(line)
+    words, cwd = json.loads(line)
     pid = os.fork()
     if pid == 0:
         os.chdir(cwd)
         sys.stdout = sys.stderr = open("log.txt", "w")
-        Trainer.optimizer_step = step if is_whole else first_step
-        try:
-            status = main(words)
-        except SystemExit as end:
-            status = end.code
+        status = main(words)
         print(json.dumps([status, sorted(sys.modules)]), file=out, flush=True)
         sys.stdout.flush()
         os._exit(0)
@@ -49,9 +38,9 @@ class Fresh:
     def __init__(self) -> None:
         self._server = Server(FORKING)
 
-    def imported(self, words: list[str], cwd: Path, is_whole: bool) -> set[str]:
-        """The modules a process has imported after a whole run, or after its first step."""
-        status, modules = json.loads(self._server.ask([words, str(cwd), is_whole]))
+    def imported(self, words: list[str], cwd: Path) -> set[str]:
+        """The modules a process has imported after a run."""
+        status, modules = json.loads(self._server.ask([words, str(cwd)]))
         assert status == 0, (cwd / "log.txt").read_text(encoding="utf-8")
         return set(modules)
 

@@ -60,12 +60,6 @@ def test_a_time_that_is_up_leaves_one_batch() -> None:
     assert len(stops) == 1
 
 
-def test_a_whole_set_has_no_number_of_samples() -> None:
-    scores = evaluator(Tiny().model(), []).scores(batches(10), until=time.perf_counter() + 1e6)
-    assert scores.samples is None
-    assert scores.loss is not None
-
-
 def test_timing_leaves_no_trace(now: list[float]) -> None:
     model = Restless(now)
     weights = {name: value.clone() for name, value in model.state_dict().items()}

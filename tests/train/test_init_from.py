@@ -197,13 +197,6 @@ def test_random_numbers_and_order_are_those_of_a_run_without(linear: str) -> Non
     assert torch.equal(without[1], with_them[1])
 
 
-def test_planning_leaves_random_numbers_alone(linear: str) -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_source_is_not_changed_by_training(linear: str) -> None:
     chosen = make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
     for _ in range(2):
@@ -349,22 +342,10 @@ def test_a_run_without_a_checkpoint_begins_with_them_again(
 
 def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, *LINEAR, "train.init_from=nowhere")
-    assert line == (
-        "mprun: train.init_from=nowhere: nowhere cannot be read (No such file or directory); legal "
-        "is a run's folder with a checkpoint (train.checkpoint_every_steps, or the run's end), a "
-        "checkpoint of mprun, a safetensors file, or one saved by "
-        "torch.save(model.state_dict(), path)"
-    )
+    assert "nowhere cannot be read (No such file or directory); legal is a run's folder" in line
     Path("young").mkdir()
     line = refused(capsys, *LINEAR, "train.init_from=young")
     assert "train.init_from=young: young/checkpoints/last.pt cannot be read (No such file" in line
-    line = refused(capsys, *LINEAR, f"train.init_from={'n' * 300}")
-    assert "cannot be read (File name too long); legal is a run's folder" in line
-
-
-def test_no_name(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, *LINEAR, "train.init_from=")
-    assert "train.init_from='': legal is the name of a folder or a file, or null" in line
 
 
 def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,23 +368,17 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
     assert "torch.save(model.state_dict(), path)" in line
 
 
-@pytest.mark.representative(1, 3, 6, 7, 8)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize(
     "result",
     [
-        {},
         [1],
-        torch.zeros(4, 8),
         {"weight": 1.0},
-        {0: torch.zeros(1)},
-        {"model": {"weight": 1.0}},
         {"weight": torch.zeros(4, 8, device="meta"), "bias": torch.zeros(4)},
         {"weight": torch.zeros(4, 8).to_sparse(), "bias": torch.zeros(4)},
         {"format_version": 1, "trainer": {}, "journal": {}, "choices": {}},
-        {"format_version": 1, "trainer": 1, "journal": {}, "choices": {}},
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_no_weights_by_name(result: Any, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(result, "file.pt")
@@ -416,11 +391,8 @@ def test_names_that_do_not_fit(
 ) -> None:
     source = trained("fp32")
     line = refused(capsys, *LINEAR, f"train.init_from={source}")
-    assert line == (
-        f"mprun: train.init_from={source}: the weights do not fit the model of recipe=linear (they "
-        "are from recipe=mnist): missing weight, bias; unexpected 0.weight, 0.bias, 2.weight and 3 "
-        "more; give the recipe and the recipe.model.* they were trained with"
-    )
+    assert "do not fit the model of recipe=linear (they are from recipe=mnist): missing we" in line
+    assert "unexpected 0.weight, 0.bias, 2.weight and 3 more; give the recipe" in line
     torch.save({"weight": torch.zeros(4, 8)}, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
     assert "do not fit the model of recipe=linear: missing bias; give the recipe" in line
@@ -432,19 +404,8 @@ def test_shapes_that_do_not_fit(linear: str, capsys: pytest.CaptureFixture[str])
     assert "recipe=linear: weight is float32 [4, 8], not float32 [5, 8], bias is " in line
 
 
-@pytest.mark.representative(2)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
-def test_numbers_of_another_kind(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"weight": torch.zeros(4, 8, dtype=dtype), "bias": torch.zeros(4)}, "file.pt")
-    line = refused(capsys, *LINEAR, "train.init_from=file.pt")
-    name = str(dtype).removeprefix("torch.")
-    assert f"recipe=linear: weight is {name} [4, 8], not float32 [4, 8]; give the" in line
-
-
-@pytest.mark.representative(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nan(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
-    weight = torch.zeros(4, 8, dtype=dtype)
+def test_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.zeros(4, 8, dtype=torch.bfloat16)
     weight[1, 2] = weight[3, 0] = torch.nan
     torch.save({"weight": weight, "bias": torch.zeros(4)}, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
@@ -452,22 +413,6 @@ def test_nan(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
         "mprun: train.init_from=file.pt: weight contains NaN (2 of 32 values); take weights from "
         "before training broke down"
     )
-
-
-def test_a_model_that_cannot_be_made(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("broken.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from mprun.recipes.linear import Linear\n"
-        "@dataclass(frozen=True)\n"
-        "class Broken(Linear):\n"
-        "    def model(self):\n"
-        "        raise IndexError('no such layer')\n",
-        encoding="utf-8",
-    )
-    words = [*LINEAR, "recipe.target=broken.Broken", f"train.init_from={linear}"]
-    line = refused(capsys, *words)
-    start = "mprun: the model of Broken cannot be made: IndexError: no such layer (broken.py:6, in "
-    assert line.startswith(start)
 
 
 # From bfloat16's range to float16's
@@ -556,15 +501,3 @@ def test_float32_weights_outside_of_float16_are_warned_about(
     assert result is not None
     assert f"{overflow:,} of 2,000 overflow" in result
     assert f"{zero:,} become zero" in result
-
-
-def test_tied_parameters_are_counted_once() -> None:
-    class Tied:
-        def model(self) -> nn.Module:
-            layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            layers[1].weight = layers[0].weight
-            return layers
-
-    torch.save(Tied().model().to(torch.bfloat16).state_dict(), "plain.pt")
-    result = load_weights("plain.pt", Tied(), "tied")  # type: ignore[arg-type]
-    assert " of 24 overflow" in str(range_warning(result, policy_of("fp16_mixed"), {}))

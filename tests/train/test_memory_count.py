@@ -13,18 +13,6 @@ from tests.summaries import example
 from tests.train.conftest import Fresh
 
 
-@pytest.mark.representative("mnist")
-@pytest.mark.parametrize("recipe", ["mnist", "fashion_mnist", "linear"])
-def test_a_run_takes_its_first_step_without_the_compiler(
-    recipe: str, fresh: Fresh, tmp_path: Path
-) -> None:
-    """Its import takes longer than everything else of a start."""
-    words = [f"recipe={recipe}", "data.source=generated", "train.batch_size=8", "run.dir=run"]
-    imported = fresh.imported(words, tmp_path, is_whole=False)
-    assert "mprun.train.loop" in imported
-    assert "torch._dynamo" not in imported
-
-
 @pytest.mark.representative("fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16_true", "bf16_sr"])
 def test_a_run_of_short_steps_never_imports_the_compiler(
@@ -33,7 +21,7 @@ def test_a_run_of_short_steps_never_imports_the_compiler(
     """Its memory is counted in a real step, as the first fake tensor imports the compiler."""
     words = ["recipe=linear", "train.epochs=20", f"precision={mode}", "device=cpu"]
     words.append("execution=native")
-    imported = fresh.imported([*words, "run.dir=run"], tmp_path, is_whole=True)
+    imported = fresh.imported([*words, "run.dir=run"], tmp_path)
     assert "torch._dynamo" not in imported
     counted = read_summary(tmp_path / "run").memory_bytes
     assert main([*words, "run.dir=fake"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.train.sums import DeviceReadback, MetricReadback, Scalars, StepMetrics, readback_for
+from mprun.train.sums import DeviceReadback, MetricReadback, Scalars, StepMetrics
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,3 @@ def test_a_device_buffer_says_when_it_is_full() -> None:
     assert readback.full
     readback.take()
     assert not readback.full
-
-
-def test_the_kind_follows_the_device() -> None:
-    assert type(readback_for(CPU)) is MetricReadback

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,23 +107,6 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(
     assert logged(run, outputs).data.params["train.max_steps"] == "10"  # they cannot be changed
 
 
-def test_a_run_that_the_store_does_not_have_begins_again(outputs: Path) -> None:
-    run = outputs / "day" / "lost"
-    assert train(run, *LINEAR, "train.max_steps=4", "logger=mlflow") == 0
-    text = (run / "logger.json").read_text()
-    (run / "logger.json").write_text(text.replace(record_of(run).id, "0" * 32))
-    assert resume(run, "train.max_steps=6") == 0
-    assert [n for n, _ in curve(run, outputs, "train/loss")] == [5, 6]
-
-
-def test_names_that_mlflow_refuses(outputs: Path) -> None:
-    run = outputs / "day" / "names"
-    words = [*MNIST, "precision=bf16_mixed", "precision.layers={4*: fp32}", "train.max_steps=1"]
-    assert train(run, *words, "logger=mlflow") == 0
-    assert logged(run, outputs).data.params["precision.layers"] == '{"4*": "fp32"}'
-    assert [x for x in read_summary(run).warnings if "matmuls are slower" not in x] == []
-
-
 def test_a_server_that_is_not_there_costs_one_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,20 +126,6 @@ def test_a_server_that_is_not_there_costs_one_warning(
     assert sum(line["kind"] == "step" for line in read_lines(run)) == 6
 
 
-def test_a_signal_is_a_killed_run(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plain = outputs / "day" / "stopped", Trainer.optimizer_step
-
-    def step(self: Trainer, *given: Any) -> Any:
-        if self.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, *given)
-
-    monkeypatch.setattr(Trainer, "optimizer_step", step)
-    assert train(run, *LINEAR, "train.max_steps=50", "logger=mlflow") == 143
-    assert logged(run, outputs).info.status == "KILLED"
-    assert logged(run, outputs).data.tags["status"] == "interrupted"
-
-
 def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
     study = outputs / "day" / "sweep"
     words = ["recipe=linear", "precision=fp32,bf16_mixed", "seeds=1", "train.max_steps=4"]
@@ -176,5 +143,5 @@ def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
 
 def test_it_is_imported_only_when_it_is_the_logger(fresh: Fresh, tmp_path: Path) -> None:
     words = [*LINEAR, "train.max_steps=2", "run.dir=run"]
-    imported = fresh.imported(words, tmp_path, is_whole=True)
+    imported = fresh.imported(words, tmp_path)
     assert not {"mlflow", "wandb", "trackio"} & imported

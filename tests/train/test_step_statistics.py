@@ -91,18 +91,6 @@ def test_the_choice_is_not_always_the_same_place() -> None:
     assert 24 < slow < 104
 
 
-def test_a_series_continues_where_it_was_saved() -> None:
-    series, resumed = ThinnedSeries(most=8), ThinnedSeries(most=8)
-    for i in range(21):
-        series.add(float(i))
-    resumed.load_state_dict(series.state_dict())
-    for i in range(21, 90):
-        resumed.add(float(i))
-    assert resumed.seen == 90
-    for i, value in enumerate(resumed.values):
-        assert i * resumed.width <= value < (i + 1) * resumed.width
-
-
 # Statistics
 
 

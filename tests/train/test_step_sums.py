@@ -49,11 +49,6 @@ def test_losses_and_counts_are_added_up() -> None:
     ]
 
 
-def test_a_recipe_that_counts_nothing_right_has_no_count() -> None:
-    sums = ProcessStepSums(TwoRanks((False, 1.0, [(1.0, None, {})])))
-    assert sums.over_processes([step(1.0)], stop=False)[0][0].correct is None
-
-
 def test_all_stop_where_one_is_asked_to() -> None:
     assert ProcessStepSums(TwoRanks((True, 1.0, []))).over_processes([], stop=False) == ([], True)
 

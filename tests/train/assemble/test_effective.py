@@ -45,16 +45,12 @@ def inert(summary: Summary) -> list[str]:
     return [text for text in summary.warnings if " has no effect: " in text]
 
 
-@pytest.mark.representative(0, 1, 3)
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
         ([*LINEAR, "precision=bf16_mixed"], "rounding", "stochastic"),
         ([*LINEAR, "precision=fp32"], "overflow", "saturate"),
-        ([*LINEAR, "precision=fp32", *SGD], "variance_dtype", "bfloat16"),
         ([*LINEAR, "precision=fp32", *RMSPROP], "momentum_dtype", "bfloat16"),
-        ([*LINEAR, "precision=fp16_true", *RMSPROP], "momentum_dtype", "float16"),
-        ([*LINEAR, "precision=bf16_sr"], "momentum_dtype", "bfloat16"),
     ],
 )
 def test_what_has_no_effect_is_not_recorded_as_effective_and_makes_no_variant(
@@ -84,20 +80,6 @@ def test_what_has_an_effect_is_recorded_and_makes_a_variant() -> None:
     assert asked.variant_hash != plain.variant_hash
     assert asked.effective.rounding == "kahan"
     assert inert(asked) == []
-
-
-def test_a_field_the_recipe_does_not_use_makes_no_variant() -> None:
-    plain, asked = train("plain", *LINEAR), train("asked", *LINEAR, "train.eval_batch_size=3")
-    assert asked.variant_hash == plain.variant_hash
-    assert inert(asked) == ["train.eval_batch_size has no effect: recipe=linear does not use it"]
-
-
-def test_only_a_second_moment_in_16_bits_is_rounded_stochastically() -> None:
-    summary = train("run", *LINEAR, *ADAMW, "precision.variance_dtype=bfloat16")
-    assert summary.requested.rounding == "nearest"
-    assert summary.effective.rounding == "stochastic"
-    rounded = trained(Path("run"))["optimizer"]["state"][0]["exp_avg_sq_root"]
-    assert rounded.dtype == torch.bfloat16
 
 
 def test_a_first_moment_has_no_remainder() -> None:

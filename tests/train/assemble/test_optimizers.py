@@ -74,14 +74,11 @@ class Own(Small):
             "nothing": lambda: None,
             "lbfgs": lambda: torch.optim.LBFGS(model.parameters()),
             "foreign": lambda: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0),
-            "plateau": lambda: torch.optim.SGD(model.parameters(), lr=1.0),
             "text": lambda: torch.optim.SGD(model.parameters(), lr=1.0),
         }
         return makers[self.makes]()
 
     def schedule(self, optimizer: Any) -> LRScheduler:
-        if self.makes == "plateau":
-            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         return "cosine" if self.makes == "text" else StepLR(optimizer, 2, 0.1)  # type: ignore[return-value]
 
 
@@ -121,7 +118,6 @@ def trained(plan: Any, steps: int = 4) -> TrainingComponents:
         ("torch.optim.Adagrad", ["lr_decay=0.1"], {"lr_decay": 0.1}),
         ("torch.optim.Adam", ["betas=[0.8,0.9]", "amsgrad=true"], {"betas": (0.8, 0.9)}),
         ("torch.optim.Adafactor", [], {}),
-        ("torch.optim.NAdam", ["weight_decay=0.1"], {"weight_decay": 0.1}),
     ],
 )
 def test_a_class_by_import_path_is_a_raw_loop(
@@ -151,20 +147,13 @@ def test_a_class_by_import_path_is_a_raw_loop(
     ("given", "parts"),
     [
         (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "mean 'Adagrad'?"]),
-        (["target=nowhere.Adam"], ["target=nowhere.Adam", "ModuleNotFoundError"]),
         (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
-        (["target=Adam"], ["target=Adam: legal is the import path"]),
         (["target=torch.optim.LBFGS"], ["LBFGS", "calls the loss several times"]),
         (
             ["target=torch.optim.Adagrad", "args.beta=1"],
             ["args.beta=1", "Adagrad has no such argument", "lr_decay, weight_decay"],
         ),
-        (
-            ["target=torch.optim.Adagrad", "args={eps: -1}"],
-            ["Adagrad cannot be made", "Invalid epsilon", "its arguments: lr_decay"],
-        ),
         (["target=torch.optim.Adagrad", "args.lr=1"], ["the learning rate is train.lr"]),
-        (["name=adam"], ["is one of sgd, rmsprop, adamw"]),
     ],
 )
 def test_what_is_no_optimizer_is_refused_in_one_line(
@@ -178,8 +167,7 @@ def test_what_is_no_optimizer_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.representative("half_sr", "bf16_true")
-@pytest.mark.parametrize("mode", ["bf16_sr", "half_sr", "bf16_true"])
+@pytest.mark.parametrize("mode", ["half_sr", "bf16_true"])
 def test_16_bit_parameters_get_masters_and_the_record_says_so(mode: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     given = ["train.optimizer.target=torch.optim.Adagrad", f"precision={mode}"]
@@ -243,8 +231,6 @@ def test_fields_without_effect_are_named() -> None:
     plan = planned(*PLAIN, adagrad, decay)
     assert not plan.warnings
     assert build_parts(plan).optimizer.param_groups[0]["weight_decay"] == 0.5
-    plan = planned(*PLAIN, "train.optimizer.target=torch.optim.SparseAdam", decay)
-    assert any("weight_decay has no effect" in text for text in plan.warnings)
     plan = planned(*PLAIN, "train.optimizer.args.eps=1")
     assert any("train.optimizer.args.eps has no effect" in text for text in plan.warnings)
 
@@ -273,7 +259,6 @@ def test_a_recipes_own_optimizer_gets_masters() -> None:
         ("nothing", "optimizer(model) of Own gave a NoneType"),
         ("lbfgs", "LBFGS calls the loss several times"),
         ("foreign", "holds no parameter of the model"),
-        ("plateau", "gave a ReduceLROnPlateau"),
         ("text", "schedule(optimizer) of Own gave a str"),
     ],
 )

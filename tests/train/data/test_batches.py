@@ -134,11 +134,6 @@ def test_first_and_split_make_no_copy() -> None:
     assert len(data.first(99)) == 10
 
 
-def test_on_the_cpu_a_set_stays_where_it_is() -> None:
-    data = numbered(10)
-    assert place(data, CPU) is data
-
-
 @pytest.mark.parametrize(("free", "moved"), [(480, True), (479, False)])
 def test_a_set_moves_where_it_takes_half_of_the_free_memory(
     free: int, moved: bool, monkeypatch: pytest.MonkeyPatch

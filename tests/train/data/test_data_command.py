@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import subprocess
 import sys
@@ -43,23 +42,6 @@ def test_the_names_are_those_of_the_table() -> None:
 
 
 # verify
-
-
-def test_good_files_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(root)
-    assert main(["data", "verify", "MNIST", f"data.root={root}"]) == 0
-    out, err = capsys.readouterr()
-    assert out == (
-        f"MNIST in {root}/MNIST/raw\n"
-        "  ok       train-images-idx3-ubyte\n"
-        "  ok       train-labels-idx1-ubyte\n"
-        "  ok       t10k-images-idx3-ubyte\n"
-        "  ok       t10k-labels-idx1-ubyte\n"
-        "all 4 files are the published ones\n"
-    )
-    assert err == ""
-    assert contents(root) == before
-    assert [p.name for p in root.iterdir()] == ["MNIST"]
 
 
 def test_what_is_missing_or_damaged_is_told_with_what_mends_it(
@@ -112,24 +94,6 @@ def test_fetch_brings_both_sets_once(
     assert (err, server.asked) == ("", [])
 
 
-def test_fetch_mends_what_is_damaged(
-    server: Server, root: Path, published: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = root / "MNIST" / "raw"
-    (raw / TRAIN_LABELS).unlink()
-    (raw / TEST_IMAGES).write_bytes(b"short")
-    assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        f"  ok       {TRAIN_IMAGES}",
-        f"  fetched  {TRAIN_LABELS}",
-        f"  repaired {TEST_IMAGES}",
-        f"  ok       {TEST_LABELS}",
-        "all 4 files are the published ones",
-    ]
-    assert {p.name: p.read_bytes() for p in raw.iterdir()} == published
-    assert set(server.asked) == {f"{TRAIN_LABELS}.gz", f"{TEST_IMAGES}.gz"}
-
-
 @pytest.mark.usefixtures("no_network")
 def test_without_network_fetch_says_so_and_leaves_the_files_alone(
     root: Path, capsys: pytest.CaptureFixture[str]
@@ -156,78 +120,34 @@ def test_one_set_comes_though_the_other_does_not(
     assert sources.is_complete("FashionMNIST", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
-)
 @pytest.mark.usefixtures("server")
 def test_a_fetch_that_is_stopped_leaves_nothing_half_done(
-    root: Path,
-    number: signal.Signals,
-    status: int,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "MNIST" / "raw" / TRAIN_IMAGES).write_bytes(b"short")
     before = contents(root)
 
     def stop(url: str, packed_root: Path, root: Path, packed: str, md5: str) -> None:
         (packed_root / packed).write_bytes(b"half")
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", stop)
-    assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == status
-    assert capsys.readouterr().err == f"mprun: stopped by {name}; no file is half written\n"
+    assert main(["data", "fetch", "MNIST", f"data.root={root}"]) == 143
+    assert capsys.readouterr().err == "mprun: stopped by SIGTERM; no file is half written\n"
     assert contents(root) == before
 
 
 # Words
 
 
-def test_without_a_folder_it_is_the_environments(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MPRUN_DATA", str(root))
-    for words in ([], ["data.root=null"]):
-        assert main(["data", "verify", "MNIST", *words]) == 0
-        assert f"MNIST in {root}/" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("quote", ["'", '"', ""])
-def test_a_folder_may_stand_in_quotes_as_when_training(
-    root: Path, quote: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root.rename("my sets")
-    assert main(["data", "verify", "MNIST", f"data.root={quote}my sets{quote}"]) == 0
-    assert "MNIST in my sets/MNIST/raw\n" in capsys.readouterr().out
-
-
-def test_sets_are_taken_in_the_order_given_and_once(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["data", "verify", "FashionMNIST", "MNIST", f"data.root={root}", "FashionMNIST"])
-    out = capsys.readouterr().out
-    assert [x.split()[0] for x in out.splitlines() if " in " in x] == ["FashionMNIST", "MNIST"]
-
-
 MISTAKES = [
     ([], ["an action is missing; ", "legal: fetch, verify", "write mprun data verify"]),
     (["fecth"], ["'fecth' is not an action", "legal: fetch, verify", "did you mean 'fetch'?"]),
-    (["MNIST", "verify"], ["'MNIST' is not an action", "legal: fetch, verify"]),
-    (
-        ["verify", "mnist"],
-        ["'mnist'", "legal: MNIST, FashionMNIST, data.root=FOLDER; did", "'MNIST'"],
-    ),
     (["verify", "fashion_mnist"], ["did you mean 'FashionMNIST'?"]),
-    (["verify", "CIFAR10"], ["mprun data verify does not take 'CIFAR10'", "legal: MNIST, "]),
     (["fetch", "root=x"], ["'root=x'", "did you mean 'data.root=...'?"]),
-    (["fetch", "data.root"], ["'data.root'", "did you mean 'data.root=...'?"]),
-    (["fetch", "seed=1"], ["mprun data fetch does not take 'seed=1'", "legal: MNIST, "]),
     (["fetch", "--force"], ["mprun data has no option '--force'"]),
     (["fetch", "\x1b[31m"], [r"does not take '\x1b[31m'"]),
-    (["fetch", ""], ["does not take ''"]),
     (["fetch", "data.root="], ["data.root='': legal is the name of a folder"]),
-    (["fetch", "data.root=''"], ["data.root='': legal is the name of a folder"]),
     (["fetch", "data.root=a\0b"], ["data.root='a", "legal is the name of a folder"]),
     (["verify", "data.root=~nobody-here"], ["~nobody-here: there is no such home folder"]),
 ]
@@ -255,16 +175,3 @@ def test_a_mistake_does_not_wait_for_torch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "AssertionError" not in done.stderr
     assert done.returncode == 2
-
-
-def test_the_command_prints_in_any_encoding(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
-    assert main(["data", "verify", "MNIST", "data.root=für"]) == 1
-    sys.stdout.flush()
-    assert printed.getvalue().decode("ascii").splitlines()[0] == r"MNIST in f\xfcr/MNIST/raw"
-    assert capsys.readouterr().err.startswith(
-        "mprun: 4 of 4 files missing or damaged; repair them with `mprun data"
-    )

@@ -34,14 +34,6 @@ def parts() -> tuple[TensorSet, TensorSet]:
     return draw()
 
 
-def test_the_shape_is_mnists(parts: tuple[TensorSet, TensorSet]) -> None:
-    for part, samples in zip(parts, (60_000, 10_000), strict=True):
-        assert part.inputs.shape == (samples, 1, 28, 28)
-        assert part.inputs.dtype == torch.uint8
-        assert part.targets.shape == (samples,)
-        assert part.targets.dtype == torch.int64
-
-
 @pytest.mark.exhaustive
 def test_another_process_draws_the_same_bytes(parts: tuple[TensorSet, TensorSet]) -> None:
     done = subprocess.run(

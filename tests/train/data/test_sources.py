@@ -7,10 +7,7 @@ import os
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Barrier
 
@@ -156,22 +153,9 @@ def test_a_download_that_breaks_off_leaves_no_file(
     assert not list((tmp_path / "MNIST" / "raw").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda files: files.pop("t10k-labels-idx1-ubyte.gz"), "HTTP Error 404: Not Found"),
-        (
-            lambda files: files.update({"train-images-idx3-ubyte.gz": b"?"}),
-            "File not found or corrupted",
-        ),
-    ],
-    ids=["missing", "another"],
-)
-def test_a_server_without_a_published_file(
-    server: Server, tmp_path: Path, change: Callable[[dict[str, bytes]], object], reason: str
-) -> None:
-    change(server.files)
-    with pytest.raises(sources.DownloadError, match=f"^{reason}$"):
+def test_a_server_without_a_published_file(server: Server, tmp_path: Path) -> None:
+    server.files.pop("t10k-labels-idx1-ubyte.gz")
+    with pytest.raises(sources.DownloadError, match="HTTP Error 404"):
         sources.download("MNIST", tmp_path)
     assert not sources.is_complete("MNIST", tmp_path)
 
@@ -182,14 +166,13 @@ def written(path: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b"?" + b[1:]])
 def test_what_is_missing_or_damaged_is_downloaded_and_the_rest_left_alone(
-    server: Server, root: Path, published: dict[str, bytes], damage: Callable[[bytes], bytes]
+    server: Server, root: Path, published: dict[str, bytes]
 ) -> None:
     raw = root / "MNIST" / "raw"
     missing, damaged, *good = published
     (raw / missing).unlink()
-    (raw / damaged).write_bytes(damage(published[damaged]))
+    (raw / damaged).write_bytes(published[damaged][:-1])
     before = {name: written(raw / name) for name in good}
     (raw / ".download-1").mkdir()  # by a process that was killed
     (raw / ".download-1" / missing).write_bytes(b"half")
@@ -230,17 +213,6 @@ def test_a_server_of_other_files_than_the_published_ones(
     ):
         sources.download("MNIST", root)
     assert path.read_bytes() == b"damaged"
-
-
-def test_a_server_that_speaks_no_http(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def garble(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(b"hello\r\n\r\n")
-
-    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", garble)
-    with pytest.raises(sources.DownloadError, match=r"^hello$"):
-        sources.download("MNIST", tmp_path)
 
 
 def test_a_server_that_never_answers_is_given_up(
@@ -325,11 +297,9 @@ IMAGES = "train-images-idx3-ubyte"
     [
         ("given", {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "given"),
         (None, {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "set"),
-        (None, {"MPRUN_DATA": "", "XDG_CACHE_HOME": "cache"}, "cache/mprun"),
         (None, {"XDG_CACHE_HOME": "cache"}, "cache/mprun"),
         (None, {"HOME": "home"}, "home/.cache/mprun"),
         ("~/sets", {"HOME": "home"}, "home/sets"),
-        (None, {"HOME": "home", "MPRUN_DATA": "~/sets"}, "home/sets"),
     ],
 )
 def test_the_root_is_the_argument_else_the_environments_else_the_cache(
@@ -343,54 +313,6 @@ def test_the_root_is_the_argument_else_the_environments_else_the_cache(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert sources.find_root(argument) == Path(found)
-
-
-def test_a_home_folder_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UsageError, match=r"the data folder ~nobody-here/x: there is no such home"):
-        sources.find_root("~nobody-here/x")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [lambda b: b"", lambda b: b + b"?", lambda b: b[:-1] + bytes([b[-1] ^ 1])],
-)
-def test_damage_is_told_with_both_sizes_and_checksums(
-    root: Path, published: dict[str, bytes], content: Callable[[bytes], bytes]
-) -> None:
-    good, path = published[IMAGES], root / "MNIST" / "raw" / IMAGES
-    bad = content(good)
-    path.write_bytes(bad)
-    first, *others = sources.check("MNIST", root)
-    assert first == sources.FileState(
-        path,
-        "damaged",
-        f"{len(bad)} bytes with SHA-256 {sha256(bad).hexdigest()}, "
-        f"expected {len(good)} bytes with SHA-256 {sha256(good).hexdigest()}",
-    )
-    assert {f.state for f in others} == {"ok"}
-
-
-def test_what_is_not_there_is_missing(root: Path, published: dict[str, bytes]) -> None:
-    raw = root / "MNIST" / "raw"
-    for path in raw.iterdir():
-        path.unlink()
-    (raw / IMAGES).symlink_to("nowhere")
-    found = sources.check("MNIST", root)
-    assert {f.state for f in found} == {"missing"}
-    size, known = len(published[IMAGES]), sha256(published[IMAGES]).hexdigest()
-    assert found[0].detail == f"expected {size} bytes with SHA-256 {known}"
-    raw.rename(root / "MNIST" / "elsewhere")
-    raw.touch()
-    assert {f.state for f in sources.check("MNIST", root)} == {"missing"}
-
-
-def test_what_cannot_be_read_is_damaged(root: Path) -> None:
-    path = root / "MNIST" / "raw" / IMAGES
-    path.unlink()
-    path.mkdir()
-    found = sources.check("MNIST", root)[0]
-    assert found.state == "damaged"
-    assert found.detail.startswith("cannot be read (Is a directory), expected ")
 
 
 def test_the_command_that_mends_can_be_pasted_into_a_shell() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mprun.errors import UsageError
 from mprun.train.data import DataRequest, text
-from mprun.train.data.text import encode, python_library, text_sample, text_splits, windows
+from mprun.train.data.text import encode, python_library, text_splits, windows
 from tests.train.data.conftest import Server
 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 40
@@ -41,13 +41,6 @@ def decoded(ids: torch.Tensor, source: str) -> str:
 
 
 # ---- characters ----------------------------------------------------------------------------------
-
-
-def test_characters_are_numbered_in_order() -> None:
-    ids, replaced = encode("banana\n", 65)
-    assert ids.dtype == torch.uint8
-    assert ids.tolist() == [2, 1, 3, 1, 3, 1, 0]
-    assert replaced == 0
 
 
 def test_the_rarest_characters_share_the_last_number() -> None:
@@ -99,21 +92,7 @@ def test_windows_without_targets(play: Path) -> None:
     assert splits.validation.is_empty
 
 
-@pytest.mark.parametrize("targets", [True, False])
-def test_a_sample_is_like_the_data(targets: bool, play: Path) -> None:
-    data = text_splits(None, 8, 65, DataRequest(root=str(play)), targets).train
-    sample = text_sample(8, targets)
-    for have, want in zip(sample.content, data.content, strict=False):
-        assert (have.shape[-1:], have.dtype) == (want.shape[-1:], want.dtype)
-    assert len(sample) == 1
-
-
 # ---- where the text comes from -------------------------------------------------------------------
-
-
-def test_the_published_text_is_taken_from_the_data_folder(play: Path) -> None:
-    splits = text_splits(None, 8, 65, DataRequest(root=str(play)))
-    assert (splits.name, splits.source, splits.notice) == ("TinyShakespeare", "local", None)
 
 
 def test_another_file_in_its_place_is_refused(play: Path) -> None:
@@ -182,13 +161,6 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
     assert (splits.name, splits.source) == (f"own.txt {digest[:8]}", "local")
     assert splits.notice is not None
     assert "share one number" in splits.notice
-
-
-def test_a_text_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "own.txt").write_text(PLAY, encoding="utf-8")
-    splits = text_splits("~/own.txt", 8, 65, DataRequest(validation_fraction=0.1))
-    assert splits.name.startswith("own.txt ")
 
 
 @pytest.mark.parametrize(

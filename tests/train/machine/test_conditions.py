@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mprun.train.machine import conditions
-from mprun.train.machine.conditions import CpuTimes, LoadMeter, OthersShare, cpu_times, others_share
+from mprun.train.machine.conditions import CpuTimes, OthersShare, cpu_times, others_share
 
 STAT = """\
 cpu  600 60 400 9000 100 10 20 300 50 0
@@ -81,10 +81,6 @@ def test_a_second_process_on_the_same_cpu_is_seen() -> None:
         pytest.skip("this system does not count the time of its CPUs")
     assert float(others) > 0.1  # half, where nothing else runs
     assert float(others) + float(own) == pytest.approx(1, abs=0.2)  # ticks, interrupts
-
-
-def test_a_short_time_has_no_share() -> None:
-    assert LoadMeter().share() is None
 
 
 def test_the_clock_is_the_fastest_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

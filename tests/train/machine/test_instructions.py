@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,11 +63,8 @@ def test_cores_of_two_kinds_have_what_all_of_them_have() -> None:
     assert linux_flags(both) == {"fp", "bf16"}  # whole words
 
 
-@pytest.mark.parametrize("text", ["", "processor : 0\n", "garbage"])
-def test_cpuinfo_is_read_where_linux_has_no_list(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_cpuinfo(monkeypatch, text)
+def test_cpuinfo_is_read_where_linux_has_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpuinfo(monkeypatch, "processor : 0\n")
     assert instructions("Linux", "x86_64", {"avx2": True}) == {"AVX2": True}
 
 
@@ -76,10 +72,6 @@ def test_other_systems_are_described_by_cpuinfo() -> None:
     words = {"avx2": True, "avx512_f": False, "avx512_bf16": False, "architecture": "x86_64"}
     found = instructions("Windows", "x86_64", words)
     assert found == {"AVX2": True, "AVX512": False, "AVX512-BF16": False}
-
-
-def test_an_architecture_not_known_has_no_sets() -> None:
-    assert instructions("Linux", "riscv64", {"avx2": True}) == {}
 
 
 @pytest.mark.parametrize(
@@ -105,10 +97,6 @@ def test_this_machine_s_answer_agrees_with_pytorch_s() -> None:
             assert torch.cpu.get_capabilities().get(word, there) == there
 
 
-def test_a_file_that_is_not_there_is_read_as_empty(tmp_path: Path) -> None:
-    assert module.content(tmp_path / "cpuinfo") == ""
-
-
 # ---- oneDNN's limit ------------------------------------------------------------------------------
 
 
@@ -116,9 +104,7 @@ def test_a_file_that_is_not_there_is_read_as_empty(tmp_path: Path) -> None:
     ("variables", "expected"),
     [
         ({}, None),
-        ({"ONEDNN_MAX_CPU_ISA": ""}, None),
         ({"ONEDNN_MAX_CPU_ISA": "avx2"}, ("ONEDNN_MAX_CPU_ISA", "AVX2")),
-        ({"DNNL_MAX_CPU_ISA": "AVX2"}, ("DNNL_MAX_CPU_ISA", "AVX2")),
         (
             {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "AVX2"},
             ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),

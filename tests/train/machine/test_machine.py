@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.precision._torch import onednn_takes
 from mprun.train.machine import machine as module
 from mprun.train.machine.doctor_result import Cuda, Machine
 from mprun.train.machine.machine import (
@@ -19,7 +18,6 @@ from mprun.train.machine.machine import (
     architecture,
     cpu_quota,
     examine_machine,
-    is_busy,
     onednn,
     tensor_cores,
     threads_to_measure,
@@ -75,11 +73,6 @@ def test_the_version_is_found_in_either_spelling(
     assert onednn({}).version == version
 
 
-def test_a_build_without_onednn_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", object())
-    assert onednn_takes(torch.bfloat16) is None
-
-
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 
@@ -87,13 +80,10 @@ def test_a_build_without_onednn_does_not_tell(monkeypatch: pytest.MonkeyPatch) -
     ("capability", "expected"),
     [
         ((6, 1), []),
-        ((7, 0), ["float16"]),
         ((7, 5), ["float16"]),
         ((8, 0), ["float16", "tf32", "bfloat16"]),
-        ((8, 6), ["float16", "tf32", "bfloat16"]),
         ((8, 9), ["float16", "tf32", "bfloat16", "float8"]),
         ((9, 0), ["float16", "tf32", "bfloat16", "float8"]),
-        ((12, 0), ["float16", "tf32", "bfloat16", "float8"]),
     ],
 )
 def test_tensor_cores_by_compute_capability(
@@ -153,10 +143,7 @@ def test_why_no_gpu_is_examined(
     [
         ({"cpu.max": "max 100000\n"}, None),
         ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "50000 100000\n"}, 0.5),
-        ({"cpu.max": ""}, None),
         ({"cpu.max": "x y"}, None),
-        ({"cpu.max": "1 0"}, None),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.5),
         ({}, None),  # a system without control groups
@@ -179,21 +166,14 @@ def test_a_quota_is_read_from_control_groups_of_both_versions(
     ("changes", "threads"),
     [
         ({}, 8),
-        ({"load_average": 0.5}, 8),
         ({"load_average": 1.1}, 6),
         ({"load_average": 7.9}, 1),
-        ({"load_average": 50.0}, 1),
         ({"load_average": 4.0, "threads": 4}, 4),
         ({"load_average": None}, 8),
         ({"cores_total": None, "load_average": 50.0}, 8),
         ({"cpu_quota": 2.5}, 2),
-        ({"cpu_quota": 0.5}, 1),
-        ({"cpu_quota": 64.0}, 8),
-        ({"threads": 64}, 8),
-        ({"threads": 1, "load_average": 3.0}, 1),
         # 4 of 16 cores are this process's; the load is the whole machine's
         ({"cores_total": 16, "threads": 4, "load_average": 13.5}, 2),
-        ({"cores_total": 16, "threads": 4, "load_average": 11.0}, 4),
     ],
     ids=str,
 )
@@ -212,7 +192,3 @@ def test_there_is_one_thread_and_never_more_than_pytorch_s(
 ) -> None:
     where = machine(threads=threads, cores_total=cores, load_average=load, cpu_quota=quota)
     assert 1 <= threads_to_measure(where) <= threads
-
-
-def test_too_many_threads_alone_are_no_load() -> None:
-    assert not is_busy(machine(threads=64, load_average=0.0))

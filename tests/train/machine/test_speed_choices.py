@@ -44,10 +44,3 @@ def test_images_take_the_memory_format_and_keep_their_values() -> None:
     assert last.inputs(images).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last.inputs(images), images)
     assert last.inputs(rows) is rows
-
-
-def test_contiguous_leaves_inputs_as_they_are() -> None:
-    images = torch.rand(2, 3, 4, 4)
-    plain = SpeedChoice("contiguous", "forloop")
-    assert plain.torch_memory_format is torch.contiguous_format
-    assert plain.inputs(images) is images

@@ -235,16 +235,11 @@ class Groups:
 class Torchrun:
     """The real torchrun, in a process group of its own, with mprun's command beside it."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        processes: int = 2,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
-                *(f"--nproc-per-node={processes}", f"--master-port={free_port()}"),
+                *("--nproc-per-node=2", f"--master-port={free_port()}"),
                 *("-m", "tests.train.parallel.planted", *words),
             ],
             stdout=subprocess.PIPE,
@@ -255,13 +250,9 @@ class Torchrun:
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
-                **(environment or {}),
+                **environment,
             },
         )
-
-    def interrupt(self) -> None:
-        """Ctrl-C in a terminal: torchrun and all that it started get SIGINT."""
-        os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
         """SIGTERM to torchrun alone."""

@@ -196,12 +196,9 @@ def test_one_process_sends_nothing_and_says_so(capsys: pytest.CaptureFixture[str
     [
         (LINEAR, "torchrun started 2 processes, and parallel=none trains in one"),
         ([*LINEAR, "parallel=ddp", "parallel.world_size=4"], "torchrun decides it"),
-        *(
-            (
-                [*LINEAR, f"parallel={kind}", "precision=half_sr", "precision.accum_dtype=float32"],
-                "DDP and FSDP2 keep gradients in the parameters' dtype, float16",
-            )
-            for kind in ("ddp", "fsdp2")
+        (
+            [*LINEAR, "parallel=ddp", "precision=half_sr", "precision.accum_dtype=float32"],
+            "DDP and FSDP2 keep gradients in the parameters' dtype, float16",
         ),
         (
             [*LINEAR, "parallel=fsdp2", "debug.fp_exceptions=log"],
@@ -240,15 +237,6 @@ def test_batches_that_cannot_be_shared_evenly_are_not_resumed(groups: Groups) ->
     (line,) = own_errors(ended)
     assert "batch of 16 samples cannot be split evenly over 3 processes" in line
     assert "1, 2, 4, 8, 16" in line
-
-
-def test_a_loaders_batches_are_not_cut_on_resume(groups: Groups) -> None:
-    assert main([recipe(MEAN, LOADERS), "train.max_steps=2", "run.dir=run"]) == 0
-    again = ["run.resume=run", "run.trust=true", "parallel=ddp", "train.max_steps=4"]
-    ended = groups.run(again)
-    assert ended.status == 2
-    (line,) = own_errors(ended)
-    assert "batch of 4 samples cannot be split evenly over 2 processes" in line
 
 
 def test_a_study_trains_in_all_processes(groups: Groups) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -57,12 +55,6 @@ class Language(nn.Module):
         return scores
 
 
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
-    )
-
-
 def gathered(model: nn.Module, mode: str) -> dict[str, tuple[str, torch.dtype]]:
     """The unit of each parameter, the innermost that holds it, and the dtype it is gathered in."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -97,16 +89,6 @@ def test_tied_weights_are_in_one_unit_in_float32() -> None:
     assert model.embed.weight is model.head.weight
 
 
-def test_layers_with_a_dtype_of_their_own_are_apart() -> None:
-    model = Language().to(HALF)
-    model.blocks[1].norm.to(FLOAT)
-    model.head.to(FLOAT)
-    found = gathered(model, "half_sr")
-    for name, (_, dtype) in found.items():
-        own = name.startswith(("blocks.1.norm", "head"))
-        assert dtype == (FLOAT if own else HALF), name
-
-
 def test_layers_with_products_of_8_bits_are_gathered_as_they_are_stored() -> None:
     """They round their weights themselves; in bfloat16 before, these would be rounded twice."""
     model = Language(width=16)
@@ -114,15 +96,6 @@ def test_layers_with_products_of_8_bits_are_gathered_as_they_are_stored() -> Non
     found = gathered(model, "fp8_rowwise")
     assert found["blocks.1.inner.weight"][1] == FLOAT
     assert found["blocks.1.outer.weight"][1] == found["blocks.0.inner.weight"][1] == BRAIN
-
-
-def test_every_unit_is_of_one_dtype_and_the_model_is_the_last() -> None:
-    for model in (conv_net(), Language(), Language(tied=True)):
-        for mode in ("fp32", "fp16_mixed"):
-            found = units(model, policy(mode))
-            assert found[-1][0] is model
-            modules = [id(module) for module, _ in found]
-            assert len(set(modules)) == len(modules)
 
 
 def built(kind: str) -> tuple[ShardLayout, nn.Module, Optimizer]:
@@ -218,34 +191,6 @@ def check_round_trip(kind: str, found: dict[str, Any]) -> None:
     assert any(x.abs().sum() > 0 for x in moments) or "masters" in kind
 
 
-def exchanges() -> tuple[float, int]:
-    """The seconds that a pass communicates by a clock of a second a look, and its collectives."""
-    layout, model, optimizer = built("adamw")
-    train(layout, model, optimizer, range(1))
-    seconds, called = itertools.count(), []
-    before = layout.ranks.waited_s
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            "mprun.train.parallel.ranks.time.perf_counter", lambda: float(next(seconds))
-        )
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            plain = getattr(dist, name)
-
-            def counted(*given: Any, plain: Any = plain, **options: Any) -> Any:
-                called.append(plain)
-                return plain(*given, **options)
-
-            patched.setattr(dist, name, counted)
-        model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
-    return layout.ranks.waited_s - before, len(called)
-
-
-def test_what_the_shards_wait_for_counts_as_communication(groups: Groups) -> None:
-    for waited_s, collectives in groups.call(exchanges):
-        assert waited_s == pytest.approx(collectives)
-        assert collectives >= 6  # each of three units is gathered, and its gradients are summed
-
-
 def rounded(processes: int) -> Tensor:
     """A parameter of equal values after one update of less than half a unit, made whole."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False)).to(BRAIN)
@@ -277,20 +222,3 @@ def test_shards_draw_the_bits_of_the_whole_and_not_each_others(groups: Groups) -
     both = torch.corrcoef(torch.stack([upper, lower]))
     # 32768 independent pairs: their correlation has a standard deviation of 1/181
     assert abs(both[0, 1].item()) < 5 / 181
-
-
-def wrong_state() -> str:
-    layout, model, _ = built("sgd")
-    state = dict(layout.model_state(model))
-    state["other"] = state.pop("head.weight")
-    try:
-        layout.load_model(model, state)
-    except RuntimeError as error:
-        return str(error)
-    return f"rank {dist.get_rank()} loaded it"
-
-
-def test_a_state_of_another_model_is_refused(groups: Groups) -> None:
-    for text in groups.call(wrong_state):
-        assert "head.weight" in text
-        assert "other" in text
