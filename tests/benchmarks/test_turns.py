@@ -26,7 +26,6 @@ from benchmarks.turns import Processes, Row, Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 4
-MALLOC = "MALLOC_TRIM_THRESHOLD_"
 
 
 def trainer(
@@ -123,14 +122,6 @@ def test_a_waiting_process_sleeps_while_another_works() -> None:
     assert max(b.waited_cpu_s for b in waiter.blocks) < 0.02 / 2
 
 
-def test_each_heap_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MALLOC, "1")
-    for heap, expected in HEAPS.items():
-        body = f"assert os.environ.get({MALLOC!r}) == {expected.get(MALLOC)!r}"
-        (row,) = turns_of([trainer(body)], heap)
-        assert row.problem is None
-
-
 def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,22 +150,8 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
         assert PEERS[name].includes in short
 
 
-def test_a_group_beyond_the_limit_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "subject", lambda name: trainer("pass", name))
-    groups = [Group("mnist", size, "fp32", "steady") for size in (12, 256)]
-    results = measure(groups, [RAW], threads=1, folder=Path("none"), limit_s=0.01)
-    assert list(results) == groups[:1]
-    assert "mnist, batch 256, fp32, heap steady: left out" in capsys.readouterr().out
-
-
 def test_the_section_of_the_readme_is_replaced() -> None:
     begin, end = MARKS
     page = f"before\n{begin}\nold\n{end}\nafter\n"
     assert replace_section(page, "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
     assert all(mark in README.read_text(encoding="utf-8") for mark in MARKS)
-
-
-def test_every_peer_says_what_a_step_includes() -> None:
-    assert all(len(peer.includes.split()) > 3 for peer in PEERS.values())

@@ -54,16 +54,6 @@ def test_every_sum_is_that_of_what_is_alive(held: list[LiveStorage], ops: int) -
     assert found.phase_peaks == by_phase
 
 
-def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> None:
-    held = [
-        LiveStorage(3, "activations", "(loss)", 0, (3,), torch.uint8),
-        LiveStorage(2, "parameters", "a.b", 0, (2,), torch.uint8),
-        LiveStorage(1, "parameters", "", 0, (1,), torch.uint8),
-    ]
-    found = StepMemory.of(held, [MemoryPoint("op", "forward", "a.b")], KINDS)
-    assert list(found.modules) == ["", "a.b", "(loss)"]
-
-
 def test_as_recorded() -> None:
     held = [
         LiveStorage(4, "parameters", "a", 0, (2, 1), torch.bfloat16),

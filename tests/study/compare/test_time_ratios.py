@@ -90,8 +90,3 @@ def test_rounding_moves_no_figure_across_a_limit(values: list[float], limits: li
         shown = float(form.format(value))
         for limit in limits:
             assert (shown > limit, shown < limit) == (value > limit, value < limit)
-
-
-def test_figures_have_no_more_digits_than_they_need() -> None:
-    assert distinct_form([0.4196, -0.3391], [0.5, 0.0], FORMS).format(0.4196) == "+0.42"
-    assert distinct_form([0.49996], [0.5], FORMS).format(0.49996) == "+0.49996"

@@ -93,13 +93,6 @@ def test_at_120_columns_nothing_is_left_out_and_at_80_what_was_judged_stays() ->
     assert [text for text in intervals if text not in narrow] == []
 
 
-def test_labels_and_words_give_before_figures() -> None:
-    found = changed(comparison(3), 2, label="half_sr " + "with a long name " * 5)
-    text = shown(found, 120)
-    assert "11.2 to 15.0" in text
-    assert "96.88 to 97.34" in text
-
-
 def test_emulated_rows_say_so_and_have_no_ratio() -> None:
     found = comparison(4)
     tf32 = found.variants[3]
@@ -110,14 +103,6 @@ def test_emulated_rows_say_so_and_have_no_ratio() -> None:
         assert "EMULATED" in row
         assert "x" not in row.replace("EMULATED", "").partition("97.")[0]
     assert "EMULATED" not in shown(comparison(3))
-
-
-def test_failed_runs_and_further_seeds_are_in_the_row() -> None:
-    found = comparison(5)
-    found = changed(found, 4, failed=found.variants[4].runs[:2])
-    row = cells.rows(found)[4]
-    assert row.runs[0] == "3 of 5"
-    assert row.verdict == ("inconclusive", "about 4 more seeds")
 
 
 def test_what_is_not_known_is_a_dash() -> None:
@@ -145,23 +130,6 @@ def test_labels_are_no_markup() -> None:
     text = shown(changed(comparison(2), 1, label="[red]a[/red]"), 200)
     assert "[red]a[/red]" in text
     assert "\x1b" not in shown(changed(comparison(2), 1, label=HOSTILE), 300)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.8124, "0.812"), (1.234, "1.23"), (12.34, "12.3"), (1234.5, "1234")]
-)
-def test_milliseconds_have_about_three_digits(value: float, text: str) -> None:
-    assert cells.ms(value) == text
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [(0.96912, "0.9691"), (123.456, "123.5"), (4.2e-5, "0.00004200"), (0, "0.000")],
-)
-def test_losses_have_four_digits(loss: float, text: str) -> None:
-    found = of_losses(changed(comparison(1), 0, metric=Estimate(loss, None, 3)))
-    decimals = cells.rows(found)[0].metric[0]
-    assert decimals == (text if loss != 4.2e-5 else "4.200e-05")
 
 
 def test_a_regression_has_shares_of_a_loss() -> None:
@@ -201,12 +169,6 @@ def test_the_footer_says_what_was_compared() -> None:
     ):
         assert text in lines, text
     assert "equivalent" not in lines
-
-
-def test_every_skipped_folder_is_named_with_its_reason() -> None:
-    skipped = tuple(Skipped(Path(f"out/{i}"), f"damaged in {i}") for i in range(30))
-    lines = footer(replace(comparison(2), skipped=skipped))
-    assert lines[-30:] == [f"skipped out/{i}: damaged in {i}" for i in range(30)]
 
 
 def test_failed_runs_are_told_with_their_errors() -> None:
@@ -249,15 +211,6 @@ def test_in_short_rates_are_compared_where_batches_differ() -> None:
     text = shown(found, 120, short_table)
     assert "samples/s ratio" in text
     assert "1.10x [1.05, 1.15]" in text
-
-
-def test_the_levels_of_the_intervals_that_decided_are_in_the_heading() -> None:
-    found = comparison(3)
-    assert "[95 %]" in shown(found, 120, short_table).splitlines()[3].partition("%")[2]
-    for index, level in ((1, 0.9), (2, 0.975)):
-        judged = Verdict("equivalent", "so", None, Interval(-0.001, 0.001), level)
-        found = changed(found, index, verdict=judged)
-    assert "[90 to 97.5 %]" in shown(found, 120, short_table)
 
 
 def test_in_short_one_reason_is_one_note_the_most_important_first() -> None:
@@ -360,18 +313,6 @@ def test_one_variant_has_no_verdict() -> None:
         "There is nothing to compare fp32 with: all runs are of one variant."
     ]
     assert answer.variant_sentences(comparison(1)) == []
-
-
-def test_a_variant_that_is_worse_because_runs_failed_says_so() -> None:
-    found = comparison(4)
-    found = changed(
-        found, 2, failed=found.variants[2].runs[:1], verdict=Verdict("worse", "1 of 4 runs failed")
-    )
-    assert "is worse: 1 of 4 runs failed" in answer.variant_sentences(found)[1]
-    assert (
-        "worsens the accuracy: -0.21 points, 95 % interval -0.37 to -0.05"
-        in (answer.variant_sentences(found)[2])
-    )
 
 
 # ---- files ---------------------------------------------------------------------------------------

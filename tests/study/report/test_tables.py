@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from pathlib import Path
@@ -72,15 +71,6 @@ def test_the_header_says_what_is_about_to_run() -> None:
         "batch: 64 x 2 = 128",
         "device: cpu, Some CPU (AVX512), 2 threads; contiguous, forloop optimizer",
     ]
-
-
-def test_the_header_says_what_is_emulated_and_tf32() -> None:
-    summary = copy.deepcopy(example())
-    summary.execution = "emulated"
-    summary.effective.tf32 = True
-    head = tables.header(summary)
-    assert "(emulated)" in head[0]
-    assert head[1].endswith(", tf32")
 
 
 @pytest.mark.parametrize("source", ["local", "download", "generated"])
@@ -157,15 +147,6 @@ def test_a_broken_loss_and_an_emulated_step_time_are_shown() -> None:
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
 
 
-def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
-    summary = example()
-    set_fields(summary, step_time_ms={"median": 7.0, "p10": 7.0, "p90": 7.0, "n": 1, "warmup": 3})
-    assert row(summary, "step time") == "7.00 ms, one step, 3 warm-up"
-    assert "cut off" not in str(row(summary, "training loss"))
-    summary.history[-1].train.samples = 1024
-    assert str(row(summary, "training loss")).endswith("(epoch cut off after 1,024 samples)")
-
-
 # The guard: a bounded line, and the file in full
 
 FOLDER = Path("out puts")
@@ -206,14 +187,6 @@ def test_the_guard_s_line_names_layers_and_products() -> None:
         "3 steps), head (grad_input in 2 steps)"
     )
     assert second.startswith("'precision.layers_file=out puts/guard_layers.yaml', in place of")
-
-
-def test_the_guard_s_line_is_bounded() -> None:
-    line = tables.guard_lines(
-        guarded("promote", *((f"f{n}", "forward") for n in range(8))), FOLDER
-    )[0]
-    assert line.startswith("guard: promoted 8 products of 8 layers: f0 (")
-    assert line.endswith("f4 (forward in 5 steps) and 3 more")
 
 
 def test_the_guard_s_file_has_the_formats_that_a_layer_had() -> None:
