@@ -90,15 +90,6 @@ def test_healthy_models_learn_their_batch(name: str) -> None:
     assert min(losses[-3:]) < losses[0]
 
 
-def test_every_healthy_model_is_checked_in_every_mode() -> None:
-    cases = check_faults.healthy_cases()
-    first = [next(cases) for _ in range(len(healthy.MODELS) * len(check_faults.MODES) + 1)]
-    assert len(set(first)) == len(first)
-    assert first[-1][2] == 1
-    with pytest.raises(ValueError, match=r"name=no: legal is lstm_classifier, "):
-        healthy.HealthyModel(name="no")
-
-
 def test_what_is_found_without_the_fault_is_not_counted(monkeypatch, tmp_path) -> None:
     usual = Finding("near_overflow", "head", "")
     seen = {"none": [usual], "x": [usual, Finding("overflow", "decoder.1.part", "inf")]}

@@ -135,15 +135,8 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     assert f"| {RAW} |" in text
     assert "| Keras 3 on torch | not installed: no_such_package |" in text
 
-    (first, second), table = results.values(), group_table(groups[0], results[groups[0]])
-    assert [row.name for row in first] == [row.name for row in second] == list(subjects)
-    header, _, raw, accelerate, keras = table.split("\n")[2:7]
-    columns = ["", "step", "ratio", "samples/s", "first step", "peak", "faults/step"]
-    assert [c.strip() for c in header.strip("|").split("|")] == columns
-    assert re.search(r"\| [\d.]+ ms \| 1 \| [\d,]+ \| [\d.]+ s \| [\d,]+ MiB \| [\d,]+ \|", raw)
+    *_, accelerate, _ = group_table(groups[0], results[groups[0]]).split("\n")[2:7]
     assert re.search(r"ms \| \d\.\d\d \[\d\.\d\d, \d\.\d\d\] \|", accelerate)
-    assert keras.count("|") == header.count("|")
-
     short = short_table(results)
     assert "fp32, heap as it is | fp32, heap steady" in short
     for name in subjects:

@@ -453,14 +453,6 @@ def test_activations_belong_to_the_module_that_made_them_and_the_rest_to_its_hol
     assert [found.kinds[name] for name in ("", "(inputs)")] == ["TwoLayers", ""]
 
 
-def test_a_tensor_that_becomes_a_gradient_is_one_from_its_first_op_on() -> None:
-    found = counted(nn.Linear(8, 4, bias=False), torch.ones(2, 8))
-    gradients = [size for size in found.timeline["gradients"] if size]
-    assert set(gradients) == {8 * 4 * 4}
-    made = found.timeline["gradients"].index(8 * 4 * 4)
-    assert (found.points[made].op, found.points[made].phase) == ("mm", "backward")
-
-
 def test_gradients_of_the_last_step_are_alive_until_they_are_cleared() -> None:
     size = (8 * 4 + 4) * 4
     kept, cleared = (

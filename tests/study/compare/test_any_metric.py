@@ -49,8 +49,6 @@ def comparison(
         (20.0, 15.0, "perplexity", False, "better"),
         (20.0, 20.05, "perplexity", False, "equivalent"),
         (20.0, 30.0, "bleu", True, "better"),
-        (20.0, 15.0, "bleu", True, "worse"),
-        (0.80, 0.70, "f1", True, "worse"),
         (0.80, 0.90, "f1", True, "better"),
         (0.80, 0.70, "error_rate", False, "better"),
     ],

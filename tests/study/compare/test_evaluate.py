@@ -265,7 +265,6 @@ def test_a_run_done_again_replaces_the_first_and_is_told() -> None:
 @pytest.mark.parametrize(
     ("runs", "skipped", "said"),
     [
-        ([], [], "there is no completed run to compare: no run was named"),
         ([], [Skipped(Path("a"), "is not a folder")], "to compare: a: is not a folder"),
         ([run_of("fp32", 0, **BROKEN)], [], "fp32-0 failed: the loss became nan at step 7"),
         ([], [Skipped(Path(str(i)), "x") for i in range(9)], "0: x; 1: x; 2: x; and 6 more"),

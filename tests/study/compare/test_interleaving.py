@@ -112,12 +112,6 @@ def test_a_run_of_a_third_variant_beside_a_pair_counts_too_even_if_it_failed() -
     }
 
 
-def test_runs_at_one_time_on_different_machines_did_not_share_one() -> None:
-    elsewhere = [at("bf16_mixed", seed, 61.0 * seed, hardware__cores=64) for seed in range(3)]
-    runs = [at("fp32", seed, 61.0 * seed) for seed in range(3)]
-    assert overlapping([*runs, *elsewhere]) == set()
-
-
 def test_a_resumed_run_shared_the_machine_until_its_record_was_written() -> None:
     """It trained for 20 s from noon, and again for 20 s from 100 s on; another began at 110 s."""
     ended = (FIRST + timedelta(seconds=120)).isoformat(timespec="milliseconds")

@@ -103,10 +103,6 @@ def test_folders_without_runs_are_named_once() -> None:
         ),
         ({"metric__name": "bleu"}, "summary.json is damaged: metric.name is 'bleu'"),
         ({"seed": None}, "summary.json is damaged: Expected `int`, got `null` - at `$.seed`"),
-        (
-            {"data__test_samples": "1"},
-            "summary.json is damaged: Expected `int | null`, got `str` - at `$.data.test_samples`",
-        ),
     ],
     ids=str,
 )

@@ -49,7 +49,6 @@ def test_two_seeds_that_disagree_tell_nothing() -> None:
         ([1.0, 1.05, 0.97], "open", False),
         ([3.0, 3.5], "higher", True),
         ([1.9, 0.7], "open", True),
-        ([1.0, 1.0, 1.0], "same", False),
         ([1.2, 1.2], "higher", False),
     ],
 )

@@ -8,8 +8,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from rich.console import Console
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.study.compare.comparison import (
-    Advice,
     Artefact,
     Comparison,
     Estimate,
@@ -81,16 +78,6 @@ def test_a_row_has_every_figure_of_its_variant() -> None:
         "equivalent",
     ):
         assert figure in text, figure
-
-
-def test_at_120_columns_nothing_is_left_out_and_at_80_what_was_judged_stays() -> None:
-    found = comparison(10)
-    assert "hidden to fit" not in shown(found, 120)
-    narrow = shown(found, 80)
-    hidden = " ".join(narrow.split()).partition("hidden to fit the width: ")[2]
-    assert hidden == "runs, step ms, samples per s; all is in comparison.csv of the report"
-    intervals = [cells.rows(found)[n].difference[1].partition(" (")[0] for n in range(1, 10)]
-    assert [text for text in intervals if text not in narrow] == []
 
 
 def test_emulated_rows_say_so_and_have_no_ratio() -> None:
@@ -234,28 +221,6 @@ def test_in_short_one_reason_is_one_note_the_most_important_first() -> None:
         "note: no verdict on the times of bf16_mixed, tf32: load; run again while nothing "
         "else runs",
         "skipped 2 folders: 2 x still running",
-        "note: A note.",
-    ]
-
-
-def test_in_short_an_advice_groups_the_modes_that_are_not_taken() -> None:
-    found = comparison(5)
-    advice = Advice(
-        "bf16_mixed",
-        "0.50 of the baseline's step time, accuracy equivalent",
-        {
-            "fp32": "bf16_mixed needs 0.50",
-            "half_sr": "slower: 1.20",
-            "tf32": "slower: 1.30",
-            "fp16_mixed": "inconclusive: about 4 more seeds: neither",
-        },
-        {"mxfp8": "emulated here: no products", "nvfp4": "emulated here: none of these"},
-        ("bf16_sr is as fast",),
-    )
-    assert short_notes(replace(found, advice=advice)) == [
-        "not taken: half_sr, tf32 (slower), fp16_mixed (inconclusive: about 4 more seeds)",
-        "not tried (emulated here): mxfp8, nvfp4",
-        "note: bf16_sr is as fast",
         "note: A note.",
     ]
 
@@ -413,14 +378,3 @@ def test_a_report_is_a_page_three_tables_and_the_plots(
 
     write_report(comparison(1, tmp_path / "others"), folder)
     assert not (folder / "comparison-difference.png").exists(), "the plot of another comparison"
-
-
-def test_a_table_costs_no_plotting_library() -> None:
-    script = (
-        "import sys, mprun.study.report.comparison_report\n"
-        "print({m.split('.')[0] for m in sys.modules} & {'matplotlib', 'jinja2', 'torch'})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "set()"

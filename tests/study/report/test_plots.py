@@ -183,13 +183,6 @@ def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
         assert text in said(drawn[plot])
 
 
-def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
-    drawn = plots(comparison(2, tmp_path, seeds=1), "difference", "metric-time")
-    assert "One pair has no interval." in drawn["difference"].caption
-    assert "95 %" not in drawn["metric-time"].caption
-    assert "n = 1 seed." in drawn["metric-time"].caption
-
-
 def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     write_again(found.variants[1].runs[0], [{**x, "loss": "nan"} for x in lines()])

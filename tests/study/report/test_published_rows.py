@@ -63,13 +63,6 @@ def test_times_of_emulated_runs_are_not_set_beside_published_ones() -> None:
     assert row(found, "test accuracy").here == "bf16_mixed 0.9010"
 
 
-def test_ops_in_float32_are_labelled_beside_a_published_speed() -> None:
-    rows = [{"op": "aten.addmm", "dtype": "float16", "reason": "computed in float32"}]
-    found = study(low="fp16_mixed", substitutions=rows)
-    assert row(found, "speed over fp32", "1.5 to").here.endswith("n=3) matmuls in fp32")
-    assert not any("up to" in r.published for r in published_rows(found)), "of a mode not run"
-
-
 def test_half_with_stochastic_rounding_on_the_ipu() -> None:
     found = study("fashion_mnist", "half_sr", batch_size=12, epochs=10)
     assert row(found, "test accuracy").here == "half_sr 0.9010"

@@ -13,7 +13,7 @@ from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.layer_values import guard_layers, layer_values
 from mprun.records.reader import load_yaml
-from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary, TimeBudget
+from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary
 from mprun.study.report import tables
 from tests.schema import conforms
 from tests.summaries import example, set_fields
@@ -104,18 +104,6 @@ def test_the_result_shows_the_figures() -> None:
     }
     assert {what: row(summary, what) for what in expected} == expected
     assert "mnist in bf16_mixed x2" in shown(summary)
-
-
-def test_the_line_of_times_leaves_out_what_has_no_weight() -> None:
-    summary = example()
-    assert tables.time_line(summary) == "time: 6.25 s"
-    seconds = {"data": 0.4, "evaluation": 1.2, "metrics": 0.01, "logging": 0.0, "checkpoints": 0.09}
-    summary.time_budget_s = TimeBudget(compute=9.5, start_up=1.1, **seconds)
-    summary.wall_time_s = 12.3
-    assert tables.time_line(summary) == (
-        "time: 12.3 s = compute 9.5, data 0.4, evaluation 1.2, checkpoints 0.1, start-up 1.1"
-    )
-    assert tables.time_line(unmeasured()) == "time: 0.00 s"
 
 
 def test_scores_of_a_part_of_the_samples_are_labelled() -> None:

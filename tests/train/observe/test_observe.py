@@ -310,19 +310,6 @@ def test_without_memory_only_what_outlives_a_step_is_counted(tmp_path: Path) -> 
     assert (row.peak, row.activations) == (None, None)
 
 
-def test_compare_reads_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in (0, 1):
-        for loop in (plain, autocast):
-            trained(loop, "tied", tmp_path / f"{loop.__name__}{seed}", seed=seed)
-    assert main(["compare", str(tmp_path)]) == 0
-    table = capsys.readouterr().out
-    assert "bf16_mixed" in table
-    content = json.loads((tmp_path / "comparison.json").read_text())
-    assert content["baseline"] == "fp32"
-    assert [v["label"] for v in content["variants"]] == ["fp32", "bf16_mixed"]
-    assert content["variants"][1]["difference"] is not None
-
-
 def test_compare_reads_an_observed_loop_beside_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -427,7 +427,6 @@ def test_code_compiled_before_runs_op_by_op_too() -> None:
         ({"halt_after": 0}, "halt_after=0; legal is 1 or more"),
         ({"optimizer": "sgd"}, "optimizer holds str; legal: an optimizer, several, or None"),
         ({"optimizer": [None]}, "optimizer holds NoneType; legal: an optimizer, several, or None"),
-        ({"optimizer": 3}, "optimizer holds int; legal: an optimizer, several, or None"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
