@@ -11,13 +11,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
-from mprun.study.budget import (
-    Budget,
-    BudgetSignals,
-    EndedEarlyError,
-    LimitedParts,
-    TrialBudget,
-)
+from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts, TrialBudget
 from mprun.study.trials import Outcome, Trial, Trials
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")

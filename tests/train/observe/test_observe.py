@@ -310,6 +310,16 @@ def test_without_memory_only_what_outlives_a_step_is_counted(tmp_path: Path) -> 
     assert (row.peak, row.activations) == (None, None)
 
 
+def test_compare_reads_a_loop_that_logs_nothing(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        trained(accumulated, "tied", tmp_path / f"run{seed}", seed=seed, name="silent")
+    assert main(["compare", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    [variant] = content["variants"]
+    assert (variant["label"], variant["metric"]) == ("silent", None)
+    assert variant["step_time_ms"]["median"] > 0
+
+
 def test_compare_reads_an_observed_loop_beside_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -298,9 +298,6 @@ def test_of_a_chain_of_products_the_first_overflow_is_named(
     assert {e.kind for e in found.findings} <= {"overflow"}
 
 
-# ---- the loss and the scale ----------------------------------------------------------------------
-
-
 # ---- the optimizer -------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from mprun.watch.nonfinite.fp_exception import DETAILED, TensorStats
 from mprun.watch.nonfinite.nonfinite_watcher import NonfiniteWatcher, Origin, stats
 from mprun.watch.op_watcher import (
     OpCall,
+    is_library,
     op_spec,
     recomputed,
     value_range,
@@ -123,6 +124,18 @@ def test_what_reads_a_workspace_of_its_dtype_is_not_run_again() -> None:
 
 
 # ---- lines ---------------------------------------------------------------------------------------
+
+
+def test_code_of_libraries_is_distinguished_from_the_user_s() -> None:
+    import contextlib
+
+    import mprun.recipes.mnist
+    import mprun.train.loop
+
+    for library in (nn.__file__, mprun.train.loop.__file__, contextlib.__file__, "<string>"):
+        assert is_library(str(library))
+    for own in (__file__, mprun.recipes.mnist.__file__, pytest.__file__, "<stdin>"):
+        assert not is_library(str(own))
 
 
 # ---- origins -------------------------------------------------------------------------------------
