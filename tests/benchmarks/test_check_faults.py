@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import check_faults
-from benchmarks.check_faults import MODELS, Alarm, Looked, Planted, Row, main
+from benchmarks.check_faults import MODELS, Looked, Planted, main
 from benchmarks.check_models import healthy
 from mprun.errors import UsageError
 from mprun.inspect.check.check_result import Finding
@@ -90,15 +90,6 @@ def test_healthy_models_learn_their_batch(name: str) -> None:
     assert min(losses[-3:]) < losses[0]
 
 
-def test_every_healthy_model_is_checked_in_every_mode() -> None:
-    cases = check_faults.healthy_cases()
-    first = [next(cases) for _ in range(len(healthy.MODELS) * len(check_faults.MODES) + 1)]
-    assert len(set(first)) == len(first)
-    assert first[-1][2] == 1
-    with pytest.raises(ValueError, match=r"name=no: legal is lstm_classifier, "):
-        healthy.HealthyModel(name="no")
-
-
 def test_what_is_found_without_the_fault_is_not_counted(monkeypatch, tmp_path) -> None:
     usual = Finding("near_overflow", "head", "")
     seen = {"none": [usual], "x": [usual, Finding("overflow", "decoder.1.part", "inf")]}
@@ -114,23 +105,6 @@ def test_what_is_found_without_the_fault_is_not_counted(monkeypatch, tmp_path) -
     elsewhere = check_faults.judged(FAULT._replace(module="decoder.10"), tmp_path)
     assert (len(elsewhere.found), elsewhere.named) == (1, False)
     check_faults.without_fault.cache_clear()
-
-
-def test_the_tables() -> None:
-    finding = Finding("overflow", "decoder.1", "inf")
-    rows = [
-        Row(FAULT, True, 1.0, [finding], True, 3.0),
-        Row(FAULT._replace(name="other"), False, 1.0, [], False, 1.0),
-    ]
-    text = check_faults.faults_table(rows)
-    assert "Of 2 planted faults `preset=smoke` finds 1 and `mprun check` 1; of 1 it names" in text
-    assert "takes 2.0 s" in text
-    assert "| vae | `softplus_overflows` | fp16_mixed | yes | yes | yes | overflow | 3.0 |" in text
-    assert "| vae | `other` | fp16_mixed | no | no | no | - | 1.0 |" in text
-    alarms = [Alarm("vit", "fp32", 0, finding)] * 2
-    text = check_faults.alarms_table(alarms, 200, 3, 400.0)
-    assert text.startswith("200 checks of healthy models: 2 false alarms in 1 of them (3 parts")
-    assert text.count("- vit, fp32, seed 0: overflow: decoder.1: inf") == 2
 
 
 def test_one_fault_and_one_healthy_model(capsys) -> None:

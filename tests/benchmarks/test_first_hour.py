@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_hour import CASES, PARTS, Hour, page
+from benchmarks.first_hour import PARTS, Hour, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,14 +74,3 @@ def test_a_piece_that_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
     text = page(own)
     assert "- a fault failed: planted" in text
     assert "planted" in (tmp_path / "logs.txt").read_text(encoding="utf-8")
-
-
-def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
-    own = hour(tmp_path, 0)
-    assert own.piece("late", ["-c", "raise SystemExit(1)"], 50) == {"failed": "no time left: "}
-    assert own.mend == [], "what was not tried has not failed"
-
-
-def test_the_cases_are_recipes_at_sizes_that_fill_a_card() -> None:
-    names = [case.overrides[0].removeprefix("recipe=") for case in CASES.values()]
-    assert names == ["fashion_mnist", "char_gpt", "resnet"]

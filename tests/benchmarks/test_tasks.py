@@ -58,8 +58,3 @@ def test_the_loss_is_the_recipes_in_float32(recipe: str) -> None:
     loss = task.loss(output, y)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, task.case.recipe.loss(output.float(), (x, y)))
-
-
-def test_the_memory_format_is_a_matter_of_images_alone() -> None:
-    assert "raw loop, channels-last" in peers_of("fashion_mnist")
-    assert not any("channels" in name or "compiled" in name for name in peers_of("mnist"))

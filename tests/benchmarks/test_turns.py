@@ -26,13 +26,10 @@ from benchmarks.turns import Processes, Row, Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 4
-MALLOC = "MALLOC_TRIM_THRESHOLD_"
 
 
-def trainer(
-    body: str, name: str = "tiny", needs: tuple[str, ...] = (), turn_s: float = 0
-) -> Subject:
-    """A process that takes turns for ever, of one step unless `turn_s`; `body` is its step."""
+def trainer(body: str, name: str = "tiny", needs: tuple[str, ...] = ()) -> Subject:
+    """A process that takes turns of one step for ever; `body` is its step."""
     code = (
         "import os, sys, time\n"
         "from benchmarks.turns import serve\n"
@@ -42,13 +39,13 @@ def trainer(
         "        step += 1\n"
         f"        {body}\n"
         "        turns()\n"
-        f"serve(train, {turn_s})\n"
+        "serve(train, 0)\n"
     )
     return Subject(name, (sys.executable, "-c", code), needs)
 
 
-def turns_of(subjects: list[Subject], heap: str = "steady") -> list[Row]:
-    environment = {**heap_environment(heap), "PYTHONPATH": str(ROOT)}
+def turns_of(subjects: list[Subject]) -> list[Row]:
+    environment = {**heap_environment("steady"), "PYTHONPATH": str(ROOT)}
     with Processes(subjects, environment) as processes:
         return processes.take_turns("task", seconds=0, least=ROUNDS, most=ROUNDS)
 
@@ -84,21 +81,9 @@ def test_a_row_has_every_figure(rows: list[Row]) -> None:
     assert a.over(a) == (1, 1, 1)
 
 
-def test_a_turn_ends_with_the_first_step_beyond_its_time() -> None:
-    (row,) = turns_of([trainer("time.sleep(0.01)", turn_s=0.015)])
-    assert all(b.took_s >= 0.015 for b in row.blocks)
-    assert all(b.steps <= 2 for b in row.blocks), "a step takes 10 ms or more"
-    assert row.steps_per_s == sum(b.steps for b in row.blocks) / sum(b.took_s for b in row.blocks)
-
-
 def test_problems_are_rows(rows: list[Row]) -> None:
     assert rows[2].problem == "not installed: no_such_package"
     assert rows[3].problem == "failed: AssertionError: out of paper"
-
-
-def test_a_process_that_ends_early_or_cannot_start_is_a_row() -> None:
-    (silent,) = turns_of([trainer("os._exit(1)")])
-    assert silent.problem == "failed: no output"
 
 
 def test_a_task_begins_afresh_and_another_one_may_have_failed() -> None:
@@ -123,14 +108,6 @@ def test_a_waiting_process_sleeps_while_another_works() -> None:
     assert max(b.waited_cpu_s for b in waiter.blocks) < 0.02 / 2
 
 
-def test_each_heap_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MALLOC, "1")
-    for heap, expected in HEAPS.items():
-        body = f"assert os.environ.get({MALLOC!r}) == {expected.get(MALLOC)!r}"
-        (row,) = turns_of([trainer(body)], heap)
-        assert row.problem is None
-
-
 def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,29 +121,12 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     assert f"| {RAW} |" in text
     assert "| Keras 3 on torch | not installed: no_such_package |" in text
 
-    (first, second), table = results.values(), group_table(groups[0], results[groups[0]])
-    assert [row.name for row in first] == [row.name for row in second] == list(subjects)
-    header, _, raw, accelerate, keras = table.split("\n")[2:7]
-    columns = ["", "step", "ratio", "samples/s", "first step", "peak", "faults/step"]
-    assert [c.strip() for c in header.strip("|").split("|")] == columns
-    assert re.search(r"\| [\d.]+ ms \| 1 \| [\d,]+ \| [\d.]+ s \| [\d,]+ MiB \| [\d,]+ \|", raw)
+    *_, accelerate, _ = group_table(groups[0], results[groups[0]]).split("\n")[2:7]
     assert re.search(r"ms \| \d\.\d\d \[\d\.\d\d, \d\.\d\d\] \|", accelerate)
-    assert keras.count("|") == header.count("|")
-
     short = short_table(results)
     assert "fp32, heap as it is | fp32, heap steady" in short
     for name in subjects:
         assert PEERS[name].includes in short
-
-
-def test_a_group_beyond_the_limit_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "subject", lambda name: trainer("pass", name))
-    groups = [Group("mnist", size, "fp32", "steady") for size in (12, 256)]
-    results = measure(groups, [RAW], threads=1, folder=Path("none"), limit_s=0.01)
-    assert list(results) == groups[:1]
-    assert "mnist, batch 256, fp32, heap steady: left out" in capsys.readouterr().out
 
 
 def test_the_section_of_the_readme_is_replaced() -> None:
@@ -174,7 +134,3 @@ def test_the_section_of_the_readme_is_replaced() -> None:
     page = f"before\n{begin}\nold\n{end}\nafter\n"
     assert replace_section(page, "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
     assert all(mark in README.read_text(encoding="utf-8") for mark in MARKS)
-
-
-def test_every_peer_says_what_a_step_includes() -> None:
-    assert all(len(peer.includes.split()) > 3 for peer in PEERS.values())

@@ -14,7 +14,6 @@ from tests.examples.recipes import EXAMPLES, recipe
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
-MAX_LINES = 60
 MODES = {
     "fp32": ("float32", "float32"),
     "bf16_mixed": ("float32", "bfloat16"),
@@ -24,11 +23,6 @@ MODES = {
 }
 """The dtypes of parameters and of matmuls."""
 STEPS = 3
-
-
-@pytest.mark.parametrize("path", EXAMPLES.values(), ids=EXAMPLES)
-def test_an_example_is_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < MAX_LINES
 
 
 @pytest.mark.representative(

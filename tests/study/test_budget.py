@@ -11,15 +11,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
-from mprun.study.budget import (
-    Budget,
-    BudgetSignals,
-    EndedEarlyError,
-    LimitedParts,
-    TrialBudget,
-    not_run_text,
-    seeds_text,
-)
+from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts, TrialBudget
 from mprun.study.trials import Outcome, Trial, Trials
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -84,17 +76,6 @@ def test_a_job_ends_between_two_parts_and_says_why() -> None:
         with pytest.raises(EndedEarlyError, match="Ctrl-C"):
             parts("c")
     assert parts.ended_by == "Ctrl-C"
-
-
-@pytest.mark.parametrize(
-    ("seeds", "text"),
-    [([3], "seed 3"), ([0, 1], "seeds 0, 1"), ([2, 3, 4], "seeds 2 to 4"), ([1, 3], "seeds 1, 3")],
-)
-def test_seeds_as_text(seeds: list[int], text: str) -> None:
-    assert seeds_text(seeds) == text
-    assert not_run_text({"fp32": seeds}, "sweep.budget_min=1", 9) == (
-        f"sweep.budget_min=1 left out {len(seeds)} of 9 trials: fp32 {text}"
-    )
 
 
 # ---- studies -------------------------------------------------------------------------------------
@@ -192,8 +173,3 @@ def test_a_budget_without_a_completed_run_is_a_failure_that_says_how_to_continue
     text = capsys.readouterr().out
     assert "no run was completed; sweep.budget_min=1 left out 2 of 2 trials" in text
     assert "continue with: mprun sweep run.resume=s" in text
-
-
-def test_a_budget_is_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", *OVERRIDES, "sweep.budget_min=0"]) == 2
-    assert "legal is above 0" in capsys.readouterr().err

@@ -156,13 +156,6 @@ def test_a_run_that_another_process_ends_in_this_moment_is_not_begun_again(
     assert starts("s") == {}
 
 
-def test_the_order_of_one_process_alone_is_that_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = study()
-    assert order_of(made, monkeypatch) == [trial.name for trial in made.trials]
-
-
 # ---- the folder ----------------------------------------------------------------------------------
 
 

@@ -120,18 +120,6 @@ def test_a_warning_is_told_once(verbose: bool) -> None:
     assert line.endswith(" (in 2 runs)") != verbose
 
 
-def test_alike_warnings_of_modes_are_one_line_with_their_count() -> None:
-    view = ProgressLog()
-    for mode, factor in (("bf16_true", 3.2), ("bf16_sr", 4.1), ("bf16_sr", 4.0)):
-        view.notices(mode, [f"{mode} is {factor} times as slow"], speed="channels_last")
-    view.notices("fp32", ["another one"], speed="")
-    view.stop()
-    assert view.lines == [
-        "warning: bf16_true is 3.2 times as slow (in 3 runs)",
-        "warning: another one",
-    ]
-
-
 def test_samples_are_loaded_once_where_the_seed_does_not_change_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,14 +182,3 @@ def test_the_views_show_every_run(live: bool) -> None:
     assert "fp32 seed 1 failed: [red]it failed" in shown
     assert "12.50 ms EMULATED" in shown
     assert "accuracy 0.9219" in shown
-
-
-def test_the_time_left_is_that_of_the_runs_that_are_not_done() -> None:
-    """A run that ended counts once: two runs of 40 s are done, the third will take as long."""
-    text = io.StringIO()
-    view = StudyProgress(Console(file=text, width=120), ["fp32"], seeds=3)
-    for seed in range(2):
-        view.begin("fp32", seed)
-        view.update("epoch 1", 1.0)
-        view.end("fp32", replace(example(), wall_time_s=40.0), None)
-    assert "2 of 3 runs, about 40 s left" in text.getvalue()

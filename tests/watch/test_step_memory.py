@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.records.run_record import MEMORY_CATEGORIES, MemoryPeak, ModuleMemory, StorageMemory
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.watch.memory_recorder import LiveStorage, MemoryPoint, StepMemory
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
@@ -52,56 +51,6 @@ def test_every_sum_is_that_of_what_is_alive(held: list[LiveStorage], ops: int) -
         for p in {at.phase for at in points}
     }
     assert found.phase_peaks == by_phase
-
-
-def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> None:
-    held = [
-        LiveStorage(3, "activations", "(loss)", 0, (3,), torch.uint8),
-        LiveStorage(2, "parameters", "a.b", 0, (2,), torch.uint8),
-        LiveStorage(1, "parameters", "", 0, (1,), torch.uint8),
-    ]
-    found = StepMemory.of(held, [MemoryPoint("op", "forward", "a.b")], KINDS)
-    assert list(found.modules) == ["", "a.b", "(loss)"]
-
-
-def test_as_recorded() -> None:
-    held = [
-        LiveStorage(4, "parameters", "a", 0, (2, 1), torch.bfloat16),
-        LiveStorage(8, "activations", "(inputs)", 1, (2,), torch.float32, 2),
-    ]
-    points = [
-        MemoryPoint("mm", "forward", "a"),
-        MemoryPoint("sum", "other", "(loss)"),
-        MemoryPoint("t", "other", ""),
-    ]
-    step = StepMemory.of(held, points, KINDS)
-    assert step.totals == {
-        "peak": 12,
-        "parameters": 4,
-        "buffers": 0,
-        "gradients": 0,
-        "optimizer_state": 0,
-        "activations": 8,
-        "temporary": 0,
-    }
-    assert step.peak == MemoryPeak(1, "sum", "other", "(loss)")
-    assert step.phase_peaks == {"forward": 4, "other": 12}
-    assert step.module_rows() == [
-        ModuleMemory("a", "Block", 4, 4, 0, 0, 0, 0, 0),
-        ModuleMemory("(inputs)", "", 8, 0, 0, 0, 0, 8, 0),
-    ]
-    assert step.largest(1) == [StorageMemory(8, "activations", "(inputs)", [2], "float32")]
-    assert msgspec.to_builtins(step.timeline_rows()) == {
-        "op": ["mm", "sum", "t"],
-        "phase": ["forward", "other", "other"],
-        "module": ["a", "(loss)", ""],
-        "parameters": [4, 4, 4],
-        "buffers": [0, 0, 0],
-        "gradients": [0, 0, 0],
-        "optimizer_state": [0, 0, 0],
-        "activations": [0, 8, 0],
-        "temporary": [0, 0, 0],
-    }
 
 
 def test_a_step_without_an_op_is_no_step() -> None:

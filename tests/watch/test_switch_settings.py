@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +19,6 @@ from mprun.watch.audit import (
     switch_findings,
     switch_settings,
 )
-from tests.waiting import PATIENCE_S
 
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"
 
@@ -40,32 +35,6 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     set_backend_switches(before)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(attention)
-
-
-def in_a_fresh_process(**variables: str) -> dict[str, list[str]]:
-    """Name to value and who set it."""
-    code = (
-        "import json; from mprun.watch.audit import switch_settings as s; "
-        "print(json.dumps({x.name: [x.value, x.set_by] for x in s({'cpu', 'cuda'})}))"
-    )
-    names = {TF32_BY_ENVIRONMENT, *(n for v in LIBRARY_VARIABLES.values() for n in v)}
-    kept = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        timeout=PATIENCE_S,
-        capture_output=True,
-        env=kept | variables,
-    )
-    values: dict[str, list[str]] = json.loads(done.stdout)
-    return values
-
-
-@pytest.mark.exhaustive
-def test_pytorch_starts_with_its_defaults() -> None:
-    rows = in_a_fresh_process()
-    assert len(rows) == 11
-    assert {who for _, who in rows.values()} == {"PyTorch's default"}
 
 
 def test_an_environment_variable_that_pytorch_reads_is_named(

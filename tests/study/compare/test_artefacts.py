@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mprun.records.run_record import Conditions
 from mprun.study.compare.comparison import Comparison, Run, Variant
-from mprun.study.compare.times import LEAST, NOT_INTERLEAVED, drift_share
+from mprun.study.compare.times import LEAST, drift_share
 from mprun.study.compare.verdicts import compare
 from mprun.study.report import answer
 from tests.study.compare.folders import run_of
@@ -92,23 +92,6 @@ def test_faults_of_the_baseline_do_not_make_a_variant_faster() -> None:
     assert "speed=auto" in warning
 
 
-def test_faults_of_a_variant_do_not_make_it_slower() -> None:
-    variant = other(faulty("fp32", 20.0, 0), faulty("bf16_mixed", 15.0, 15_000))
-    assert causes(variant) == ["page_faults"]
-    assert variant.artefacts[0].step_time_ratio == pytest.approx(0.75, rel=1e-3)
-    assert word(variant) == 0
-
-
-def test_one_pair_and_runs_without_order_are_warned_of_too() -> None:
-    fp32, bf16 = faulty("fp32", 22.0, 30_000), faulty("bf16_mixed", 20.0, 0)
-    assert len(compared(fp32[:1], bf16[:1]).warnings) == 1
-    for place, run in enumerate((*fp32, *bf16)):
-        run.summary.started_at = f"2024-03-01T{place:02}:00:00+00:00"
-    found = compared(fp32, bf16)
-    assert found.variants[1].no_time_verdict == NOT_INTERLEAVED
-    assert len(found.warnings) == 1
-
-
 @pytest.mark.parametrize(
     ("base", "variant"),
     [((22.0, 500), (20.0, 500)), ((22.0, 0), (20.0, 0)), ((40.0, 1000), (20.0, 0))],
@@ -124,19 +107,6 @@ def test_faults_that_explain_little_change_nothing(
 
 
 MS = st.floats(1.0, 100.0)
-
-
-@settings(max_examples=150)
-@given(MS, MS, st.floats(0, 60_000), st.floats(0, 60_000), st.floats(0, 60_000))
-def test_the_same_faults_on_both_sides_never_turn_a_verdict_round(
-    base_ms: float, own_ms: float, base_faults: float, own_faults: float, added: float
-) -> None:
-    before = other(faulty("fp32", base_ms, base_faults), faulty("bf16_mixed", own_ms, own_faults))
-    after = other(
-        faulty("fp32", base_ms, base_faults + added),
-        faulty("bf16_mixed", own_ms, own_faults + added),
-    )
-    assert word(before) * word(after) >= 0
 
 
 @settings(max_examples=150)

@@ -126,12 +126,6 @@ def test_a_loss_that_is_never_reached_is_said_and_is_no_gain(tmp_path: Path) -> 
     assert judge_equal_quality(variant) == "open"
 
 
-def test_a_baseline_that_is_worse_is_no_miss(tmp_path: Path) -> None:
-    quality = only(planted(tmp_path, power, base_loss=slowed)).equal_quality
-    assert quality.missed == 0
-    assert quality.samples_ratio.value == pytest.approx(1 / 1.2, rel=0.01)
-
-
 def test_few_validations_have_no_figure_but_what_they_need(tmp_path: Path) -> None:
     comparison = planted(tmp_path, slowed, epochs=3)
     quality = only(comparison).equal_quality

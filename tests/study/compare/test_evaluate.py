@@ -24,7 +24,7 @@ from mprun.study.compare.comparison import (
 )
 from mprun.study.compare.load import latest
 from mprun.study.compare.verdicts import compare
-from tests.study.compare.folders import run_of, runs_of, write_run
+from tests.study.compare.folders import run_of, runs_of
 
 FP32 = [0.950, 0.960, 0.955, 0.945, 0.952]
 
@@ -116,14 +116,6 @@ def test_emulated_runs_have_times_and_no_ratio(emulated: str) -> None:
     assert f"emulated, so no gain in time or memory is claimed: {emulated}" in found.notes
 
 
-def test_the_baseline_is_compared_with_nothing() -> None:
-    base = compared(runs_of("fp32", FP32)).variants[0]
-    assert base.verdict.word == "baseline"
-    shown = (base.step_time_ratio, base.throughput_ratio, base.memory_ratio, base.difference)
-    assert shown == (None,) * 4
-    assert base.metric is not None
-
-
 def test_runs_too_short_to_be_timed() -> None:
     times = {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 3}
     nothing = {"step_time_ms": times, "samples_per_second": None}
@@ -146,15 +138,6 @@ def test_equivalent_better_worse() -> None:
     swapped = row(compared([*runs_of("bf16_mixed", far), *runs_of("fp32", FP32)],
                            baseline="bf16_mixed"), "fp32")  # fmt: skip
     assert swapped.verdict.word == "better"
-
-
-def test_inconclusive_says_about_how_many_more() -> None:
-    wide = [a + d for a, d in zip(FP32, (0.01, -0.01, 0.012, 0.001, -0.008), strict=True)]
-    found = against_fp32(wide).verdict
-    assert found.word == "inconclusive"
-    assert found.more_seeds is not None
-    assert str(found) == f"inconclusive: about {found.more_seeds} more seeds"
-    assert found.reason.startswith("neither inside the margin of 0.5 points (p=")
 
 
 def test_the_margin_is_the_users() -> None:
@@ -184,28 +167,6 @@ def test_identical_accuracies_are_equivalent_down_to_the_test_sets_grain() -> No
     few = [run_of(n, s, accuracy=0.5, data__test_samples=100)
            for n in ("fp32", "bf16_mixed") for s in (0, 1)]  # fmt: skip
     assert row(compared(few), "bf16_mixed").verdict.word == "inconclusive"
-
-
-def test_several_variants_are_adjusted_together() -> None:
-    """A difference with p = 0.03 alone is none among three: 0.03 x 3 > 0.05."""
-    rng = np.random.default_rng(3)
-    noise = 0.0055 + 0.0047 * np.linspace(-1, 1, 5)  # the 90 % interval reaches over the margin
-    alone = float(stats.ttest_1samp(noise, 0).pvalue)
-    assert 0.05 / 3 < alone < 0.05
-    runs = runs_of("fp32", FP32) + runs_of("bf16_mixed", list(np.add(FP32, noise)))
-    assert row(compared(runs), "bf16_mixed").verdict.word == "better"
-    for name in ("fp16_mixed", "bf16_sr"):
-        runs += runs_of(name, list(np.add(FP32, rng.normal(0, 0.02, 5))))
-    found = compared(runs)
-    variant = row(found, "bf16_mixed")
-    assert variant.verdict.word == "inconclusive"
-    assert "after Holm over 3 variants" in variant.verdict.reason
-    assert any("Holm over 3 variants" in note for note in found.notes)
-    assert variant.difference.interval.low > 0  # the 95 % interval of this variant alone
-    decided = variant.verdict.interval
-    assert decided.low < 0 < decided.high
-    assert decided.high > 0.005
-    assert variant.verdict.level == pytest.approx(1 - 0.05 / 3)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -304,7 +265,6 @@ def test_a_run_done_again_replaces_the_first_and_is_told() -> None:
 @pytest.mark.parametrize(
     ("runs", "skipped", "said"),
     [
-        ([], [], "there is no completed run to compare: no run was named"),
         ([], [Skipped(Path("a"), "is not a folder")], "to compare: a: is not a folder"),
         ([run_of("fp32", 0, **BROKEN)], [], "fp32-0 failed: the loss became nan at step 7"),
         ([], [Skipped(Path(str(i)), "x") for i in range(9)], "0: x; 1: x; 2: x; and 6 more"),
@@ -354,14 +314,6 @@ def test_the_user_names_another() -> None:
         compared(runs, baseline="bf16_mixed")
     said = "there is no such variant; legal: 'fp32', 'bf16_mixed x2'; did you mean 'bf16_mixed x2'?"
     assert said in str(caught.value)
-
-
-def test_labels_that_meet_are_told_apart_by_their_configurations() -> None:
-    runs = [run_of("fp32")]
-    for name, lr in (("a", 0.001), ("b", 0.002)):
-        folder = write_run(Path(name), "bf16_mixed", config=f"train: {{lr: {lr}}}")
-        runs.append(run_of("bf16_mixed", path=folder, variant_hash=name))
-    assert labels(runs) == ["fp32", "bf16_mixed (train.lr=0.001)", "bf16_mixed (train.lr=0.002)"]
 
 
 # ---- splits and notes ----------------------------------------------------------------------------

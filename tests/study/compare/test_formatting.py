@@ -37,14 +37,6 @@ def test_the_label_names_families_of_ops(ops: Sequence[str], shown: str) -> None
     assert substitution_label([summary_of("fp16_mixed", substitutions=substituted(*ops))]) == shown
 
 
-def test_an_emulated_run_is_labelled_as_such_alone() -> None:
-    rows = substituted("aten.mm")
-    assert (
-        substitution_label([summary_of("half_sr_full", execution="emulated", substitutions=rows)])
-        == ""
-    )
-
-
 def test_every_op_that_a_cpu_substitutes_has_a_family() -> None:
     short = {
         str(op).removeprefix("aten.").partition(".")[0]

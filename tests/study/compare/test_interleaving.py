@@ -29,7 +29,6 @@ from mprun.study.compare.times import (
     overlapping,
 )
 from mprun.study.compare.verdicts import compare
-from mprun.study.report import answer, cells
 from mprun.study.trials import interleaved
 from tests.study.compare.folders import run_of, write_run
 
@@ -91,21 +90,6 @@ def test_a_later_variant_of_the_same_seeds_was_not_interleaved_with_the_baseline
     assert by_label["tf32"].no_time_verdict == NOT_INTERLEAVED
 
 
-def test_what_is_withheld_is_said_with_the_remedy() -> None:
-    runs = [
-        at(mode, seed, 61.0 * i, step_ms=10.0 if mode == "fp32" else 5.0 + 0.01 * seed)
-        for i, (mode, seed) in enumerate(orders(3)["mode by mode"])
-    ]
-    found = compared(runs)
-    (note,) = [note for note in found.notes if "no verdict on the times of bf16_mixed" in note]
-    assert "mprun -m with the seed listed first" in note
-    (finding,) = answer.variant_sentences(found)
-    assert "has no verdict on speed (measured 2.00x the samples per s; runs were not" in (finding)
-    assert "times as fast" not in finding
-    assert "times as fast" not in " ".join(answer.headline(found))
-    assert cells.rows(found)[1].ratio == ("0.50x", "as measured")
-
-
 # ---- overlap -------------------------------------------------------------------------------------
 
 
@@ -126,12 +110,6 @@ def test_a_run_of_a_third_variant_beside_a_pair_counts_too_even_if_it_failed() -
         "bf16_mixed": OVERLAPPED,
         "tf32": "",
     }
-
-
-def test_runs_at_one_time_on_different_machines_did_not_share_one() -> None:
-    elsewhere = [at("bf16_mixed", seed, 61.0 * seed, hardware__cores=64) for seed in range(3)]
-    runs = [at("fp32", seed, 61.0 * seed) for seed in range(3)]
-    assert overlapping([*runs, *elsewhere]) == set()
 
 
 def test_a_resumed_run_shared_the_machine_until_its_record_was_written() -> None:

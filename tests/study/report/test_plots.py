@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from mprun.study.compare.comparison import Comparison, Estimate, Run
 from mprun.study.report import canvas
 from mprun.study.report import plots as report_plots
-from mprun.study.report.canvas import DARK, LIGHT, MARKERS, Plot, colour, marker
+from mprun.study.report.canvas import DARK, LIGHT, Plot, colour
 from mprun.study.report.plots import NAMES, draw
 from tests.study.report.compared import HOSTILE, comparison, lines, of_losses
 from tests.study.report.pages import Pages
@@ -75,16 +74,6 @@ def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_n
     assert report_plots.band([]) is None
 
 
-def test_a_long_run_is_thinned(tmp_path: Path) -> None:
-    run = comparison(1, tmp_path, seeds=1).variants[0].runs[0]
-    write_again(run, lines(5000))
-    (losses,), problems = report_plots.read_losses([run])
-    assert problems == []
-    band = report_plots.band([losses.training])
-    assert len(band.x) <= report_plots.MAX_POINTS
-    assert band.width == math.ceil(5000 / report_plots.MAX_POINTS)
-
-
 @pytest.mark.representative(0, 3, 5)
 @pytest.mark.parametrize(
     "text", ["no json\n", "[]\n", '{"kind": "step"\n', "\udcff\n", '"text"\n', "[" * 5000 + "\n"]
@@ -132,82 +121,6 @@ def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) ->
         assert {v.label for v in named} <= shown, name
 
 
-def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]) -> None:
-    line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
-    for name, plot in ten.items():
-        width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
-        drawing = ElementTree.fromstring(plot.svg)
-        _, _, wide, high = map(float, drawing.get("viewBox", "").split())
-        around = 2 * canvas.MARGIN_IN
-        assert width == pytest.approx((wide / 72 + around) * canvas.PNG_DPI, abs=2), name
-        assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
-
-
-def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
-    def draw_one() -> Any:
-        made, (axes,) = canvas.panels(1)
-        axes.plot([1, 2], label="parameters")
-        axes.set_title("panel")
-        canvas.legend_above(made, axes)
-        return made
-
-    files = canvas.picture_files("x", "a title", "a caption", draw_one)
-    root = ElementTree.fromstring(files["x.svg"].decode())
-    heights = {"".join(e.itertext()): height(e) for e in root.iter() if e.tag.endswith("text")}
-    order = ["a title", "parameters", "panel", "a caption"]
-    assert sorted(order, key=heights.__getitem__) == order
-    assert heights["parameters"] - heights["a title"] > canvas.FRAME_POINTS
-    assert heights["panel"] - heights["parameters"] > canvas.FRAME_POINTS
-
-
-def height(element: ElementTree.Element) -> float:
-    """The y coordinate of a text in an SVG, downwards."""
-    moved = re.search(r"translate\(\S+ (\S+)\)", element.get("transform", ""))
-    return float(moved[1] if moved else element.get("y", "nan"))
-
-
-def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
-    assert "tf32 (emulated): worse" in texts(ten["difference"])
-    index = [v.label for v in comparison(10).variants].index("tf32")
-    line = f"stroke: var(--series-{index})"
-    hollow = [x for x in markers(ten["metric-time"]) if line in x and "fill: var(--paper)" in x]
-    assert hollow
-    assert not [
-        x for x in markers(ten["metric-time"]) if line in x and f"fill: var(--series-{index})" in x
-    ]
-    assert "Hollow" in said(ten["metric-time"])
-
-
-def markers(plot: Plot) -> list[str]:
-    root = ElementTree.fromstring(plot.svg)
-    return [e.get("style", "") for e in root.iter() if e.tag.endswith("use")]
-
-
-def test_axes_have_titles_with_units(ten: dict[str, Plot]) -> None:
-    for name, title in {
-        "metric-time": "time per step (ms)",
-        "difference": "(percentage points)",
-        "loss": "optimizer step",
-    }.items():
-        assert title in texts(ten[name]), name
-    assert "test accuracy (%)" in texts(ten["metric-time"])
-
-
-def test_drawings_have_no_colour_of_their_own(ten: dict[str, Plot]) -> None:
-    for plot in ten.values():
-        root = ElementTree.fromstring(plot.svg)
-        for element in root.iter():
-            for value in element.attrib.values():
-                assert not [
-                    c for c in value.split() if c.startswith("#") and element.tag[-3:] != "use"
-                ]
-                assert "rgb" not in value
-        assert root.get("role") == "img"
-        assert not [
-            e for e in root.iter() if e.tag.endswith(("style", "metadata", "script", "image"))
-        ]
-
-
 def test_batch_sizes_that_differ_are_drawn_over_epochs(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     for run in found.variants[1].runs:
@@ -225,13 +138,6 @@ def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
 
 def _failing() -> Any:
     raise RuntimeError("inside")
-
-
-def test_a_user_s_settings_do_not_reach_the_drawings(tmp_path: Path) -> None:
-    found = comparison(1, tmp_path)
-    plain = draw(found, ["loss"])
-    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
-        assert draw(found, ["loss"]) == plain
 
 
 # ---- what runs do not have -----------------------------------------------------------------------
@@ -275,13 +181,6 @@ def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
     drawn = plots(change(comparison(2, tmp_path)), *expected)
     for plot, text in expected.items():
         assert text in said(drawn[plot])
-
-
-def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
-    drawn = plots(comparison(2, tmp_path, seeds=1), "difference", "metric-time")
-    assert "One pair has no interval." in drawn["difference"].caption
-    assert "95 %" not in drawn["metric-time"].caption
-    assert "n = 1 seed." in drawn["metric-time"].caption
 
 
 def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -329,9 +228,3 @@ def test_text_and_series_stand_out_from_the_page(theme: dict[str, str]) -> None:
         assert contrast(theme[text], theme["wash"]) >= 4.5
     for index in range(1, 10):
         assert contrast(colour(index, theme), theme["paper"]) >= 3
-
-
-def test_colour_and_marker_together_name_ninety_variants() -> None:
-    pairs = {(colour(i), marker(i)) for i in range(1, 91)}
-    assert len(pairs) == 90
-    assert len({marker(i) for i in range(10)}) == len(MARKERS) == 10

@@ -6,14 +6,12 @@ import csv
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval
 from mprun.study.report import answer, exports
 from mprun.study.report.comparison_report import footer
 from mprun.study.report.exports import page
 from tests.each import each
-from tests.study.compare.test_equal_quality import planted, power, slowed
 from tests.study.report.compared import comparison
 
 
@@ -104,11 +102,3 @@ def test_the_files_for_programs_have_the_figures() -> None:
     assert plain[0]["equal_quality"] is None
     assert plain[1]["equal_quality"]["time_ratio"]["value"] == 1.0
     assert plain[1]["equal_quality"]["tolerance"] == 0.02
-
-
-def test_planted_records_have_the_sentence_and_a_healthy_mode_has_none(tmp_path: Path) -> None:
-    said = answer.headline(planted(tmp_path / "slowed", slowed))
-    assert any(sentence.startswith("bf16_mixed buys nothing: it trains 1.20 ") for sentence in said)
-    healthy = answer.headline(planted(tmp_path / "power", power))
-    assert any("bf16_mixed keeps the accuracy, trains 1.20 times as fast" in s for s in healthy)
-    assert not any("nothing" in sentence for sentence in healthy)

@@ -327,13 +327,6 @@ def test_settings_beside_the_precision_run_too(
         assert any(word in text for word in clipped) or "no equivalent: clipping" in text
 
 
-def test_rounding_of_every_result_is_named_as_missing() -> None:
-    answer = answer_of("half_sr_full", "execution=emulated")
-    for text in snippets(answer).values():
-        assert "# no equivalent: rounding of every result" in text
-        assert "# no equivalent: it was measured with emulated arithmetic" in text
-
-
 def test_text_of_a_record_stays_text(folder: Path) -> None:
     hostile = ('"""\nimport os\nraise SystemExit', "a\\", "# \x1b[31m")
     answer = dataclasses.replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from mprun.records.layer_values import guard_layers, layer_values
 from mprun.records.reader import load_yaml
-from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary, TimeBudget
+from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary
 from mprun.study.report import tables
 from tests.schema import conforms
 from tests.summaries import example, set_fields
@@ -74,15 +73,6 @@ def test_the_header_says_what_is_about_to_run() -> None:
     ]
 
 
-def test_the_header_says_what_is_emulated_and_tf32() -> None:
-    summary = copy.deepcopy(example())
-    summary.execution = "emulated"
-    summary.effective.tf32 = True
-    head = tables.header(summary)
-    assert "(emulated)" in head[0]
-    assert head[1].endswith(", tf32")
-
-
 @pytest.mark.parametrize("source", ["local", "download", "generated"])
 def test_the_data_are_never_shown_without_their_source(source: str) -> None:
     summary = example()
@@ -116,18 +106,6 @@ def test_the_result_shows_the_figures() -> None:
     assert "mnist in bf16_mixed x2" in shown(summary)
 
 
-def test_the_line_of_times_leaves_out_what_has_no_weight() -> None:
-    summary = example()
-    assert tables.time_line(summary) == "time: 6.25 s"
-    seconds = {"data": 0.4, "evaluation": 1.2, "metrics": 0.01, "logging": 0.0, "checkpoints": 0.09}
-    summary.time_budget_s = TimeBudget(compute=9.5, start_up=1.1, **seconds)
-    summary.wall_time_s = 12.3
-    assert tables.time_line(summary) == (
-        "time: 12.3 s = compute 9.5, data 0.4, evaluation 1.2, checkpoints 0.1, start-up 1.1"
-    )
-    assert tables.time_line(unmeasured()) == "time: 0.00 s"
-
-
 def test_scores_of_a_part_of_the_samples_are_labelled() -> None:
     summary = example()
     summary.test.samples = 1_024
@@ -155,15 +133,6 @@ def test_a_broken_loss_and_an_emulated_step_time_are_shown() -> None:
     assert row(summary, "training loss") == "nan"
     assert row(summary, "test loss") == "inf"
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
-
-
-def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
-    summary = example()
-    set_fields(summary, step_time_ms={"median": 7.0, "p10": 7.0, "p90": 7.0, "n": 1, "warmup": 3})
-    assert row(summary, "step time") == "7.00 ms, one step, 3 warm-up"
-    assert "cut off" not in str(row(summary, "training loss"))
-    summary.history[-1].train.samples = 1024
-    assert str(row(summary, "training loss")).endswith("(epoch cut off after 1,024 samples)")
 
 
 # The guard: a bounded line, and the file in full
@@ -206,14 +175,6 @@ def test_the_guard_s_line_names_layers_and_products() -> None:
         "3 steps), head (grad_input in 2 steps)"
     )
     assert second.startswith("'precision.layers_file=out puts/guard_layers.yaml', in place of")
-
-
-def test_the_guard_s_line_is_bounded() -> None:
-    line = tables.guard_lines(
-        guarded("promote", *((f"f{n}", "forward") for n in range(8))), FOLDER
-    )[0]
-    assert line.startswith("guard: promoted 8 products of 8 layers: f0 (")
-    assert line.endswith("f4 (forward in 5 steps) and 3 more")
 
 
 def test_the_guard_s_file_has_the_formats_that_a_layer_had() -> None:

@@ -17,7 +17,7 @@ import mprun
 from mprun.cli.main import main
 from mprun.inspect.replay import read_step
 from mprun.records.run_record import read_summary
-from mprun.train.observe.observed_record import LastPart, last_steps
+from mprun.train.observe.observed_record import LastPart
 from mprun.watch.nonfinite.step_replay import replay
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -126,10 +126,6 @@ def test_what_counts_as_dead(losses: list[float | None], skipped: Any, fails: bo
     for step, loss in enumerate(losses, start=1):
         last.add(step, loss, step in skipped)
     assert bool(last.failure()) == fails
-
-
-def test_the_last_part_is_a_tenth_and_at_least_twenty_steps() -> None:
-    assert [last_steps(n) for n in (0, 7, 20, 200, 201, 1000)] == [0, 7, 20, 20, 21, 100]
 
 
 def test_a_loss_that_rises_late_is_worse(

@@ -16,7 +16,6 @@ import mprun
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.observe.observe import Observation
-from mprun.train.observe.observed_record import samples_of, split_of
 from tests.run.clock import Clock
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -311,19 +310,6 @@ def test_without_memory_only_what_outlives_a_step_is_counted(tmp_path: Path) -> 
     assert (row.peak, row.activations) == (None, None)
 
 
-def test_compare_reads_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in (0, 1):
-        for loop in (plain, autocast):
-            trained(loop, "tied", tmp_path / f"{loop.__name__}{seed}", seed=seed)
-    assert main(["compare", str(tmp_path)]) == 0
-    table = capsys.readouterr().out
-    assert "bf16_mixed" in table
-    content = json.loads((tmp_path / "comparison.json").read_text())
-    assert content["baseline"] == "fp32"
-    assert [v["label"] for v in content["variants"]] == ["fp32", "bf16_mixed"]
-    assert content["variants"][1]["difference"] is not None
-
-
 def test_compare_reads_a_loop_that_logs_nothing(tmp_path: Path) -> None:
     for seed in (0, 1):
         trained(accumulated, "tied", tmp_path / f"run{seed}", seed=seed, name="silent")
@@ -465,23 +451,3 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
             run.log(loss=torch.ones(2))
         model(torch.ones(1, 2)).mean().backward()
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("loss", ("train", "loss")),
-        ("val_loss", ("validation", "loss")),
-        ("eval/accuracy", ("validation", "accuracy")),
-        ("test_f1", ("test", "f1")),
-        ("valley_depth", ("train", "valley_depth")),
-        ("test_", ("train", "test_")),
-    ],
-)
-def test_prefixes_name_the_split(name: str, split: tuple[str, str]) -> None:
-    assert split_of(name) == split
-
-
-def test_samples_are_the_first_dimension_of_the_first_tensor() -> None:
-    assert samples_of((None, {"ids": [torch.ones(5, 3)]})) == 5
-    assert samples_of({"x": torch.tensor(1.0)}) == 0

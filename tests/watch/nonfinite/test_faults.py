@@ -135,21 +135,6 @@ def test_an_overflow_in_a_named_layer_s_forward_pass() -> None:
     assert "parameter first.weight" in e.reached
 
 
-def test_an_overflow_of_autocast_s_cast_is_the_cast_s() -> None:
-    model = stack()
-    nn.init.constant_(model.last.weight, 1e5)
-    optimizer = SGD(model.parameters(), lr=0.0)
-    with fp_exceptions(model, optimizer) as found:
-        with torch.autocast("cpu", torch.float16):
-            output = model(X)
-        output.float().mean().backward()
-        optimizer.step()
-    e = found.findings[0]
-    assert (e.op, e.phase, e.module, e.kind) == ("_to_copy", "forward", "last", "overflow")
-    assert [(x.dtype, x.high) for x in e.inputs] == [("float32", 1e5)]
-    assert e.outputs[0].dtype == "float16"
-
-
 def test_an_overflow_in_a_region_of_op_lists() -> None:
     caster = OpListCaster(op_lists(lower=["linear"], fp32=["softmax"]), torch.float16)
     model = stack()
@@ -311,20 +296,6 @@ def test_of_a_chain_of_products_the_first_overflow_is_named(
         expected.append(("backward", str(len(factors) - 1 - backward)))
     assert [(e.phase, e.module) for e in found.findings] == expected
     assert {e.kind for e in found.findings} <= {"overflow"}
-
-
-# ---- the loss and the scale ----------------------------------------------------------------------
-
-
-def test_an_overflow_in_the_loss() -> None:
-    def loss(output: Tensor) -> Tensor:
-        return (output.half() * 1e3).square().mean()
-
-    e = train(stack(), loss=loss).findings[0]
-    assert (e.op, e.phase, e.module, e.kind) == ("pow", "other", "", "overflow")
-    assert e.location is not None
-    assert e.location.endswith(line_of(loss, "square()"))
-    assert "the loss" in e.reached
 
 
 # ---- the optimizer -------------------------------------------------------------------------------

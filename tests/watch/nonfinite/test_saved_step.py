@@ -165,17 +165,6 @@ def test_a_parameter_that_is_returned_gets_no_lasting_hook() -> None:
         assert not model.scale._backward_hooks
 
 
-def test_gradients_of_all_backward_passes_are_saved() -> None:
-    model = nn.Linear(2, 1)
-    with capturing(model) as capture:
-        out = model(torch.ones(1, 2))
-        out.sum().backward(retain_graph=True)
-        (3 * out).sum().backward(create_graph=True)
-        capture.save(FILE, 1, "x")
-        (arrived,) = read_step(FILE).calls[0].output_grads
-        assert [g.item() for g in arrived] == [1, 3]
-
-
 def test_a_parameter_of_another_kind_is_refused() -> None:
     model = nn.Linear(2, 1)
     with capturing(model) as capture:

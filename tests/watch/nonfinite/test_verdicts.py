@@ -121,23 +121,6 @@ def test_a_computed_infinity_that_serves_as_a_mask_is_absorbed(mask: Mask) -> No
     assert all(e.reached == () for e in found.absorbed)
 
 
-def test_a_mask_that_is_a_buffer_is_no_news() -> None:
-    class Kept(Attention):
-        def __init__(self) -> None:
-            super().__init__(lambda scores: scores + self.causal)
-            self.register_buffer("causal", torch.full((LENGTH, LENGTH), -INF).triu(1))
-
-    assert sum(train(Kept()).counts.values()) == 0
-
-
-def test_a_row_that_is_masked_whole_is_where_the_nan_begins() -> None:
-    def whole(scores: Tensor) -> Tensor:
-        return scores.masked_fill(torch.ones_like(HIDDEN), -INF)
-
-    e = train(model_with(whole), scale=1.0, monitor=1).findings[0]
-    assert (e.op, e.kind, e.module, e.phase) == ("_softmax", "invalid", "0", "forward")
-
-
 def test_a_mask_beside_a_fault_is_not_blamed() -> None:
     """Both go into the same softmax; the overflow's infinity is positive."""
 
