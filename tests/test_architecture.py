@@ -121,11 +121,3 @@ def test_a_module_name_and_a_class_name_stand_for_one_thing() -> None:
                 places[f"class {node.name.lstrip('_')}"].append(path)
     repeated = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert {*repeated} <= OF_EACH_TRAINER
-
-
-@pytest.mark.parametrize(
-    ("word", "most"), [("chosen", 40), ("found", 250), ("told", 20), ("words", 40)]
-)
-def test_private_words_stay_rare(word: str, most: int) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in house.sources().values())
-    assert len(re.findall(rf"\b{word}\b", text, re.IGNORECASE)) <= most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import json
 import subprocess
 import sys
@@ -122,13 +121,6 @@ def test_verbose_shows_all_of_it_and_the_short_form_counts_what_it_leaves_out(
     assert short.splitlines()[-1].endswith("all figures with --verbose")
 
 
-def test_a_path_wins_over_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep("compare.margin=0.01")
-    assert main(["compare", "compare.margin=0.01", "compare.report=false"]) == 0
-    assert "bf16_mixed" in capsys.readouterr().out
-    assert main(["compare", "compare.margin=*", "compare.report=false"]) == 0
-
-
 def test_settings_reach_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     write_sweep()
     words = [
@@ -142,13 +134,6 @@ def test_settings_reach_the_comparison(capsys: pytest.CaptureFixture[str]) -> No
     assert "inconclusive" not in out  # the example's validation accuracies are all the same
     assert main(["compare", *words]) == 0
     assert "inconclusive" in capsys.readouterr().out
-
-
-def test_a_label_with_a_blank_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep(**{"fp32": ACCURACIES["fp32"], "fp32 x2": ACCURACIES["fp32"]})
-    for word in ("compare.baseline=fp32 x2", "compare.baseline='fp32 x2'"):
-        assert main(["compare", "sweep", word, "compare.report=false"]) == 0
-        assert "by default" not in capsys.readouterr().out
 
 
 # ---- fail_if -------------------------------------------------------------------------------------
@@ -189,46 +174,6 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
 
 
 # ---- artefacts -----------------------------------------------------------------------------------
-
-
-def everything_said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What the terminal and each file of the report say."""
-    assert main(["compare", "sweep", "--verbose"]) == 0
-    files = {name: Path("sweep", f"comparison.{name}") for name in ("md", "csv", "json")}
-    files["html"] = Path("sweep/report.html")
-    texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    plain = {
-        name: html.unescape(text.replace("\\", "")).replace("\u00a0%", " %")
-        for name, text in texts.items()
-    }
-    return {**plain, "terminal": capsys.readouterr().out}
-
-
-def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """30,000 faults of 0.6 us are 18 of fp32's 40 ms: bf16 buys 2 of 22 ms, not 20 of 40."""
-    steps = {"fp32": (40.0, 30_000), "bf16_mixed": (20.0, 0)}
-    for variant, (ms, faults) in steps.items():
-        for seed, accuracy in enumerate(ACCURACIES[variant]):
-            changes = {"page_faults_per_step": faults, "hardware__page_fault_us": 0.6}
-            changes |= {"accuracy": accuracy, "step_ms": ms * (1 + 0.001 * seed)}
-            write_run(Path(f"sweep/{variant}-{seed}"), variant, seed, **changes)
-    said = everything_said(capsys)
-    for place in ("terminal", "md", "html", "json", "csv"):
-        assert "page faults take 45 % of fp32's step and 0 % of bf16_mixed's" in said[place], place
-        assert "times as fast" not in said[place], place
-    for place in ("terminal", "md", "html", "json"):
-        assert "run again with speed=auto" in said[place], place
-    assert "warning: no verdict on the times of bf16_mixed" in said["terminal"]
-    for place in ("terminal", "md"):
-        assert "No variant was shown to keep the accuracy of fp32 and to be faster" in said[place]
-    variant = json.loads(said["json"])["variants"][1]
-    assert variant["step_time_ratio"]["value"] == pytest.approx(0.5)
-    assert variant["step_time_ratio"]["interval"] is None
-    (artefact,) = variant["artefacts"]
-    assert artefact["cause"] == "page_faults"
-    assert artefact["step_time_ratio"] == pytest.approx(20 / 22, rel=0.01)
 
 
 # ---- what it refuses -----------------------------------------------------------------------------

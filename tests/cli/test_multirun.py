@@ -112,15 +112,6 @@ def test_a_folder_of_ones_own_configs() -> None:
     assert ["lr: 0.25" in text for text in rates] == [False, True]
 
 
-def test_sweeps_of_one_can_follow_each_other() -> None:
-    assert main(QUICK) == 0
-    assert [run.name for run in runs()] == ["0"]
-    assert read_summary(runs()[0]).status == "completed"
-    assert main(QUICK) == 0
-    assert main(["recipe=linear", "train.max_steps=3", "run.dir=run"]) == 0
-    assert len(list(Path("outputs").glob("*/*/0/summary.json"))) == 2
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:

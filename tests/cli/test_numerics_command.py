@@ -360,35 +360,6 @@ def test_weights_are_bit_equal_with_and_without(
 # ---- what it prints and leaves -------------------------------------------------------------------
 
 
-def test_the_terminal_shows_verdicts_and_tables() -> None:
-    made = of_mnist()
-    _, out, err = _saved(*MNIST_IN_FP16)
-    assert "warning" not in err
-    for text in (
-        "data: generated glyphs (generated)",
-        "\nfloat16 and bfloat16 are both good enough. float16 needs no loss scale.\n",
-        f"range or precision: either ({made['verdict']['reason']})",
-        f"loss scale in float16: {made['loss_scale']['need']}",
-        f"the largest loss scale that fits: {made['loss_scale']['reason']}",
-        "powers of two tried",
-        "loss scales, in float16",
-        "published",
-        "3 of 23 rows, the worst first",
-        "share of updates that would be lost",
-        "all weights",
-        "inspected 2 of 4 steps, 0 of them skipped\nwritten: run/numerics.json",
-    ):
-        assert text in out, text
-
-
-def test_the_file_says_what_was_looked_at_and_where() -> None:
-    made = found(*MNIST, "precision=bf16_mixed", "seed=3")
-    assert made["schema_version"] == 2
-    assert (made["recipe"], made["precision"], made["seed"]) == ("mnist", "bf16_mixed", 3)
-    assert (made["execution"], made["data"]["source"]) == ("native", "generated")
-    assert (made["steps"], made["skipped"], made["ended"]) == ([2, 4], [], None)
-
-
 # ---- runs that end early -------------------------------------------------------------------------
 
 DIVERGES = ["precision=fp32", "train.lr=1e15", "recipe=linear", "device=cpu"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -165,21 +164,6 @@ def test_a_class_of_several_with_its_parameters(capsys: pytest.CaptureFixture[st
     assert mprun("recipe=sizes.py") == 2
     path = Path("sizes.py").absolute()
     assert f"recipe={path}:Small, recipe={path}:Large" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("trace", "trace.json"),
-        ("memory", "memory.json"),
-        ("numerics numerics.warmup=1 numerics.steps=2 numerics.plots=false", "numerics.json"),
-        ("search-ops search_ops.warmup_steps=1 search_ops.batches=1", "search_ops.json"),
-    ],
-)
-def test_commands_that_inspect_a_step(command: str, file: str) -> None:
-    assert mprun(*command.split(), "recipe=sizes.py:Small", "run.dir=r") == 0
-    content = json.loads(Path("r", file).read_text(encoding="utf-8"))
-    assert content["recipe"] == "sizes"
 
 
 def test_a_sweep_is_resumed_from_another_folder(

@@ -13,7 +13,7 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import options
-from mprun.config.settings import modes, variants
+from mprun.config.settings import variants
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
@@ -23,7 +23,6 @@ from mprun.records.mode_names import (
     KERAS_NAMES,
     LIGHTNING_NAMES,
     MEANT,
-    mode_hint,
     own_label,
 )
 from mprun.records.run_config import variant_hash
@@ -88,15 +87,6 @@ def test_a_name_that_fits_several_modes_is_answered_with_each_and_what_it_is(wor
         assert re.search(rf"'{mode}' \(.{re.escape(what)}\)", str(error.value))
 
 
-def test_every_mode_that_a_name_may_mean_exists() -> None:
-    assert {mode for meant in MEANT.values() for mode in meant} <= {*modes()}
-
-
-def test_a_suggestion_is_legal_where_it_is_made() -> None:
-    assert mode_hint("bf16", ["fp32", "bf16_sr"]).endswith("'bf16_sr'?")
-    assert mode_hint("bf16", ["fp32"]) == mode_hint("zebra", modes()) == ""
-
-
 def test_a_mode_of_one_s_own_under_such_a_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision/bf16-mixed.yaml").write_text("name: mine\n", encoding="utf-8")
@@ -147,13 +137,6 @@ def test_a_preset_can_name_it(name: str, tmp_path: Path) -> None:
 def test_a_sweep_runs_it_once(listed: str, once: list[str]) -> None:
     found = combinations([parse(f"precision={listed}")])
     assert found == [(f"precision={name}",) for name in once]
-
-
-def test_a_sweep_over_every_mode_runs_it_once() -> None:
-    assert "fp16_sr" not in modes()
-    every = [combination for (combination,) in combinations([parse("precision=glob(*)")])]
-    assert len(every) == len(modes())
-    assert "precision=half_sr" in every
 
 
 def test_a_study_calls_it_half_sr() -> None:

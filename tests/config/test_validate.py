@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from msgspec import Meta
 
 from mprun.config import Config, compose
 from mprun.config.reference import leaves, range_text
@@ -81,19 +80,6 @@ def test_a_range_ends_where_it_says(key: str) -> None:
         with pytest.raises(UsageError) as caught:
             check(with_value(key, value))
         assert str(caught.value) == f"{key}={value}: legal is {range_text(NUMBERS[key])}"
-
-
-@pytest.mark.parametrize(
-    ("allowed", "text"),
-    [
-        (Meta(gt=0), "above 0"),
-        (Meta(ge=0), "0 or more"),
-        (Meta(ge=1, le=2**31 - 1), "1 or more and at most 2147483647"),
-        (Meta(ge=0, lt=1), "0 or more and below 1"),
-    ],
-)
-def test_a_range_in_words(allowed: Meta, text: str) -> None:
-    assert range_text(allowed) == text
 
 
 @pytest.mark.parametrize("limit", ["epochs", "max_steps", "max_time_s"])
@@ -321,11 +307,6 @@ def test_a_password_does_not_get_into_a_record() -> None:
     message = refusal("logger.uri='postgresql://me:secret@host/db'")
     assert "secret" not in message
     assert "MLFLOW_TRACKING_PASSWORD" in message
-
-
-def test_tags() -> None:
-    words = ["recipe=linear", "logger=mlflow", "logger.tags.team=vision", "logger.tags.n=5"]
-    assert compose(words).config.logger.tags == {"team": "vision", "n": "5"}
 
 
 def test_the_folder_of_a_resumed_run_does_not_decide_where_figures_go() -> None:

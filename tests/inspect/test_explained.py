@@ -132,13 +132,6 @@ def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> N
     assert message.endswith("(most of the rounding error is from mm)")
 
 
-def test_of_several_ops_the_noisiest_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"is from add\)$"):
-        assert_explained(lambda x: x + 3, draw(8), reference=lambda x: ((x * 1.5) + 100).sub(100))
-    with pytest.raises(AssertionError, match=r"elements fail$"):  # nothing is rounded
-        assert_explained(lambda x: x + 3, draw(()), reference=lambda x: -x)
-
-
 def test_a_kernel_that_adds_up_in_the_dtype_passes_beside_a_reference_that_does() -> None:
     def one_by_one(x: Tensor, w: Tensor, order: int = 1) -> Tensor:
         total = torch.zeros(len(x), w.shape[1], dtype=x.dtype)
@@ -197,14 +190,6 @@ def test_nan_fails_and_infinities_pass_where_the_format_has_no_larger_number() -
 
 def sq(x: Tensor) -> Tensor:
     return x * x
-
-
-def test_several_outputs_are_named() -> None:
-    def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.exp(), 1.1 * x
-
-    with pytest.raises(AssertionError, match=r"^output 1\["):
-        assert_explained(kernel, draw(8), reference=lambda x: (x.exp(), x))
 
 
 def test_it_changes_no_random_numbers() -> None:

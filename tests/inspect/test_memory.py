@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ElementTree
-from itertools import pairwise
 from typing import Any
 
 import matplotlib.image
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.inspect.measurement_plots import SHADED, memory_plot, stretches, thinned
+from mprun.inspect.measurement_plots import SHADED, memory_plot, thinned
 from mprun.inspect.memory import (
     NAMES,
     MemoryRecord,
@@ -200,10 +199,3 @@ def test_thinning_keeps_the_largest_of_each_stretch(rows: list[list[int]], point
     assert max(totals[shown]) == max(totals)
     if len(rows) <= points:
         assert shown == list(range(len(rows)))
-
-
-@given(st.lists(st.sampled_from(PHASES), min_size=1))
-def test_stretches_cover_every_op(phases: list[str]) -> None:
-    parts = list(stretches(phases))
-    assert [p for phase, start, stop in parts for p in [phase] * (stop - start)] == phases
-    assert all(a[0] != b[0] and a[2] == b[1] for a, b in pairwise(parts))

@@ -192,22 +192,6 @@ def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() ->
     assert math.isfinite(measured.kept(("exp",)).loss_difference)
 
 
-def test_everything_in_float32_is_float32() -> None:
-    measured = measured_with(exp)
-    plan = measured.candidates.kept(list(measured.candidates.names))
-    result = measured.probe.measure(plan)
-    assert (result.loss_difference, result.gradients_db) == (0.0, math.inf)
-    assert result.worst_db == math.inf
-
-
-def test_progress_is_reported() -> None:
-    texts: list[str] = []
-    measured = measured_with(report=texts.append)
-    assert texts == ["kept high: nothing", "op linear", "op relu"]
-    measured.smallest_ops()
-    assert len(texts) == 3  # no set is measured twice
-
-
 @pytest.mark.parametrize(
     ("measure", "harm"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import mprun.inspect.op_trace
 import mprun.inspect.trace
 from mprun.config import compose
-from mprun.inspect.op_trace import CallStack, LabelledCaster, PythonCall, shipped_op_lists
+from mprun.inspect.op_trace import CallStack, LabelledCaster, shipped_op_lists
 from mprun.inspect.trace import CastRecord, StepTrace, TraceRow, trace, trace_step, typical
 from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
 from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
@@ -323,14 +322,6 @@ def test_each_rule_of_autocast_is_named_once() -> None:
     ]
 
 
-def test_lists_that_leave_the_rest_to_pytorch_say_as_it_is() -> None:
-    calls = CallStack()
-    caster = OpListCaster(op_lists(["mm"], [], first_input=False), BF16, watcher=calls)
-    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
-    found = traced(model, caster, calls, {})
-    assert rules(found.rows) == [("tanh", "as it is"), ("linear", "listed lower")]
-
-
 def test_the_cast_at_the_border_of_a_layer_is_its_policy_s() -> None:
     calls = CallStack()
     caster = OpListCaster(op_lists(["linear"], []), BF16, watcher=calls)
@@ -342,16 +333,6 @@ def test_the_cast_at_the_border_of_a_layer_is_its_policy_s() -> None:
         ("1", "layer policy", 1),
         ("1", "layer policy", 0),
     ]
-
-
-def test_the_innermost_call_runs_and_an_error_in_it_ends_it() -> None:
-    calls = CallStack()
-    with calls.op("outer", "first input"):
-        with contextlib.suppress(ValueError), calls.op("inner", "lower"):
-            assert calls.current() == PythonCall(2, "inner", "listed lower")
-            raise ValueError
-        assert calls.current() == PythonCall(1, "outer", "first input")
-    assert calls.current() is None
 
 
 # ---- labels are what autocast does ---------------------------------------------------------------
@@ -504,34 +485,6 @@ def test_an_input_of_two_ops_is_cast_twice_and_a_weight_of_two_once(
 
 
 # ---- totals --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_reads_one_dtype_and_writes_the_other(dtype: torch.dtype) -> None:
-    ops: list[RecordedOp] = []
-    with OpRecorder(ops.append):
-        X[:3].to(dtype)
-    (cast,) = trace(ops).casts
-    assert cast.bytes == 3 * 4 * (4 + dtype.itemsize)
-    assert (cast.from_dtype, cast.to_dtype) == ("float32", str(dtype).removeprefix("torch."))
-
-
-@pytest.mark.usefixtures("short")
-def test_times_of_rows_are_positive_and_add_up_to_the_totals() -> None:
-    found, step_time_s = trace_step(planned("fashion_mnist", *MODES["hmp"]))
-    totals, rows = found.totals(step_time_s * 1e3), found.rows
-    assert all((row.time_ms > 0) or not row.kernels for row in rows)
-    assert all(cast.time_ms > 0 for row in rows for cast in row.casts)
-    casts_ms = sum(cast.time_ms for row in rows for cast in row.casts)
-    # Sums of some fifty float64 numbers, in another order: a few last bits.
-    rel = 1e-12
-    assert totals.cast_time_ms == pytest.approx(casts_ms, rel=rel)
-    ops_ms = sum(row.time_ms for row in rows)
-    assert totals.time_ms == pytest.approx(ops_ms + casts_ms, rel=rel)
-    assert totals.cast_share == pytest.approx(casts_ms / (step_time_s * 1e3), rel=rel)
-    assert totals.casts == sum(len(row.casts) for row in rows) > 0
-    assert totals.cast_bytes == sum(c.bytes for row in rows for c in row.casts)
-    assert [row.began_ms for row in rows] == sorted(row.began_ms for row in rows)
 
 
 def row(

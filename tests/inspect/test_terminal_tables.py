@@ -151,25 +151,3 @@ def test_a_table_survives_a_narrow_terminal_and_a_pipe(name: str) -> None:
         assert not missing or note, f"{missing} are missing at {width} columns"
         if width == 200 and name != "sweep":
             assert not note
-
-
-def test_what_matters_most_stays_at_60_columns() -> None:
-    text = printed(comparison_table(comparison(10)), 60, is_terminal=True)
-    for heading in ("variant", "points", "verdict"):
-        assert heading in text
-    assert "samples per s" not in text.partition("hidden to fit")[0]
-    assert "step ms" in text.partition("hidden to fit the width: ")[2]
-    step = printed(trace_question.step_table(of_trace().rows), 60, is_terminal=True)
-    assert " ms" in step.partition("\u2500")[0]
-    first = printed(memory_question.category_table(of_memory()), 60, is_terminal=True)
-    assert "fp32" in first
-    assert "bf16_sr" in first.partition("hidden to fit the width: ")[2]
-
-
-def test_a_row_is_a_line_in_a_pipe() -> None:
-    lines = printed(
-        numerics_question.rows_table(of_numerics(), 99), 20, is_terminal=False
-    ).splitlines()
-    assert len(lines) == 4 + 2 * len(LAYERS)
-    assert lines[2].split()[:5] == ["kind", "of", "fp16", "pass", "dB"]
-    assert all(any(name in line for line in lines) for name in LAYERS)

@@ -10,10 +10,8 @@ import msgspec
 from rich.console import Console
 
 from mprun.inspect.trace import (
-    MAX_KINDS,
     PHASES,
     TraceRecord,
-    TraceRow,
     chrome,
     kinds_table,
     step_table,
@@ -112,13 +110,6 @@ def test_kinds_of_ops_are_summed_the_longest_first() -> None:
         "forward linear fp32 lower 1 2.000 2 0.750",
     ]
     assert lines[-1] == "trace.ops=true lists all 10 ops"
-
-
-def test_of_many_kinds_the_rest_is_one_row() -> None:
-    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MAX_KINDS + 3)]
-    lines = shown(kinds_table(msgspec.convert(rows, list[TraceRow])))
-    assert len(lines) == 4 + MAX_KINDS + 2
-    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MAX_KINDS) - 3:.3f}"
 
 
 def test_totals_are_shown_with_their_units() -> None:

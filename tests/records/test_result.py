@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,6 @@ def test_parts_files_and_warnings_come_in_this_order(
     assert err == "late\n"
     assert (tmp_path / "b.bin").read_bytes() == b"\x00"
     assert json.loads(result.json) == {"x": "nan"}
-
-
-def test_without_a_folder_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(Result(None, ["done"], {"a.json": "{}"})) == 0
-    assert capsys.readouterr().out == "done\n"
 
 
 def test_a_file_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -137,18 +131,3 @@ def test_a_notebook_shows_sentences_and_tables_escaped() -> None:
     assert "=cmd|a&lt;i&gt;" in html
     assert "<p>all &amp; every</p>" in html
     assert html.count("<tr>") == 2 + 2 + 1
-
-
-def test_a_notebook_shows_pictures_as_images_with_escaped_captions() -> None:
-    files = {"memory.svg": "<svg/>", "memory.png": b"", "memory.json": "{}"}
-    html = Result(None, [], files, draw=lambda: {"Loss: <b>": "<svg></svg>"})._repr_html_()
-    sources = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
-    assert [b64decode(text) for text in sources] == [b"<svg/>", b"<svg></svg>"]
-    assert "<figcaption>Loss: &lt;b&gt;</figcaption>" in html
-
-
-def test_a_result_in_a_session_is_what_a_pipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
-    result = hostile()
-    show(result)
-    assert f"{result!r}\n" == f"{result}\n"
-    assert f"{result}\n" == capsys.readouterr().out

@@ -11,7 +11,6 @@ from mprun.inspect.check.check_baseline import (
     Baseline,
     BaselineFigure,
     changes,
-    circumstances,
     figures_of,
     read_baseline,
     reference_of,
@@ -143,14 +142,6 @@ def test_another_dtype_of_an_op_and_more_memory_are_warnings(base: Baseline) -> 
     assert [x.kind for x in found] == ["casts_changed", "memory_grew"]
     assert {x.severity for x in found} == {"warning"}
     assert "activations" in found[1].text
-
-
-def test_what_is_not_the_same_is_said(base: Baseline) -> None:
-    other = replace(base, machine="another CPU", versions={**base.versions, "torch": "1.0.0"})
-    said = list(circumstances(base, other))
-    assert said[0].startswith("torch ")
-    assert said[0].endswith("-> 1.0.0")
-    assert said[1].endswith("-> another CPU")
 
 
 def test_modes_that_were_not_checked_stay(base: Baseline) -> None:
