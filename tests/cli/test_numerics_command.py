@@ -213,25 +213,6 @@ def test_the_scale_in_use_is_judged(value: str, word: str) -> None:
     assert (max(h["became_zero"] for h in held) > 0.1) == (word == "too low")
 
 
-def test_rows_are_those_of_the_model_in_its_order() -> None:
-    rows = rows_of(of_mnist())
-    parameters = [f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")]
-    modules = ["0", "1", "2", "3", "4"]
-    assert list(rows) == [
-        *(("weights", p) for p in parameters),
-        *(("activations", m) for m in ["(input)", *modules]),
-        *(("activation_gradients", m) for m in modules),
-        *(("weight_gradients", p) for p in parameters),
-        *(("updates", p) for p in parameters),
-    ]
-    relu = rows["activations", "1"]
-    assert relu["histogram"]["zero"] > 0.2 * 2 * 16 * 16  # structural
-    assert relu["fp16"]["becoming_zero"] == 0
-    assert relu["held"]["dtypes"] == ["float16"]
-    assert rows["weights", "0.weight"]["held"]["dtypes"] == ["float32"]
-    assert rows["updates", "0.weight"]["held"] is None
-
-
 def test_shares_follow_from_the_histogram() -> None:
     made = of_mnist()
     for row in made["rows"]:

@@ -201,12 +201,6 @@ def test_advise_names_the_file_in_the_command_that_it_recommends(
     assert trained("r", *shlex.split(command)).recipe == "tiny"
 
 
-def test_a_multirun_over_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mprun("-m", "recipe=tiny.py,sizes.py:Small", "train.max_steps=2") == 0
-    folder = next(Path("outputs").glob("*/*"))
-    assert [read_summary(folder / n).recipe for n in "01"] == ["tiny", "sizes"]
-
-
 def test_a_run_is_resumed_with_its_file_from_another_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,15 +73,10 @@ def test_a_recipe_in_a_precision_is_a_typed_config(recipe: str, precision: str) 
         ("seed=4294967295", 2**32 - 1),
         ("device=cuda:1", "cuda:1"),
         ("train.lr=1", 1.0),
-        ("train.clip_norm=0.5", 0.5),
-        ("train.scheduler=cosine", "cosine"),
-        ("data.root=a/b-c.d", "a/b-c.d"),
         ("data.root='with space, and ü'", "with space, and ü"),
         ("data.root=null", None),
-        ("preset.loss_must_fall=true", True),
         ("precision.name=123", "123"),
         ("+seed=7", 7),
-        ("++seed=7", 7),
     ],
 )
 def test_a_value_has_its_fields_type(override: str, value: object) -> None:
@@ -216,18 +211,13 @@ def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
     ("text", "fragments"),
     [
         ("recipe: {name: [\n", ["own.yaml", "line 2"]),
-        ("\trecipe: 3\n", ["own.yaml", "line 1"]),
         ("- 1\n- 2\n", ["In 'recipe/own'", "list is not a subclass of RecipeConfig"]),
-        ("3\n", ["recipe=own", "Invalid loaded object type: int"]),
         ("name: own\ntarget: m.M\nnmae: 3\n", ["'nmae'", "did you mean 'recipe.name'?"]),
         ("# @package _global_\ntrain: {lr: abc}\n", ["train.lr is a number", "'abc'"]),
         (OWN_RECIPE + "execution: fast\n", ["'execution=fast': execution is one of auto"]),
-        ("# @package _global_\ntrain: null\n", ["In 'recipe/own'", "'train' is not Optional"]),
         (OWN_RECIPE + "seed: ${nope}\n", ["seed is a whole number", "'nope' not found"]),
-        ("# @package nope\nname: own\n", ["In 'recipe/own'", "'nope'", "see mprun --help"]),
         ("defaults:\n  - nope\n", ["In 'recipe/own'", "Could not load 'recipe/nope'"]),
         ("name: own\ntarget: m.M\n", ["the run would never end", "set train.epochs"]),
-        ("", ["recipe.name is a text", "Missing"]),
         ("\udcff\0", ["own.yaml is not a valid configuration (line 1: not text (UTF-8))"]),
     ],
 )
@@ -265,9 +255,6 @@ def test_a_config_dir_that_is_none_is_refused(name: str, reason: str) -> None:
     ("overrides", "message"),
     [
         (["seed=abc", "seed=1"], "'seed=abc': seed is a whole number"),
-        (["seed=1", "seed=abc"], "'seed=abc': seed is a whole number"),
-        (["++seed=abc"], "'++seed=abc': seed is a whole number"),
-        (["train.epochs=x"], "'train.epochs=x': train.epochs is a whole number, or null"),
         (
             ["execution=nativ"],
             "'execution=nativ': execution is one of auto, native, emulated; did you mean 'native'?",

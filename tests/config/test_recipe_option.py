@@ -90,13 +90,9 @@ def test_an_edited_file_counts_at_the_next_composition() -> None:
         ('{"train.lrr": 1}', ["DEFAULTS['train.lrr'] = 1", "did you mean 'train.lr'?"]),
         ('{"train.lr": "x"}', ["DEFAULTS['train.lr'] = 'x'", "train.lr is a number"]),
         ('{"train.batch_size": 0}', ["my.py: DEFAULTS: train.batch_size=0", "legal is 1 or more"]),
-        ('{"train.batch_size": 2.5}', ["train.batch_size is a whole number"]),
-        ('{"train.scheduler": "cosin"}', ["one of none, linear, cosine", "did you mean 'cosine'?"]),
         ('{"precision": "bf16_mixed"}', ["DEFAULTS['precision']", "on the command line"]),
         ('{"run.dir": "x"}', ["DEFAULTS['run.dir']", "legal keys are fields of train"]),
-        ("{3: 4}", ["DEFAULTS[3] = 4", "legal keys"]),
         ("[1]", ["line 3: DEFAULTS is read without running the file", "dictionary"]),
-        ("dict(lr=1)", ["line 3: DEFAULTS is read without running the file"]),
         ('{"train.lr": 1 / 3}', ["line 3: DEFAULTS is read without running the file"]),
     ],
 )

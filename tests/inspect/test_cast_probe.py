@@ -452,21 +452,6 @@ def test_a_module_whose_code_asks_for_training_trains_and_dropout_drops_nothing(
     assert model.drop.training
 
 
-class DropsByFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.dropout(x, 0.5, self.training))
-
-
-def test_a_module_that_drops_by_a_function_of_its_mode_does_not() -> None:
-    model, x = DropsByFunction(), torch.randn(8, 6)
-    with ready(model):
-        assert torch.equal(model(x), model.last(x))
-
-
 def test_random_numbers_of_a_model_are_the_same_in_each_pass() -> None:
     measured = probe(Casting(lambda x: x + torch.randn_like(x)))
     assert measured.measure(CastPlan(NoCaster())).worst_db == math.inf

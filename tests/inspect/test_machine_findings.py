@@ -208,14 +208,10 @@ def test_tf32_switched_off_from_outside() -> None:
     [
         (2.0, 1.8, 2.2, "worth trying"),
         (1.2, 1.01, 1.4, "worth trying"),
-        (1.05, 1.01, 1.09, "no gain"),
         (1.0, 0.95, 1.05, "no gain"),
         (1.0, 0.5, 2.0, "not known"),
-        (1.2, 0.9, 1.5, "not known"),
-        (0.7, 0.3, 1.1, "not known"),
         (0.95, 0.92, 0.98, "no gain"),
         (0.5, 0.4, 0.6, "not for speed"),
-        (0.01, 0.009, 0.011, "not for speed"),
     ],
 )
 def test_a_format_is_judged_by_median_and_interval(

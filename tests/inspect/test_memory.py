@@ -130,32 +130,6 @@ def test_modules_against_those_of_the_first_mode() -> None:
     assert ["(inputs)", "2.00", "2.00", "0 %"] in rows
 
 
-def test_modules_below_a_depth_are_added_up() -> None:
-    modules = [
-        row("", activations=1),
-        row("a", parameters=1),
-        row("a.b", parameters=2),
-        row("a.b.c", gradients=4),
-        row("d.e", parameters=8),
-    ]
-    one = mode("fp32", 1, 1.0, modules=modules)
-    assert lines(module_table(one, one, 1))[-3:] == [
-        ["(root)", "1.00", "1.00"],
-        ["a", "3.00", "4.00", "7.00"],
-        ["d", "8.00", "8.00"],
-    ]
-    assert ["a.b", "2.00", "4.00", "6.00"] in lines(module_table(one, one, 2))
-
-
-def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
-    modules = [row(f"m{n}", parameters=100 + n) for n in range(30)]
-    one = mode("fp32", 1, 1.0, modules=modules)
-    rows = [r for r in lines(module_table(one, one, None)) if r[0][0] == "m" and r[0] != "module"]
-    assert [r[0] for r in rows] == [f"m{n}" for n in range(10, 30)]
-    rest = sum(100 + n for n in range(10))
-    assert lines(module_table(one, one, None))[-1] == ["10 more", f"{rest:,}", f"{rest:,}"]
-
-
 # ---- the picture ---------------------------------------------------------------------------------
 
 

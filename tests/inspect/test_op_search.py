@@ -175,13 +175,6 @@ def test_the_list_makes_training_work_where_everything_lower_does_not() -> None:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def test_a_row_for_each_op_in_the_order_of_the_calls() -> None:
-    measured = measured_with(exp)
-    assert [(r.name, r.calls) for r in measured.ops] == [
-        *(("linear", 2), ("abs", 1), ("add", 1), ("exp", 1), ("sqrt", 1), ("div", 1)),
-    ]
-
-
 def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() -> None:
     measured = measured_with(exp)
     rows = {row.name: row for row in measured.ops}
@@ -198,11 +191,8 @@ def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() ->
         (Deviation(0.005, 99, math.inf, "w", 1), 0.5),
         (Deviation(0.0, 99, 10.0, "w", 1), 1.0),
         (Deviation(0.0, 99, 30.0, "w", 1), 0.1),  # a tenth of the error in amplitude
-        (Deviation(0.02, 99, 20.0, "w", 1), 2.0),
         (Deviation(math.inf, math.nan, math.nan, "", 1), math.inf),
         (Deviation(math.nan, math.nan, math.nan, "", 1), math.inf),
-        (Deviation(0.0, math.nan, math.nan, "w", 1), math.inf),
-        (Deviation(0.0, 99, -math.inf, "w", 1), math.inf),
         (Deviation(0.0, math.inf, math.inf, "w", 1), 0.0),
     ],
 )

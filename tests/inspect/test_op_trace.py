@@ -284,28 +284,6 @@ def test_each_rule_of_op_lists_is_named_once() -> None:
     assert rules(found.rows, "optimizer") == [("add_", "disabled")]
 
 
-def test_each_row_has_the_dtypes_it_ran_in_and_the_casts_made_for_it() -> None:
-    calls = CallStack()
-    found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
-    down, up = ("float32", "bfloat16"), ("bfloat16", "float32")
-    shown = {
-        row.op: (row.dtypes_in, row.dtypes_out, [(c.from_dtype, c.to_dtype) for c in row.casts])
-        for row in found.rows
-        if row.phase == "forward"
-    }
-    low, wide = ["bfloat16"], ["float32"]
-    assert shown == {
-        "mm": (low, low, [down, down]),
-        "softmax": (wide, wide, [up]),
-        "add": (wide, wide, [up]),
-        "mul_": (wide, wide, [up]),
-        "hypot": (low, low, [down]),
-        "float": ([], [], [up]),
-        "exp": (wide, wide, []),
-        "cos": (wide, wide, []),
-    }
-
-
 def test_each_rule_of_autocast_is_named_once() -> None:
     calls = CallStack("autocast: ")
     model = EveryRuleOfAutocast()
@@ -342,27 +320,18 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mm": lambda x: torch.mm(x, x),
     "@": lambda x: x @ x,
     "linear": lambda x: F.linear(x, x),
-    "addmm": lambda x: torch.addmm(x, x, x),
     "bmm": lambda x: torch.bmm(x.view(1, 4, 4), x.view(1, 4, 4)),
     "baddbmm": lambda x: torch.baddbmm(*[x.view(1, 4, 4)] * 3),
-    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
     "conv2d": lambda x: F.conv2d(x.view(1, 1, 4, 4), x.view(1, 1, 4, 4)),
-    "conv_transpose2d": lambda x: F.conv_transpose2d(x.view(1, 1, 4, 4), x.view(1, 1, 4, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
-    "prelu": lambda x: F.prelu(x, x[0, :1]),
     "prod": lambda x: x.prod(),
     "mse_loss": lambda x: F.mse_loss(x, x * 2),
     "huber_loss": lambda x: F.huber_loss(x, x * 2),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
-    "nll_loss": lambda x: F.nll_loss(x, torch.arange(4)),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, x),
-    "cdist": lambda x: torch.cdist(x, x),
-    "trace": lambda x: torch.trace(x),
     "inverse": lambda x: torch.linalg.inv(x),
     "max_pool3d": lambda x: F.max_pool3d(x.repeat(4, 1, 1).view(VIDEO), 2),
-    "avg_pool3d": lambda x: F.avg_pool3d(x.repeat(4, 1, 1).view(VIDEO), 2),
     "softmax": lambda x: F.softmax(x, 1),
-    "log_softmax": lambda x: F.log_softmax(x, 1),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "gelu": lambda x: F.gelu(x),
     "exp": lambda x: x.exp(),
@@ -423,19 +392,14 @@ def changed_between() -> None:
     ("run", "expected"),
     [
         (lambda: (X.bfloat16(), X.bfloat16(), X.bfloat16()), [None, *["cast twice"] * 2]),
-        (lambda: (X.bfloat16(), X.half(), X.double()), [None] * 3),
         (lambda: X.bfloat16().float(), [None, "cast back"]),
         (lambda: X.bfloat16().view(2, 8).t()[:3].float(), [None, "cast back"]),
         (lambda: X.bfloat16().float().bfloat16(), [None, "cast back", "cast back"]),
         (lambda: X.bfloat16().double(), [None] * 2),  # on to a third dtype
         (lambda: X.bfloat16().exp().float(), [None] * 2),  # other numbers
-        (lambda: X.bfloat16().add_(1).float(), [None] * 2),
         (changed_between, [None] * 2),
         (lambda: (X.clone().bfloat16(), X.clone().bfloat16()), [None] * 2),  # equal numbers
         (lambda: (X[:2].bfloat16(), X[2:].bfloat16()), [None] * 2),  # parts of one storage
-        (lambda: (X[:2].bfloat16(), X[:3].bfloat16()), [None] * 2),
-        (lambda: [row.bfloat16() for row in X.unbind()], [None] * 4),
-        (lambda: (X[0].bfloat16(), X[:, 0].bfloat16()), [None] * 2),
         (lambda: (X[:2].bfloat16(), X[::2].bfloat16()), [None] * 2),
         # memory that is freed and given out again
         (lambda: [bool(torch.full((16,), float(i)).bfloat16()[0]) for i in range(20)], [None] * 20),

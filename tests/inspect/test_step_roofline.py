@@ -32,7 +32,6 @@ from mprun.train.machine.doctor_result import (
     Roofline,
     Shape,
     format_verdicts,
-    roofline_parts,
 )
 from tests.schema import conforms
 from tests.train.machine import AVX2_ONLY, examination, measured
@@ -165,31 +164,6 @@ def test_the_record_is_read_back(tmp_path: Path) -> None:
     file.write_text(json.dumps({**asdict(MADE_UP), "roofline": {"recipe": 1}}))
     with pytest.raises(UsageError, match=r"doctor\.json.*recipe"):
         read_json(file, Examination, SCHEMA_VERSION)
-
-
-def test_the_summary_has_the_bound_and_the_share() -> None:
-    none = StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
-    roof = Roofline(
-        recipe="r",
-        precision="fp32",
-        variant="fp32",
-        execution="native",
-        batch_size=8,
-        flops=100_000_000,
-        gflops={"float32": 20.0},
-        least_ms=5.0,
-        step_time_ms=StepTimes(median=10.0, p10=9.0, p90=11.0, n=9, warmup=5),
-        share=0.5,
-        notes=["one", "two"],
-    )
-    text = (
-        "r, fp32, batch 8: a step takes 10 ms (9-11, 9 steps), at least 5 ms, its 0.1 GFLOP at 20 "
-        "GFLOP/s (float32): it reaches 50 % of the roof"
-    )
-    assert [*roofline_parts(roof)] == [text, "one", "two"]
-    assert next(roofline_parts(replace(roof, step_time_ms=none, share=None))) == (
-        "r, fp32, batch 8: a step takes at least 5 ms, its 0.1 GFLOP at 20 GFLOP/s (float32)"
-    )
 
 
 # ---- formats of 8 bits or fewer ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from mprun.records.console import print_table, print_text
+from mprun.records.console import print_table
 from mprun.records.console.fitted_table import (
     FittedTable,
     figure_column,
@@ -66,16 +66,6 @@ def test_text_in_brackets_is_no_markup() -> None:
     made = FittedTable("[b]t[/b]", text_column("[red]h"))
     made.add_row("[red]a[/red]")
     assert shown(made, 80)[1:] == ["[b]t[/b]", "[red]h", "\u2500" * 12, "[red]a[/red]"]
-
-
-def test_sentences_are_broken_on_a_terminal_alone() -> None:
-    for is_terminal, count in ((True, 4), (False, 1)):
-        console = Console(file=io.StringIO(), width=20, force_terminal=is_terminal)
-        print_text(console, SENTENCE)
-        assert isinstance(console.file, io.StringIO)
-        lines = console.file.getvalue().splitlines()
-        assert " ".join(lines) == SENTENCE
-        assert len(lines) == count
 
 
 WORD = st.text("abcdef.0123", min_size=1, max_size=30)
