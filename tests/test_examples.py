@@ -20,7 +20,6 @@ from docs.examples import (
     RULE,
     TERMINAL,
     Example,
-    ExampleError,
     digest,
     examples,
     excerpt,
@@ -232,12 +231,3 @@ def test_a_command_that_fails_leaves_the_block(
     assert page.read_text(encoding="utf-8") == text
     assert tool.main(["word"]) == 2
     assert "legal: answer, long, quick, timed, words" in capsys.readouterr().out
-
-
-def test_a_mark_with_a_mistake_is_refused(page: Path) -> None:
-    page.write_text(PAGE.replace("columns: 77", "colums: 77"), encoding="utf-8")
-    with pytest.raises(ExampleError, match=r"page.md, example: words: .*colums"):
-        list(examples())
-    page.write_text(PAGE.replace("made: 2026-11-21 01234567\n", ""), encoding="utf-8")
-    with pytest.raises(ExampleError, match="the last two with made: DATE"):
-        list(examples())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -98,16 +97,6 @@ def test_the_sessions_cover_what_is_supported(sessions: dict[str, Any], tmp_path
         assert start in session.installed
         assert sessions[f"tests-{name}"].python == python
     assert "--resolution=lowest-direct" in session.installed
-
-
-def test_make_installs_nothing_of_its_own_and_writes_the_report(tmp_path: Path) -> None:
-    for name in (".installed", ".installed-dev"):
-        (tmp_path / name).touch()
-    words = ["make", "-n", "test", f"VENV={tmp_path}", "JUNIT=a.xml"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "pip" not in done.stdout
-    assert f"{tmp_path}/bin/python -m pytest" in done.stdout
-    assert "--junitxml a.xml" in done.stdout
 
 
 def test_a_record_has_this_environment_and_keeps_the_tests(

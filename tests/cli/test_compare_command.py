@@ -90,16 +90,6 @@ def test_where_the_report_goes(
     assert {path.parent for path in new if path.is_file()} == {Path(folder)}
 
 
-def test_no_report_is_left_where_none_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep()
-    before = left()
-    assert main(["compare", "sweep", "compare.report=false"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("No variant was shown to keep the accuracy")  # the answer
-    assert "equivalent" in " ".join(rest)
-    assert left() == before
-
-
 # ---- fail_if -------------------------------------------------------------------------------------
 
 

@@ -122,9 +122,3 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert text in error
     assert "Traceback" not in error
-
-
-def test_a_side_is_saved_only_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "side.json").write_text("{}")
-    assert main(["diff", f"{tmp_path}/side.json", "--save", f"{tmp_path}/other.json"]) == 2
-    assert "is not a run's folder" in capsys.readouterr().err

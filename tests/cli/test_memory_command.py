@@ -82,14 +82,6 @@ def test_every_figure_of_the_file_adds_up() -> None:
         assert mode["fits"] is None
 
 
-def test_one_low_mode_is_set_against_fp32_and_fp32_stands_alone() -> None:
-    _, half = planned("recipe=mnist", "precision=half_sr", QUIET)["modes"]
-    assert half["label"] == "half_sr"
-    Path("plan/memory.json").unlink()
-    (mode,) = planned("recipe=mnist", QUIET)["modes"]
-    assert (mode["label"], mode["ratio"]) == ("fp32", 1.0)
-
-
 def test_what_belongs_to_the_mode_is_not_asked_of_the_one_it_is_set_against() -> None:
     words = ("precision.accum_dtype=float32", "loss_scale=none", "execution=emulated")
     fp32, half = planned("recipe=mnist", "precision=half_sr", *words, QUIET)["modes"]

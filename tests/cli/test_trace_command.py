@@ -13,7 +13,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.watch.step_events import PHASES
-from tests.cli.small import LINEAR, MNIST
+from tests.cli.small import MNIST
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -115,11 +115,6 @@ def test_lists_that_alternate_cost_casts_at_each_change_of_dtype() -> None:
 
 
 # ---- weights and folders -------------------------------------------------------------------------
-
-
-def test_weights_of_a_run_can_be_traced() -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
-    assert traced(*LINEAR, "train.init_from=before", "op_lists=hmp")["totals"]["casts"] == 7
 
 
 # ---- op_lists.verbose ----------------------------------------------------------------------------

@@ -88,14 +88,6 @@ def test_a_value_has_its_fields_type(override: str, value: object) -> None:
     assert type(found) is type(value)
 
 
-def test_resolved_holds_plain_values_and_given_the_users_keys() -> None:
-    result = compose(["recipe=linear", "device=cpu", "train.clip_norm=1", "device=auto"])
-    assert result.resolved["device"] == "auto"
-    assert result.resolved["train"]["clip_norm"] == 1.0
-    assert result.resolved["train"]["optimizer"]["name"] == "sgd"
-    assert result.given == ("recipe", "device", "train.clip_norm", "device")
-
-
 @pytest.mark.parametrize(
     ("recipe", "lr"),
     [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3), ("char_gpt", 1e-3)],

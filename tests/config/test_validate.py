@@ -257,19 +257,6 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        *("sqlite:///runs.db", "sqlite:////data/runs.db", "http://host:5000", "https://host"),
-        *("postgresql://user@host/db", "mysql+pymysql://user@host/db", "databricks"),
-    ],
-)
-def test_addresses(uri: str) -> None:
-    assert (
-        compose(["recipe=linear", "logger=mlflow", f"logger.uri='{uri}'"]).config.logger.uri == uri
-    )
-
-
 NO_ADDRESS = ("runs.db", "./mlruns", "file:///tmp/x", "", "sqlite", "http://[x")
 REFUSED = {
     **{f"uri='{uri}'": "legal: sqlite:///FILE, https://SERVER" for uri in NO_ADDRESS},

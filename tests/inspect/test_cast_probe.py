@@ -294,13 +294,6 @@ def test_a_loss_scale_saves_gradients_that_underflow() -> None:
     assert scaled.worst_db > 40
 
 
-def test_a_parameter_that_is_not_reached_has_a_gradient_of_zero() -> None:
-    model = mlp()
-    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    measure = probe(model).measure(FP16)
-    assert measure.worst_db > 40
-
-
 def test_sparse_gradients_are_measured() -> None:
     class Bag(nn.Module):
         def __init__(self) -> None:

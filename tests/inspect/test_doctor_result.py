@@ -13,7 +13,6 @@ from mprun.train.machine.doctor_result import (
     Examination,
     Machine,
     machine_table,
-    modes_table,
     rates_table,
 )
 from tests.schema import conforms
@@ -117,15 +116,3 @@ def test_rates_have_spread_interval_and_number() -> None:
     assert "1000000000 operations bf16 400 (364-440) 4.00 [3.50-4.25] 25" in lines
     assert "1000000000 operations fp16 50.0 (45.5-55.0) 0.50 [0.50-0.51] 25" in lines
     assert any("[its 95 % interval]" in line for line in lines)  # not taken for rich's markup
-
-
-def test_modes_say_how_they_run_and_how_fast() -> None:
-    found = measured(WITH_BF16, BOTH)
-    lines = shown(modes_table(modes(), found.rates))
-    assert "fp32 native 1 none" in lines
-    assert "tf32 emulated - none" in lines
-    assert "bf16_mixed native 4.21 none" in lines
-    assert "fp16_mixed native 0.026 dynamic" in lines
-    assert "half_sr_full emulated - dynamic" in lines
-    in_float32 = shown(modes_table(modes(("matmul",)), found.rates))
-    assert "fp16_mixed native in float32 dynamic" in in_float32

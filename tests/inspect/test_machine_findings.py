@@ -80,13 +80,6 @@ def test_a_slow_format_is_warned_of_with_its_reason(
     assert warning == f"warning {format_}: {slow}: {reason}"
 
 
-def test_instructions_that_are_not_known_are_no_reason() -> None:
-    where = machine("AVX2")
-    where.instructions["AMX-BF16"] = None
-    (warning,) = texts_of(where, {"bfloat16": SLOW})
-    assert warning.endswith("the reason is not known")
-
-
 def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     where = gpu("9.4")
     assert where.cuda

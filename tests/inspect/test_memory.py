@@ -117,11 +117,6 @@ def test_categories_side_by_side() -> None:
     assert not [r for r in rows if r[0] in ("buffers", "temporary", "peak of optimizer")]
 
 
-def test_if_nothing_fits_the_need_of_one_sample_is_shown() -> None:
-    one = mode("fp32", 1, 1.0, fits=fits(0, None, 3 * MIB))
-    assert "none: 1 needs 3 MiB" in shown(category_table(record(one, limit="1GiB")))
-
-
 def test_modules_against_those_of_the_first_mode() -> None:
     first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
     assert ["a.b", "8.00", "8.00", "16.00"] in lines(module_table(first, first, None))

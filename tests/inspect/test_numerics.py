@@ -19,7 +19,6 @@ from mprun.inspect.numerics import (
     KINDS,
     RULES,
     NumericsResult,
-    lost_table,
     rows_table,
     scales_table,
     sentences,
@@ -179,14 +178,6 @@ def test_loss_scales_and_why_one_will_not_do() -> None:
     assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
 
 
-def test_lost_updates_the_worst_parameters_first() -> None:
-    lines = shown(lost_table(RESULT, top=1))
-    assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
-    assert cells(lines, "large")[-1] == "0"
-    assert not any("small" in line for line in lines)
-    assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
-
-
 def test_float32_gradients_that_are_wrong_are_the_answer() -> None:
     for db, text in ((14.0, "they differ from float64's by 20%"), (-3.0, "nothing but rounding")):
         wrong = {**CONTENT["verdict"], "float32_gradients": {"db": db, "worst": "a.weight"}}
@@ -247,16 +238,6 @@ def test_the_heat_map_holds_the_shares() -> None:
     assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
     names = [label.get_text() for label in panels[1].get_yticklabels()]
     assert names == ["(input)", "a"]
-
-
-def lines_of(panel: Any) -> set[tuple[float, str]]:
-    return {(line.get_xdata()[0], line.get_linestyle()) for line in panel.lines}
-
-
-def test_limits_are_drawn_and_those_of_gradients_also_where_the_scale_moves_them() -> None:
-    weights, _, gradients, *_ = [a for a in exponents().axes if a.images]
-    assert lines_of(weights) == {(-24, "-"), (-14, "-"), (16, "-")}
-    assert lines_of(gradients) - lines_of(weights) == {(16 - 17, "--")}  # the others lie outside
 
 
 def test_the_files_have_a_title_and_a_caption() -> None:

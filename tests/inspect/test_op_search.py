@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mprun.errors import NotMeasurableError
 from mprun.inspect.op_search import HEAVY, OpCandidates, Sensitivity, promoted, sensitivity
 from mprun.inspect.tolerance import Deviation, Tolerance
-from mprun.precision import OpListCaster
 from mprun.precision.op_lists.lists import known, spelled
 
 Function = Callable[[Tensor], Tensor]
@@ -150,26 +149,6 @@ def test_bfloat16_has_the_range_and_lacks_the_precision() -> None:
 
     assert measured_with(exp, dtype=BF16).smallest_ops().fp32 == ()
     assert measured_with(shift, dtype=BF16).smallest_ops().fp32 == ("add",)
-
-
-def test_the_list_makes_training_work_where_everything_lower_does_not() -> None:
-    measured = measured_with(exp)
-    for lists, works in (
-        (measured.smallest_ops().lists, True),
-        (measured.candidates.lists(), False),
-    ):
-        model, (x, y) = Planted(exp), batches()[0]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        caster, losses = OpListCaster(lists, FP16), []
-        for _ in range(20):
-            optimizer.zero_grad()
-            with caster.region():
-                output = model(x)
-            loss = F.cross_entropy(output.float(), y)
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-        assert (losses[-1] < losses[0]) == works
 
 
 # ---- rows ----------------------------------------------------------------------------------------

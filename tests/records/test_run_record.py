@@ -59,14 +59,6 @@ def test_a_number_survives_the_record(value: float) -> None:
 # Files replaced whole
 
 
-def test_a_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for data in (b"old", b"new and longer", b""):
-        files.write_atomic(path, data)
-        assert path.read_bytes() == data
-        assert list(tmp_path.glob(".*")) == []
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,13 +95,6 @@ def folder(tmp_path: Path) -> Any:
     made = RunFolder(tmp_path / "outputs" / "run")
     yield made
     made.close()
-
-
-def test_an_existing_folder_without_a_run_will_do(tmp_path: Path) -> None:
-    (tmp_path / "note.txt").touch()
-    RunFolder(tmp_path).close()
-    assert (tmp_path / "note.txt").exists()
-    assert (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_is_kept(folder: RunFolder) -> None:

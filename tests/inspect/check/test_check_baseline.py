@@ -106,10 +106,6 @@ def test_a_module_that_is_gone_or_new_is_a_change(base: Baseline) -> None:
         assert found.text == f"norm of the output of 1.linear in float64 is {said}"
 
 
-def test_another_seed_is_a_change(tmp_path: Path, base: Baseline) -> None:
-    assert named(base, figures(recipe(tmp_path), MODES, "seed=1")) == [("changed", "0")]
-
-
 @pytest.mark.parametrize("override", ["execution=emulated", "precision.overflow=saturate"])
 def test_other_arithmetic_of_the_mode_is_explained(
     tmp_path: Path, base: Baseline, override: str

@@ -12,9 +12,7 @@ from junitparser import JUnitXml
 from mprun.errors import RunFailedError, UsageError
 from mprun.inspect.check.check_result import (
     CHECKS,
-    ERROR,
     SCHEMA_VERSION,
-    WARNING,
     CheckRecord,
     Finding,
     ModeChecks,
@@ -50,16 +48,6 @@ def shown(*modes: ModeChecks) -> list[str]:
 def checks(label: str, *findings: Finding, **not_done: str) -> ModeChecks:
     done = {check: 1.0 for check in CHECKS if check not in not_done}
     return ModeChecks(label, label, [*findings], done, not_done)
-
-
-def test_each_kind_says_all_of_it_and_belongs_to_a_check_in_their_order() -> None:
-    checks = [kind.check for kind in kinds().values()]
-    assert checks == sorted(checks, key=[*CHECKS].index)
-    for name, kind in kinds().items():
-        assert kind.check in CHECKS, name
-        assert kind.severity in (ERROR, WARNING), name
-        assert all((kind.text, kind.example, kind.cure)), name
-        assert not kind.text.endswith("."), name
 
 
 def test_every_kind_that_the_code_names_is_one() -> None:

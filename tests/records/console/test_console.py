@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from mprun.records import console as progress
 from mprun.records.console import Moment, RunProgress, stderr_console, stdout_console
 
 MOMENT = Moment(epoch=2, step=30, loss=0.12345, step_time_ms=4.567, fraction=0.25, elapsed_s=41.0)
-COLOUR = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])\b[\d;]*m")
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +86,6 @@ def test_the_live_line_shows_loss_step_time_and_time_left() -> None:
     assert MOMENT.text(5, 120) in text
     assert "epoch 1: [not markup]" in text
     assert "\r" in text  # redrawn in place
-
-
-def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert COLOUR.search(drawn(terminal()))
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = drawn(terminal())
-    assert not COLOUR.search(text)
-    assert MOMENT.text(5, 120) in text
 
 
 def test_the_bar_is_shown_only_where_a_line_can_be_redrawn(
