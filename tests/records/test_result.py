@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,11 @@ def test_a_notebook_shows_sentences_and_tables_escaped() -> None:
     assert "=cmd|a&lt;i&gt;" in html
     assert "<p>all &amp; every</p>" in html
     assert html.count("<tr>") == 2 + 2 + 1
+
+
+def test_a_notebook_shows_pictures_as_images_with_escaped_captions() -> None:
+    files = {"memory.svg": "<svg/>", "memory.png": b"", "memory.json": "{}"}
+    html = Result(None, [], files, draw=lambda: {"Loss: <b>": "<svg></svg>"})._repr_html_()
+    sources = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert [b64decode(text) for text in sources] == [b"<svg/>", b"<svg></svg>"]
+    assert "<figcaption>Loss: &lt;b&gt;</figcaption>" in html
