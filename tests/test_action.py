@@ -177,12 +177,6 @@ def test_arguments_come_as_they_are(in_empty_folder: Path) -> None:
     assert [*(in_empty_folder / "sub").iterdir()] == []
 
 
-def test_the_workflow_uses_the_action_with_inputs_that_it_has() -> None:
-    text = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
-    (step,) = [x for x in yaml.safe_load(text)["jobs"]["check"]["steps"] if x["uses"] == "./"]
-    assert {*step["with"]} <= INPUTS
-
-
 def test_the_hook_for_other_repositories_is_one_that_pre_commit_reads() -> None:
     client = pytest.importorskip("pre_commit.clientlib")
     (hook,) = client.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))

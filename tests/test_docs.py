@@ -65,11 +65,6 @@ def test_the_own_workflow_runs_what_ci_runs() -> None:
     assert "bash .ci/run" in [step.get("run") for step in workflow["jobs"]["test"]["steps"]]
 
 
-def test_readme_opens_with_the_two_commands() -> None:
-    text = text_of(ROOT / "README.md")
-    assert 0 < text.index("make run") < text.index("make test") < 1200
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)

@@ -90,11 +90,3 @@ def test_the_examples_for_your_loop_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert (summary.status, summary.steps, summary.precision) == ("completed", 40, "fp32")
     loaded, state = names["again"][0].state_dict(), names["saved"][0]
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-
-
-def test_the_modules_that_the_page_names_have_the_callback() -> None:
-    text = YOUR_LOOP[0].read_text(encoding="utf-8")
-    for name in ("transformers", "lightning"):
-        assert f"mprun.integrations.{name}" in text
-        module = pytest.importorskip(f"mprun.integrations.{name}")
-        assert module.MprunCallback

@@ -47,25 +47,3 @@ def test_a_case_finds_everything_as_the_first_did(
     (tmp_path / "file").touch()
     folders.append(Path.cwd())
     assert len(set(folders)) == n + 1
-
-
-@each("wanted", [1, 2])
-def skips(wanted: int, of: set[int]) -> None:
-    if wanted in of:
-        pytest.skip(f"no {wanted}")
-
-
-def test_a_test_is_not_skipped_where_one_of_its_cases_is() -> None:
-    skips(of={1})
-
-
-def test_a_test_is_skipped_where_all_its_cases_are() -> None:
-    with pytest.raises(pytest.skip.Exception, match="no 1"):
-        skips(of={1, 2})
-
-
-def test_cases_that_are_none_are_an_error() -> None:
-    with pytest.raises(AssertionError, match="no values of n"):
-        each("n", [])
-    with pytest.raises(AssertionError, match="example takes no"):
-        each("missing", [1])(example)

@@ -20,7 +20,6 @@ from docs.examples import (
     RULE,
     TERMINAL,
     Example,
-    ExampleError,
     digest,
     examples,
     excerpt,
@@ -122,24 +121,6 @@ def block(example: Example, text: str = OUTPUT) -> Example:
     return replace(example, block=excerpt(text, example) + "\n")
 
 
-def test_an_excerpt_is_ranges_and_lines_with_dots_between() -> None:
-    assert excerpt(OUTPUT, TABLE).splitlines() == OUTPUT.splitlines()[3:8]
-    lines = replace(TABLE, show=["^trained", "inconclusive"], cut=["(?<=: ).*(?= the margin)"])
-    assert excerpt(OUTPUT, lines).splitlines() == [
-        "trained mnist into outputs/DATE/TIME",
-        "...",
-        "bf16 inconclusive: ... the margin",
-    ]
-    assert excerpt(OUTPUT, replace(lines, prompt="yes")).splitlines()[0] == "..."
-    whole = excerpt(OUTPUT, replace(TABLE, show=[]))
-    assert whole == OUTPUT.rstrip().replace("2026-11-22/10-11-12-3", "DATE/TIME")
-
-
-def test_a_pattern_without_a_line_is_a_mistake() -> None:
-    with pytest.raises(ExampleError, match=r"table: no line with '\^nothing'"):
-        excerpt(OUTPUT, replace(TABLE, show=["^nothing"]))
-
-
 # ---- what is stale -------------------------------------------------------------------------------
 
 
@@ -175,20 +156,6 @@ def test_another_table_is_stale(before: str, after: str, problem: str) -> None:
     assert before in OUTPUT
     (text, *_) = stale(block(TABLE), OUTPUT.replace(before, after))
     assert text.startswith(problem)
-
-
-def test_another_phrase_is_stale() -> None:
-    sentence = block(replace(TABLE, show=["inconclusive"]))
-    assert stale(sentence, OUTPUT.replace("reaches beyond", "is wider than")) == [
-        "no line is like: bf16 inconclusive: the interval reaches beyond the margin"
-    ]
-
-
-def test_a_further_line_is_stale_where_all_lines_are_shown() -> None:
-    everything = block(replace(TABLE, show=[]))
-    assert stale(everything, OUTPUT) == []
-    (text,) = stale(everything, OUTPUT + "a new sentence\n")
-    assert text == "the block lacks a line like: a new sentence"
 
 
 # ---- writing them --------------------------------------------------------------------------------
@@ -264,12 +231,3 @@ def test_a_command_that_fails_leaves_the_block(
     assert page.read_text(encoding="utf-8") == text
     assert tool.main(["word"]) == 2
     assert "legal: answer, long, quick, timed, words" in capsys.readouterr().out
-
-
-def test_a_mark_with_a_mistake_is_refused(page: Path) -> None:
-    page.write_text(PAGE.replace("columns: 77", "colums: 77"), encoding="utf-8")
-    with pytest.raises(ExampleError, match=r"page.md, example: words: .*colums"):
-        list(examples())
-    page.write_text(PAGE.replace("made: 2026-11-21 01234567\n", ""), encoding="utf-8")
-    with pytest.raises(ExampleError, match="the last two with made: DATE"):
-        list(examples())

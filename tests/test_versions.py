@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -100,27 +99,6 @@ def test_the_sessions_cover_what_is_supported(sessions: dict[str, Any], tmp_path
     assert "--resolution=lowest-direct" in session.installed
 
 
-def test_make_installs_nothing_of_its_own_and_writes_the_report(tmp_path: Path) -> None:
-    for name in (".installed", ".installed-dev"):
-        (tmp_path / name).touch()
-    words = ["make", "-n", "test", f"VENV={tmp_path}", "JUNIT=a.xml"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "pip" not in done.stdout
-    assert f"{tmp_path}/bin/python -m pytest" in done.stdout
-    assert "--junitxml a.xml" in done.stdout
-
-
-def test_each_test_of_the_reports_is_counted_once(tmp_path: Path) -> None:
-    for name in ("a.xml", "b.xml"):
-        (tmp_path / name).write_text(REPORT, encoding="utf-8")
-    assert versions.outcome([tmp_path / "a.xml", tmp_path / "b.xml"]) == {
-        "passed": 1,
-        "failed": ["tests.test_a::test_bad[1]", "tests.test_a::test_broken"],
-        "skipped": {"tests.test_a::test_left": "no GPU"},
-        "minutes": 3.0,
-    }
-
-
 def test_a_record_has_this_environment_and_keeps_the_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,32 +114,6 @@ def test_a_record_has_this_environment_and_keeps_the_tests(
     assert (first["modes"]["bf16_sr"], first["modes"]["half_sr_full"]) == ("native", "emulated")
     assert versions.record("own", []) == first
     assert json.loads((tmp_path / "own.json").read_text(encoding="utf-8")) == first
-
-
-def test_the_page_shows_what_is_not_the_same_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "FOLDER", tmp_path)
-    tests = {"passed": 1234, "failed": ["a"], "skipped": {"b": "no GPU"}, "minutes": 7.5}
-    old = {"python": "3.10.13", "torch": "2.9.0", "cpu": "a CPU", "onednn": "3.10", "missing": []}
-    old["made"] = "2026-11-28"
-    old |= {
-        "autocast": {"CPU": "mm qr"},
-        "modes": {"fp32": "native"},
-        "peak_bytes": {"fp32": 2**20},
-    }
-    new = {**old, "torch": "2.15.0", "autocast": {"CPU": "mm"}, "missing": ["mlflow"]}
-    for name, one in (("a", {**new, "tests": tests}), ("z", {**old, "tests": None})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(one), encoding="utf-8")
-    lines = [line for line in versions.page().splitlines() if line.startswith("| ")]
-    assert [line for line in lines if "---" not in line] == [
-        f"| {' | '.join(versions.RUN_HEADS)} |",
-        "| `z` | 2.9.0 | 3.10.13 | - | - | - | - | - | 2026-11-28 |",
-        "| `a` | 2.15.0 | 3.10.13 | 1,234 | 1 | 1 | 7.5 | mlflow | 2026-11-28 |",
-        "|  | 2.9.0 (`z`) | 2.15.0 (`a`) |",
-        "| autocast on CPU casts `qr` | yes | no |",
-        "| skipped: no GPU | no | yes |",
-    ]
 
 
 def test_the_records_reach_from_the_oldest_to_the_newest_that_mprun_names() -> None:

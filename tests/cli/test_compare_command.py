@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import json
 import subprocess
 import sys
@@ -91,66 +90,6 @@ def test_where_the_report_goes(
     assert {path.parent for path in new if path.is_file()} == {Path(folder)}
 
 
-def test_no_report_is_left_where_none_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep()
-    before = left()
-    assert main(["compare", "sweep", "compare.report=false"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("No variant was shown to keep the accuracy")  # the answer
-    assert "equivalent" in " ".join(rest)
-    assert left() == before
-
-
-def test_verbose_shows_all_of_it_and_the_short_form_counts_what_it_leaves_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write_sweep()
-    for n in range(5):  # five reasons, each with a seed of its own
-        changes = {"status": "failed", "error": f"reason {n}"}
-        write_run(Path(f"sweep/bad{n}"), f"mode{n}", 0, **changes)
-    shown = {}
-    for words in ((), ("--verbose",), ("-v",)):
-        assert main(["compare", "sweep", "compare.report=false", *words]) == 0
-        shown[words] = capsys.readouterr().out
-    full, short = shown["--verbose",], shown[()]
-    assert shown["-v",] == full
-    assert "reason 4" in full
-    assert "hardware: " in full
-    assert "--verbose" not in full
-    assert "reason 4" not in short
-    assert len(short.splitlines()) <= 22
-    assert short.splitlines()[-1].endswith("all figures with --verbose")
-
-
-def test_a_path_wins_over_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep("compare.margin=0.01")
-    assert main(["compare", "compare.margin=0.01", "compare.report=false"]) == 0
-    assert "bf16_mixed" in capsys.readouterr().out
-    assert main(["compare", "compare.margin=*", "compare.report=false"]) == 0
-
-
-def test_settings_reach_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep()
-    words = [
-        "sweep",
-        "compare.report=false",
-        "compare.margin=0.0001",
-        "compare.baseline=bf16_mixed",
-    ]
-    assert main(["compare", *words, "compare.split=validation"]) == 0
-    out = capsys.readouterr().out
-    assert "inconclusive" not in out  # the example's validation accuracies are all the same
-    assert main(["compare", *words]) == 0
-    assert "inconclusive" in capsys.readouterr().out
-
-
-def test_a_label_with_a_blank_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep(**{"fp32": ACCURACIES["fp32"], "fp32 x2": ACCURACIES["fp32"]})
-    for word in ("compare.baseline=fp32 x2", "compare.baseline='fp32 x2'"):
-        assert main(["compare", "sweep", word, "compare.report=false"]) == 0
-        assert "by default" not in capsys.readouterr().out
-
-
 # ---- fail_if -------------------------------------------------------------------------------------
 
 
@@ -158,10 +97,8 @@ def test_a_label_with_a_blank_can_be_named(capsys: pytest.CaptureFixture[str]) -
     ("accuracies", "condition", "status"),
     [
         (ACCURACIES["bf16_mixed"], "not_equivalent", 0),
-        (WORSE, "none", 0),
         (WORSE, "worse", 3),
         ((0.9, 0.99, 0.95), "not_equivalent", 3),
-        ((0.95,), "not_equivalent", 3),
     ],
     ids=str,
 )
@@ -191,46 +128,6 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
 # ---- artefacts -----------------------------------------------------------------------------------
 
 
-def everything_said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What the terminal and each file of the report say."""
-    assert main(["compare", "sweep", "--verbose"]) == 0
-    files = {name: Path("sweep", f"comparison.{name}") for name in ("md", "csv", "json")}
-    files["html"] = Path("sweep/report.html")
-    texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    plain = {
-        name: html.unescape(text.replace("\\", "")).replace("\u00a0%", " %")
-        for name, text in texts.items()
-    }
-    return {**plain, "terminal": capsys.readouterr().out}
-
-
-def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """30,000 faults of 0.6 us are 18 of fp32's 40 ms: bf16 buys 2 of 22 ms, not 20 of 40."""
-    steps = {"fp32": (40.0, 30_000), "bf16_mixed": (20.0, 0)}
-    for variant, (ms, faults) in steps.items():
-        for seed, accuracy in enumerate(ACCURACIES[variant]):
-            changes = {"page_faults_per_step": faults, "hardware__page_fault_us": 0.6}
-            changes |= {"accuracy": accuracy, "step_ms": ms * (1 + 0.001 * seed)}
-            write_run(Path(f"sweep/{variant}-{seed}"), variant, seed, **changes)
-    said = everything_said(capsys)
-    for place in ("terminal", "md", "html", "json", "csv"):
-        assert "page faults take 45 % of fp32's step and 0 % of bf16_mixed's" in said[place], place
-        assert "times as fast" not in said[place], place
-    for place in ("terminal", "md", "html", "json"):
-        assert "run again with speed=auto" in said[place], place
-    assert "warning: no verdict on the times of bf16_mixed" in said["terminal"]
-    for place in ("terminal", "md"):
-        assert "No variant was shown to keep the accuracy of fp32 and to be faster" in said[place]
-    variant = json.loads(said["json"])["variants"][1]
-    assert variant["step_time_ratio"]["value"] == pytest.approx(0.5)
-    assert variant["step_time_ratio"]["interval"] is None
-    (artefact,) = variant["artefacts"]
-    assert artefact["cause"] == "page_faults"
-    assert artefact["step_time_ratio"] == pytest.approx(20 / 22, rel=0.01)
-
-
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
@@ -238,15 +135,10 @@ def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
     ("words", "said"),
     [
         ([], "mprun compare needs folders of runs: mprun compare outputs/DATE/TIME"),
-        (["compare.report=false"], "mprun compare needs folders of runs"),
         (["swep"], "there is no folder 'swep', and no folder matches it"),
         (["sweep", "--all"], "mprun compare has no option '--all'"),
-        (["sweep", "margin=1"], "there is no field 'margin'; did you mean 'compare.margin'?"),
-        (["sweep", "recipe=mnist"], "'recipe=mnist' is neither a path nor a setting"),
-        (["sweep", "compare.margn=1"], "did you mean 'compare.margin'?"),
         (["sweep", "compare.margin=0.5"], "compare.margin=0.5: legal is above 0 and at most 0.1"),
         (["sweep", "compare.baseline=bf16"], "legal: 'fp32', 'bf16_mixed'"),
-        (["sweep", "compare.dir=''"], "compare.dir='': legal is the name of a folder, or null"),
         (["empty"], "no completed run to compare: empty: contains no run (no summary.json)"),
     ],
     ids=str,

@@ -62,15 +62,6 @@ def test_two_modes_have_errors_of_their_dtypes_and_no_first(
     assert content["weights"][0]["relative"] > 0
 
 
-def test_a_run_beside_itself_has_no_difference(
-    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["diff", str(runs["fp32"]), str(runs["fp32"])]) == 0
-    content = json.loads((runs["fp32"] / "diff.json").read_text())
-    assert all(row["relative"] == 0 for row in content["weights"])
-    assert content["losses"][0] == content["losses"][1]
-
-
 def test_runs_of_two_recipes_are_refused(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,9 +122,3 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert text in error
     assert "Traceback" not in error
-
-
-def test_a_side_is_saved_only_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "side.json").write_text("{}")
-    assert main(["diff", f"{tmp_path}/side.json", "--save", f"{tmp_path}/other.json"]) == 2
-    assert "is not a run's folder" in capsys.readouterr().err

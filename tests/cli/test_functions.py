@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from xml.etree import ElementTree
 
 import pytest
@@ -78,13 +75,6 @@ def test_a_run_is_a_result_with_summary_folder_table_and_curve(
     assert mprun.load(result.folder).config.seed == 3
 
 
-def test_warnings_of_a_run_are_a_part_of_its_result(recipe: Path) -> None:
-    result = mprun.run(recipe=recipe, **{"debug.fp_exceptions": "off", "loss_scale.value": 8})
-    assert result.record.warnings
-    for warning in result.record.warnings:
-        assert f"warning: {warning}" in str(result)
-
-
 def test_a_recipe_that_was_changed_is_read_again(recipe: Path) -> None:
     first = mprun.run(recipe=recipe, precision="fp32")
     recipe.write_text(RECIPE.replace("WIDTH = 4", "WIDTH = 5"), encoding="utf-8")
@@ -134,24 +124,6 @@ def test_an_interrupt_ends_a_loop_over_runs_and_the_run_is_resumed(recipe: Path)
     summary = read_summary(Path("out"))
     assert (summary.status, 0 < summary.steps < 50) == ("interrupted", True)
     assert mprun.run("run.resume=out").record.steps == 50
-
-
-def test_last_is_the_newest_run_and_the_newest_study(recipe: Path) -> None:
-    with pytest.raises(UsageError, match="last"):
-        mprun.compare("last")
-    first = mprun.run(recipe=recipe, precision="fp32")
-    second = mprun.run("train.init_from=last", recipe=recipe, precision="fp32")
-    assert first.folder is not None
-    assert second.folder is not None
-    assert str(first.folder) in str(mprun.load(second.folder).config.train.init_from)
-
-
-def test_another_thread_may_run(recipe: Path) -> None:
-    results: list[Result] = []
-    thread = Thread(target=lambda: results.append(mprun.run(recipe=recipe, precision="fp32")))
-    thread.start()
-    thread.join()
-    assert results[0].record.status == "completed"
 
 
 # ---- compare -------------------------------------------------------------------------------------
@@ -205,16 +177,6 @@ def test_what_cannot_be_compared_is_an_error() -> None:
 
 
 # ---- the names -----------------------------------------------------------------------------------
-
-
-def test_the_functions_do_not_import_torch() -> None:
-    code = (
-        "import sys, mprun\n"
-        "assert callable(mprun.compare) and 'torch' not in sys.modules\n"
-        "from mprun import compare, run\n"
-        "assert callable(run) and compare is mprun.compare\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("value", [mprun, mprun.run, mprun.compare])

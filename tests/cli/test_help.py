@@ -49,12 +49,5 @@ def test_it_names_every_command_option_and_common_field(
         assert option in text
 
 
-def test_it_fits_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, shown(capsys, "--help").splitlines())) <= 80
-
-
 def test_it_prints_in_any_encoding(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--help").isascii()

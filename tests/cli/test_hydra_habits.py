@@ -41,12 +41,8 @@ def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
     ("words", "has"),
     [
         (["--cfg", "hydra"], "choose from"),
-        (["--cfg", "job", "train.lrr=1"], "there is no field 'train.lrr'"),
-        (["--info", "plugins"], "legal: --config-dir, --multirun, --show-config"),
         (["--cfg", "job", "--resolve"], "no option '--resolve'; legal: "),
         (["hydra.run.dir=${nope}"], "Hydra refuses it"),
-        (["--config-name=mine"], "legal: --config-dir"),
-        (["hydra.verbose=true"], "mprun -m reads Hydra's own settings"),
         (["hydra/launcher=joblib"], "mprun -m reads Hydra's own settings"),
         (["~precision"], "leave precision out"),
         (["precision@two=fp32"], "write precision=..."),

@@ -44,7 +44,6 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Groups
     ("recipe=mnits", ["'recipe=mnits'", f"one of {RECIPES}", "did you mean 'mnist'?"]),
     ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
-    ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
     (
         "precision=[fp32]",
         [
@@ -52,18 +51,12 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
             "did you mean 'fp32'?",
         ],
     ),
-    ("recipe=../recipe/mnist", [f"recipe is one of {RECIPES}"]),
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
     ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
-    ("lr=0.1", ["no field 'lr'", "did you mean 'train.lr'?"]),
     ("optimizer=sgd", ["did you mean 'train.optimizer.name'?"]),
     ("--batch-size=3", ["no option '--batch-size=3'", "did you mean 'train.batch_size'?"]),
     (("memory", "fits=16GiB"), ["no field 'fits'", "did you mean 'memory.fits'?"]),
-    (("numerics", "steps=3"), ["did you mean 'numerics.steps' or 'train.max_steps'?"]),
-    ("+foo=1", ["'+foo=1'", "no field 'foo'"]),
-    ("hydra.job.name=x", ["'hydra.job.name=x'", "legal in a single run: hydra.run.dir"]),
-    ("hydra/launcher=x", ["mprun -m reads Hydra's own settings"]),
     (
         "train.optimizer=adamw",
         ["train.optimizer has fields; set one of them: train.optimizer.name, "],
@@ -71,32 +64,18 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Form
     ("seed", ["'seed' is neither a command nor an override", "did you mean 'seed=...'?"]),
     ("", ["'' is neither a command nor an override", "write name=value"]),
-    ("=1", ["'=1' has no name", "write name=value"]),
     ("~recipe=mnist", ["'~recipe=mnist'", "nothing can be deleted"]),
-    ("seed==1", ["'seed==1' cannot be read"]),
-    ("seed=nope(1)", ["'seed=nope(1)' cannot be read", "Unknown function 'nope'"]),
     ("run.dir=ü", ["'run.dir=ü' cannot be read", "in quotes that the shell leaves"]),
     ("seed=1\nmprun: done", [r"'seed=1\nmprun: done' cannot be read"]),
     ("seed='\x1b[31m'", [r"seed='\x1b[31m'", "seed is a whole number"]),
     ("x" * 10_000, ["is neither a command nor an override"]),
     ("seed=" + "x" * 10_000, ["seed is a whole number"]),
     ("seed=" + "[" * 1000 + "]" * 1000, ["cannot be read"]),
-    ("trian", ["there is no command 'trian'", "did you mean 'train'?"]),
     # Several values
     ("seed=1,2", ["'seed=1,2' lists several values: a sweep, which needs -m"]),
-    ("recipe=glob(*)", ["'recipe=glob(*)' lists several values"]),
     # Types
     ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
-    ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
-    ("device=tpu", ["device=tpu", "legal: auto, cpu, cuda, xpu, mps, hpu"]),
-    (
-        "train.optimizer.name=adam",
-        ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
-    ),
-    ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
-    ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
     # Ranges
-    ("train.lr=-1", ["train.lr=-1.0: legal is above 0"]),
     ("seed=4294967296", ["seed=4294967296: legal is 0 or more and at most 4294967295"]),
     (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
     # A recipe's own parameters
@@ -104,11 +83,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "recipe.model.unitz=3",
         ["'recipe.model.unitz=3'", "did you mean 'units'?", "legal: recipe.model.units"],
     ),
-    ("+recipe.model.unitz=3", ["Mnist has no such parameter; did you mean 'units'?"]),
-    ("recipe.model.units=abc", ["'recipe.model.units=abc'", "units is a whole number"]),
     ("recipe.model.units=0", ["units=0: legal is 1 or more"]),
-    ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
-    ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
     ("recipe.target=mprun.recipes.mnist.Nope", ["is not a dataclass", "write module.Class"]),
     # What cannot be carried out
     (
@@ -121,18 +96,12 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ),
     ("device=cuda", ["device=cuda", "legal here: auto, cpu"]),
     ("execution=emulated", ["execution=emulated", "legal: auto, native"]),
-    (
-        ("recipe=fashion_mnist", "recipe.model.log_softmax_dim=2"),
-        ["log_softmax_dim=2: legal is 1 or 0"],
-    ),
     # Options
     (
         "--foo",
         ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --cfg, --help"],
     ),
-    ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("--config-dir", ["--config-dir/-cd: expected one argument"]),
-    ("--config-dir=", ["--config-dir/-cd: expected a folder"]),
 ]
 
 
@@ -170,16 +139,6 @@ def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 # Good words.
-
-
-def test_options_are_taken_apart() -> None:
-    args = ["seed=1", "--config-dir", "a b", "--show-config", "device=cpu"]
-    known = parse_arguments(BY_NAME["train"], args)
-    assert (known.overrides, known.config_dir) == (["seed=1", "device=cpu"], Path("a b"))
-    assert (known.show_config, known.multirun) == (True, False)
-    assert parse_arguments(BY_NAME["train"], ["--config-dir=a=b"]).config_dir == Path("a=b")
-    none = parse_arguments(BY_NAME["train"], [])
-    assert (none.overrides, none.config_dir) == ([], None)
 
 
 def test_only_train_takes_these_options() -> None:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.cli.processes import Forking
-from tests.cli.small import made
 from tests.torch_version import torch_is
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -67,20 +65,6 @@ def test_fashion_mnist_in_half_against_fp32(capsys: pytest.CaptureFixture[str]) 
     assert "written: plan/memory.json, memory.png, memory.svg" in out
 
 
-@pytest.mark.skipif(not torch_is(2, 14), reason="the page shows what PyTorch >= 2.14 needs")
-def test_the_docs_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    planned("recipe=fashion_mnist", "precision=fp32,half_sr", QUIET)
-    page = (ROOT / "docs/reference/memory.md").read_text(encoding="utf-8")
-    documented = " ".join(page.split())  # the page breaks long sentences
-    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    rows = ("recipe", "parameters", "gradients", "optimizer", "activations", "temporary", "peak ")
-    checked = [line for line in shown if line.startswith((*rows, "published"))]
-    assert len(checked) == 11
-    # what a convolution keeps in its forward pass differs between versions of PyTorch
-    exact = [line for line in checked if not line.startswith("peak of forward")]
-    assert [line for line in exact if line not in documented] == []
-
-
 def test_every_figure_of_the_file_adds_up() -> None:
     for mode in planned("recipe=mnist", "precision=fp32,fp16_mixed,bf16_sr", QUIET)["modes"]:
         sizes, line = mode["bytes"], mode["timeline"]
@@ -96,14 +80,6 @@ def test_every_figure_of_the_file_adds_up() -> None:
         assert sum(module["total"] for module in mode["modules"]) == sizes["peak"]
         assert mode["largest"][0]["bytes"] >= mode["largest"][-1]["bytes"]
         assert mode["fits"] is None
-
-
-def test_one_low_mode_is_set_against_fp32_and_fp32_stands_alone() -> None:
-    _, half = planned("recipe=mnist", "precision=half_sr", QUIET)["modes"]
-    assert half["label"] == "half_sr"
-    Path("plan/memory.json").unlink()
-    (mode,) = planned("recipe=mnist", QUIET)["modes"]
-    assert (mode["label"], mode["ratio"]) == ("fp32", 1.0)
 
 
 def test_what_belongs_to_the_mode_is_not_asked_of_the_one_it_is_set_against() -> None:
@@ -126,15 +102,6 @@ def test_op_lists_and_layers_are_honoured() -> None:
     assert layers["policy"]["layers"] == {"0": "fp32"}
 
 
-def test_any_list_makes_columns_named_by_what_differs() -> None:
-    found = planned(*LINEAR, "precision=fp32,half_sr", "train.batch_size=8,16", QUIET)
-    assert [m["label"] for m in found["modes"]] == [
-        *("fp32 train.batch_size=8", "fp32 train.batch_size=16"),
-        *("half_sr train.batch_size=8", "half_sr train.batch_size=16"),
-    ]
-    assert [m["batch"]["micro"] for m in found["modes"]] == [8, 16, 8, 16]
-
-
 @pytest.mark.parametrize("words", ["half_sr train.batch_size=24", "bf16_mixed,half_sr"])
 def test_the_published_figure_is_shown_for_the_published_step_alone(words: str) -> None:
     found = planned("recipe=fashion_mnist", *f"precision={words}".split(), QUIET)
@@ -155,13 +122,6 @@ def test_the_largest_batch_that_fits_is_that(capsys: pytest.CaptureFixture[str])
     size = modes[1]["fits"]["batch_size"]
     again = planned(*words, f"train.batch_size={size}", QUIET)["modes"][1]
     assert again["bytes"]["peak"] == modes[1]["fits"]["peak_bytes"]
-
-
-def test_where_no_batch_fits_that_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    (mode,) = planned("recipe=mnist", "memory.fits=1MB", QUIET)["modes"]
-    assert mode["fits"]["batch_size"] == 0
-    assert mode["fits"]["ratio"] is None
-    assert "none: 1 needs " in capsys.readouterr().out
 
 
 def test_the_figures_are_those_of_a_run_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +267,6 @@ def test_faults_of_a_recipe_are_reported_in_a_line(
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_planned_only_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", *LINEAR, "device=cuda"]) == 2
-    err = capsys.readouterr().err
-    assert "finds no CUDA here; legal here: auto, cpu" in err
-    assert made() == []
-
-
 # ---- one of several processes --------------------------------------------------------------------
 
 MLP = ["recipe=mnist", "train.batch_size=64", QUIET]
@@ -357,23 +309,3 @@ def test_checkpointed_blocks_hold_less() -> None:
     assert found["layout"] == {"world_size": 1, "parallel": None, "checkpointing": True}
     assert less["bytes"]["activations"] < whole["bytes"]["activations"] / 4
     assert less["bytes"]["peak"] < 0.7 * whole["bytes"]["peak"]
-
-
-def test_the_largest_batch_grows_with_the_processes() -> None:
-    words = ["recipe=mnist", "memory.fits=6MB", QUIET]
-    fits = []
-    for layout in (["memory.world_size=1"], ["memory.world_size=8", "memory.parallel=fsdp2"]):
-        (mode,) = planned(*words, *layout)["modes"]
-        fits.append(mode["fits"]["batch_size"])
-        Path("plan/memory.json").unlink()
-    assert 0 < fits[0] < fits[1]
-
-
-def test_the_header_names_the_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("memory.world_size=8", "memory.parallel=fsdp2", "memory.checkpointing=true")
-    found = planned(*MLP, *words)
-    assert found["layout"] == {"world_size": 8, "parallel": "fsdp2", "checkpointing": True}
-    assert (
-        "batch 64 per process, rmsprop, cpu, one of 8 processes of fsdp2, blocks checkpointed"
-        in capsys.readouterr().out
-    )

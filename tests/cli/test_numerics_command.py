@@ -213,25 +213,6 @@ def test_the_scale_in_use_is_judged(value: str, word: str) -> None:
     assert (max(h["became_zero"] for h in held) > 0.1) == (word == "too low")
 
 
-def test_rows_are_those_of_the_model_in_its_order() -> None:
-    rows = rows_of(of_mnist())
-    parameters = [f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")]
-    modules = ["0", "1", "2", "3", "4"]
-    assert list(rows) == [
-        *(("weights", p) for p in parameters),
-        *(("activations", m) for m in ["(input)", *modules]),
-        *(("activation_gradients", m) for m in modules),
-        *(("weight_gradients", p) for p in parameters),
-        *(("updates", p) for p in parameters),
-    ]
-    relu = rows["activations", "1"]
-    assert relu["histogram"]["zero"] > 0.2 * 2 * 16 * 16  # structural
-    assert relu["fp16"]["becoming_zero"] == 0
-    assert relu["held"]["dtypes"] == ["float16"]
-    assert rows["weights", "0.weight"]["held"]["dtypes"] == ["float32"]
-    assert rows["updates", "0.weight"]["held"] is None
-
-
 def test_shares_follow_from_the_histogram() -> None:
     made = of_mnist()
     for row in made["rows"]:
@@ -358,35 +339,6 @@ def test_weights_are_bit_equal_with_and_without(
 
 
 # ---- what it prints and leaves -------------------------------------------------------------------
-
-
-def test_the_terminal_shows_verdicts_and_tables() -> None:
-    made = of_mnist()
-    _, out, err = _saved(*MNIST_IN_FP16)
-    assert "warning" not in err
-    for text in (
-        "data: generated glyphs (generated)",
-        "\nfloat16 and bfloat16 are both good enough. float16 needs no loss scale.\n",
-        f"range or precision: either ({made['verdict']['reason']})",
-        f"loss scale in float16: {made['loss_scale']['need']}",
-        f"the largest loss scale that fits: {made['loss_scale']['reason']}",
-        "powers of two tried",
-        "loss scales, in float16",
-        "published",
-        "3 of 23 rows, the worst first",
-        "share of updates that would be lost",
-        "all weights",
-        "inspected 2 of 4 steps, 0 of them skipped\nwritten: run/numerics.json",
-    ):
-        assert text in out, text
-
-
-def test_the_file_says_what_was_looked_at_and_where() -> None:
-    made = found(*MNIST, "precision=bf16_mixed", "seed=3")
-    assert made["schema_version"] == 2
-    assert (made["recipe"], made["precision"], made["seed"]) == ("mnist", "bf16_mixed", 3)
-    assert (made["execution"], made["data"]["source"]) == ("native", "generated")
-    assert (made["steps"], made["skipped"], made["ended"]) == ([2, 4], [], None)
 
 
 # ---- runs that end early -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -167,21 +166,6 @@ def test_a_class_of_several_with_its_parameters(capsys: pytest.CaptureFixture[st
     assert f"recipe={path}:Small, recipe={path}:Large" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("trace", "trace.json"),
-        ("memory", "memory.json"),
-        ("numerics numerics.warmup=1 numerics.steps=2 numerics.plots=false", "numerics.json"),
-        ("search-ops search_ops.warmup_steps=1 search_ops.batches=1", "search_ops.json"),
-    ],
-)
-def test_commands_that_inspect_a_step(command: str, file: str) -> None:
-    assert mprun(*command.split(), "recipe=sizes.py:Small", "run.dir=r") == 0
-    content = json.loads(Path("r", file).read_text(encoding="utf-8"))
-    assert content["recipe"] == "sizes"
-
-
 def test_a_sweep_is_resumed_from_another_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,12 +199,6 @@ def test_advise_names_the_file_in_the_command_that_it_recommends(
         line.partition("use it: mprun ")[2] for line in output.splitlines() if "use it:" in line
     )
     assert trained("r", *shlex.split(command)).recipe == "tiny"
-
-
-def test_a_multirun_over_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mprun("-m", "recipe=tiny.py,sizes.py:Small", "train.max_steps=2") == 0
-    folder = next(Path("outputs").glob("*/*"))
-    assert [read_summary(folder / n).recipe for n in "01"] == ["tiny", "sizes"]
 
 
 def test_a_run_is_resumed_with_its_file_from_another_folder(

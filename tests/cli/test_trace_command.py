@@ -13,7 +13,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.watch.step_events import PHASES
-from tests.cli.small import LINEAR, MNIST
+from tests.cli.small import MNIST
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -75,16 +75,6 @@ def test_ops_are_listed_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed.count(" linear ") == 3
 
 
-def test_the_file_says_what_was_traced_and_where() -> None:
-    found, *_ = _of_mnist()
-    assert found["schema_version"] == 1
-    assert (found["recipe"], found["precision"]) == ("mnist", "bf16_mixed")
-    assert found["execution"] == "native"
-    assert found["hardware"]["device"] == "cpu"
-    assert "torch" in found["versions"]
-    assert found["step_time_ms"] > 0
-
-
 def test_the_rows_of_the_file_are_a_whole_step() -> None:
     rows = _of_mnist()[0]["rows"]
     forward = [(row["module"], row["op"], row["rule"]) for row in rows if row["phase"] == "forward"]
@@ -99,22 +89,6 @@ def test_the_rows_of_the_file_are_a_whole_step() -> None:
     modules = [row["module"] for row in rows if row["phase"] == "backward" and row["op"] == "mm"]
     assert modules == ["4", "4", "2", "2", "0"]
     assert {row["module"] for row in rows if row["phase"] in ("optimizer", "other")} == {""}
-
-
-def test_the_chrome_file_has_a_track_for_each_phase() -> None:
-    rows = traced(*MNIST, "op_lists=hmp")["rows"]
-    events = read("trace.chrome.json")["traceEvents"]
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert sorted(tracks.values()) == sorted(PHASES)
-    shown = [e for e in events if e["ph"] == "X"]
-    assert len(events) == len(shown) + len(PHASES)
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in shown)
-    assert min(e["ts"] for e in shown) == 0
-    assert {tracks[e["tid"]] for e in shown} == set(PHASES)
-    casts = [e for e in shown if e["cat"] == "cast"]
-    assert len(casts) == sum(len(row["casts"]) for row in rows)
-    ops = [(tracks[e["tid"]], e["name"]) for e in shown if e["cat"] == "op"]
-    assert ops == [(row["phase"], row["op"]) for row in rows if row["kernels"]]
 
 
 @pytest.mark.parametrize(("mode", "noted"), [("half_sr_full", True), ("bf16_mixed", False)])
@@ -143,11 +117,6 @@ def test_lists_that_alternate_cost_casts_at_each_change_of_dtype() -> None:
 # ---- weights and folders -------------------------------------------------------------------------
 
 
-def test_weights_of_a_run_can_be_traced() -> None:
-    assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
-    assert traced(*LINEAR, "train.init_from=before", "op_lists=hmp")["totals"]["casts"] == 7
-
-
 # ---- op_lists.verbose ----------------------------------------------------------------------------
 
 
@@ -165,8 +134,3 @@ def test_a_verbose_run_reports_each_distinct_cast_once(capsys: pytest.CaptureFix
         "cast: linear (lower) in fc2 (Linear): float32 to bfloat16",
         "cast: log_softmax (fp32) in FashionCnn: bfloat16 to float32",
     ]
-
-
-def test_without_verbose_no_cast_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*MNIST, "op_lists=hmp", "train.max_steps=2", "run.dir=run"]) == 0
-    assert reported_casts(capsys.readouterr().out) == []

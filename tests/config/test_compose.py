@@ -20,7 +20,6 @@ from tests.each import each
 compose_module = importlib.import_module("mprun.config.compose")
 
 CONF = Path(str(files("mprun.conf")))
-SHIPPED_RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 SHIPPED = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 # As published: epochs, batch, evaluation batch, optimizer.
@@ -74,15 +73,10 @@ def test_a_recipe_in_a_precision_is_a_typed_config(recipe: str, precision: str) 
         ("seed=4294967295", 2**32 - 1),
         ("device=cuda:1", "cuda:1"),
         ("train.lr=1", 1.0),
-        ("train.clip_norm=0.5", 0.5),
-        ("train.scheduler=cosine", "cosine"),
-        ("data.root=a/b-c.d", "a/b-c.d"),
         ("data.root='with space, and ü'", "with space, and ü"),
         ("data.root=null", None),
-        ("preset.loss_must_fall=true", True),
         ("precision.name=123", "123"),
         ("+seed=7", 7),
-        ("++seed=7", 7),
     ],
 )
 def test_a_value_has_its_fields_type(override: str, value: object) -> None:
@@ -92,14 +86,6 @@ def test_a_value_has_its_fields_type(override: str, value: object) -> None:
         found = getattr(found, name)
     assert found == value
     assert type(found) is type(value)
-
-
-def test_resolved_holds_plain_values_and_given_the_users_keys() -> None:
-    result = compose(["recipe=linear", "device=cpu", "train.clip_norm=1", "device=auto"])
-    assert result.resolved["device"] == "auto"
-    assert result.resolved["train"]["clip_norm"] == 1.0
-    assert result.resolved["train"]["optimizer"]["name"] == "sgd"
-    assert result.given == ("recipe", "device", "train.clip_norm", "device")
 
 
 @pytest.mark.parametrize(
@@ -213,30 +199,17 @@ def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
     assert (smoke.train.lr, smoke.train.max_steps) == (0.1, 36)
 
 
-def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
-    message = refusal("recipe=onw", config_dir=own)
-    known = ", ".join(sorted([*SHIPPED_RECIPES, "own"]))
-    assert f"recipe is one of {known}; did you mean 'own'?" in message
-    shipped = ", ".join(SHIPPED_RECIPES)
-    assert f"'recipe=own': recipe is one of {shipped}" in refusal("recipe=own")
-
-
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
         ("recipe: {name: [\n", ["own.yaml", "line 2"]),
-        ("\trecipe: 3\n", ["own.yaml", "line 1"]),
         ("- 1\n- 2\n", ["In 'recipe/own'", "list is not a subclass of RecipeConfig"]),
-        ("3\n", ["recipe=own", "Invalid loaded object type: int"]),
         ("name: own\ntarget: m.M\nnmae: 3\n", ["'nmae'", "did you mean 'recipe.name'?"]),
         ("# @package _global_\ntrain: {lr: abc}\n", ["train.lr is a number", "'abc'"]),
         (OWN_RECIPE + "execution: fast\n", ["'execution=fast': execution is one of auto"]),
-        ("# @package _global_\ntrain: null\n", ["In 'recipe/own'", "'train' is not Optional"]),
         (OWN_RECIPE + "seed: ${nope}\n", ["seed is a whole number", "'nope' not found"]),
-        ("# @package nope\nname: own\n", ["In 'recipe/own'", "'nope'", "see mprun --help"]),
         ("defaults:\n  - nope\n", ["In 'recipe/own'", "Could not load 'recipe/nope'"]),
         ("name: own\ntarget: m.M\n", ["the run would never end", "set train.epochs"]),
-        ("", ["recipe.name is a text", "Missing"]),
         ("\udcff\0", ["own.yaml is not a valid configuration (line 1: not text (UTF-8))"]),
     ],
 )
@@ -274,9 +247,6 @@ def test_a_config_dir_that_is_none_is_refused(name: str, reason: str) -> None:
     ("overrides", "message"),
     [
         (["seed=abc", "seed=1"], "'seed=abc': seed is a whole number"),
-        (["seed=1", "seed=abc"], "'seed=abc': seed is a whole number"),
-        (["++seed=abc"], "'++seed=abc': seed is a whole number"),
-        (["train.epochs=x"], "'train.epochs=x': train.epochs is a whole number, or null"),
         (
             ["execution=nativ"],
             "'execution=nativ': execution is one of auto, native, emulated; did you mean 'native'?",

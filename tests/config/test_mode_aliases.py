@@ -13,7 +13,6 @@ from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import options
-from mprun.config.settings import modes, variants
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
@@ -23,7 +22,6 @@ from mprun.records.mode_names import (
     KERAS_NAMES,
     LIGHTNING_NAMES,
     MEANT,
-    mode_hint,
     own_label,
 )
 from mprun.records.run_config import variant_hash
@@ -63,22 +61,6 @@ def test_names_stand_for_the_dtypes_that_their_libraries_give_them() -> None:
         assert row.param_dtype == ("float32" if "mixed" in name else compute)
 
 
-@pytest.mark.parametrize(
-    ("word", "mode"),
-    [
-        *(("bf16", "bf16_mixed"), ("fp16", "fp16_mixed"), ("BF16", "bf16_mixed")),
-        *(("16", "fp16_mixed"), ("64-true", "fp32"), ("BF16-Mixed", "bf16_mixed")),
-        *(("mixed_bfloat", "bf16_mixed"), ("FP32", "fp32"), ("64", "fp32")),
-    ],
-)
-def test_a_suggestion_is_the_mode_that_is_meant(word: str, mode: str) -> None:
-    meant = f"did you mean '{mode}'?"
-    with pytest.raises(UsageError, match=meant):
-        compose([f"precision={word}"])
-    with pytest.raises(ValueError, match=meant):
-        policy(word)
-
-
 @pytest.mark.parametrize("word", ["bf16", "fp16", "half", "amp", "mixed", "fp8", "int8"])
 def test_a_name_that_fits_several_modes_is_answered_with_each_and_what_it_is(word: str) -> None:
     with pytest.raises(UsageError) as error:
@@ -86,15 +68,6 @@ def test_a_name_that_fits_several_modes_is_answered_with_each_and_what_it_is(wor
     for mode in MEANT[word]:
         what = options("precision")[mode].partition(" (")[0][1:]
         assert re.search(rf"'{mode}' \(.{re.escape(what)}\)", str(error.value))
-
-
-def test_every_mode_that_a_name_may_mean_exists() -> None:
-    assert {mode for meant in MEANT.values() for mode in meant} <= {*modes()}
-
-
-def test_a_suggestion_is_legal_where_it_is_made() -> None:
-    assert mode_hint("bf16", ["fp32", "bf16_sr"]).endswith("'bf16_sr'?")
-    assert mode_hint("bf16", ["fp32"]) == mode_hint("zebra", modes()) == ""
 
 
 def test_a_mode_of_one_s_own_under_such_a_name_is_refused(tmp_path: Path) -> None:
@@ -147,19 +120,6 @@ def test_a_preset_can_name_it(name: str, tmp_path: Path) -> None:
 def test_a_sweep_runs_it_once(listed: str, once: list[str]) -> None:
     found = combinations([parse(f"precision={listed}")])
     assert found == [(f"precision={name}",) for name in once]
-
-
-def test_a_sweep_over_every_mode_runs_it_once() -> None:
-    assert "fp16_sr" not in modes()
-    every = [combination for (combination,) in combinations([parse("precision=glob(*)")])]
-    assert len(every) == len(modes())
-    assert "precision=half_sr" in every
-
-
-def test_a_study_calls_it_half_sr() -> None:
-    listed = variants(["recipe=mnist", "precision=float32,fp16_sr,bf16-mixed"])
-    assert list(listed.overrides) == ["fp32", "half_sr", "bf16_mixed"]
-    assert list(variants(["recipe=mnist", "precision=fp16_sr"]).overrides) == ["half_sr"]
 
 
 def test_layers_of_a_program_take_it() -> None:

@@ -51,27 +51,6 @@ def test_leaves_and_sections_are_what_a_config_holds() -> None:
     assert {key for key, is_section in found if is_section} == set(sections())
 
 
-@pytest.mark.parametrize(
-    ("key", "legal", "default"),
-    [
-        ("seed", "a whole number", "0"),
-        ("train.epochs", "a whole number, or null", "null"),
-        ("train.lr", "a number", "0.001"),
-        ("train.eval_batch_size", "a whole number", "train.batch_size"),
-        ("precision.tf32", "true or false", "set by its group"),
-        ("train.clip_norm", "a number, or null", "null"),
-        ("train.optimizer.eps", "a number", "1e-08"),
-        ("preset.loss_must_fall", "true or false", "false"),
-        ("data.root", "a text, or null", "null"),
-        ("execution", "one of auto, native, emulated", "auto"),
-        ("recipe.model", "a mapping {name: value, ...}", "{}"),
-    ],
-)
-def test_a_field_in_words(key: str, legal: str, default: str) -> None:
-    field = leaves()[key]
-    assert (field.legal, field.default_text) == (legal, default)
-
-
 def test_every_type_has_words() -> None:
     for field in leaves().values():
         assert "<" not in field.legal, field.key

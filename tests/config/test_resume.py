@@ -149,13 +149,3 @@ def test_a_bad_value_in_the_configuration_is_named(text: str, message: str) -> N
     Path("run").mkdir()
     Path("run/config.yaml").write_text(text, encoding="utf-8")
     assert message in refusal("train.epochs=4")
-
-
-def test_a_value_that_stands_for_nothing_is_named() -> None:
-    keep()
-    file = Path("run/config.yaml")
-    text = file.read_text(encoding="utf-8").replace("lr: 0.001", "lr: ${x}")
-    file.write_text(text, encoding="utf-8")
-    message = refusal()
-    assert message.startswith("run.resume=run: train.lr is a number (")
-    assert "Value '${x}'" in message

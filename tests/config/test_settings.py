@@ -26,19 +26,11 @@ def test_settings_are_taken_and_the_rest_is_left() -> None:
     ("word", "text"),
     [
         ("compare.margn=1", "did you mean 'compare.margin'?"),
-        ("compare.margin=a", "compare.margin is a number"),
-        ("compare.margin=-1", "compare.margin=-1: legal is above 0"),
-        ("compare.margin=nan", "legal is above 0"),
         ("compare.mix=[x]", "a list [name, ...] of recipes, data, hardware, code"),
         ("compare.fail_if=wors", "did you mean 'worse'?"),
         ("seeds=0", "seeds=0: legal is 1 or more"),
-        ("seeds=1.5", "seeds is a whole number, or null"),
-        ("seeds=", "seeds is a whole number"),
         ("compare.margin=???", "'compare.margin=???': compare.margin is a number"),
         ("seeds=${x}", "Interpolation key 'x' not found"),
-        ("seeds=${oc.env:MPRUN_NO}", "Environment variable 'MPRUN_NO' not found"),
-        ("compare.mix=[???]", "compare.mix is a list"),
-        ("seeds='0'", "seeds=0: legal is 1 or more"),
         ("~seeds=glob(*)", "nothing can be deleted; leave seeds out"),
         ("seeds=1,2", "lists several values: a setting has one"),
     ],
@@ -68,13 +60,9 @@ def test_every_setting_is_documented() -> None:
     ("text", "size"),
     [
         ("16GiB", 16 * 2**30),
-        ("16gib", 16 * 2**30),
         ("1.5 GiB", 3 * 2**29),
         ("500MB", 500_000_000),
-        ("2TB", 2 * 10**12),
-        ("80KiB", 80 * 1024),
         ("12345", 12345),
-        ("12345B", 12345),
         ("1e9", 10**9),
         (" 1KB ", 1000),
     ],
@@ -146,15 +134,13 @@ def test_names_say_what_varies(words: list[str], names: list[str]) -> None:
     assert list(variants(words).overrides) == names
 
 
-@pytest.mark.representative(0, 2, 3, 5)
+@pytest.mark.representative(0, 1, 2, 3)
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["precision=fp32,bf16_mixd"], "did you mean 'bf16_mixed'?"),
-        (["train.lrr=1"], "did you mean 'train.lr'?"),
         (["precision=fp32", "op_lists=hmp"], "op lists choose between"),
         (["precision=fp32,bf16_mixed", "train.lr=1e-3,-1"], "train.lr=-1.0: legal is above 0"),
-        (["train.epochs=0"], "train.epochs=0: legal is 1 or more"),
         (["seed=1"], "seeds=5 runs seeds 0 to 4"),
         (["run.dir=x"], "a study sets seeds and folders itself"),
     ],

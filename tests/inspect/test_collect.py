@@ -156,20 +156,6 @@ def test_a_tensor_handed_on_is_counted_once_and_one_changed_in_place_again() -> 
     assert sorted(names) == ["0.0", "0.1"]
 
 
-def test_attention() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with statistics(model, optimizer) as seen:
-        model(data(2, 5, 8)).square().sum().backward()
-        optimizer.step()
-    rows = seen.of(*KINDS)
-    for name in ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight"):
-        for kind in ("weights", "weight_gradients", "updates"):
-            assert f"{kind} {name}" in rows
-    assert {"activations self_attn", "activation_gradients self_attn"} <= set(rows)
-
-
 def test_tied_parameters_have_one_row() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight

@@ -13,20 +13,15 @@ from mprun.records.console.fitted_table import FittedTable
 from mprun.train.machine.doctor_result import (
     Examination,
     Machine,
-    Spread,
     machine_table,
-    modes_table,
     rates_table,
-    renderables,
 )
 from tests.schema import conforms
 from tests.train.machine import (
     H100,
-    M1,
     WITH_BF16,
     Speedups,
     gpu,
-    limited,
     machine,
     measured,
     modes,
@@ -59,16 +54,6 @@ def row(found: Examination, what: str) -> str:
 
 def test_the_examination_made_up_is_what_the_schema_says() -> None:
     assert conforms(examined(), Examination)
-
-
-def test_parts_are_tables_findings_and_conclusions_in_this_order() -> None:
-    parts = list(renderables(examined()))
-    assert [type(part) for part in parts[:3]] == [FittedTable] * 3
-    lines = [str(part) for part in parts[3:]]
-    assert lines[0].startswith("warning: float16 is slower than float32 here")
-    assert lines[1] == "what the modes are good for here:"
-    assert lines[2].startswith("  bfloat16 (bf16_mixed, bf16_true): matmul 4.2x")
-    assert len(lines) == 2 + 4
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -106,21 +91,6 @@ def test_what_is_not_known_is_said_to_be_unknown() -> None:
     assert row(found, "oneDNN") == "unknown version; takes bfloat16 unknown, float16 yes"
 
 
-def test_limits_are_shown() -> None:
-    where = machine(
-        *("AVX2", "AVX512"),
-        onednn=limited("ONEDNN_MAX_CPU_ISA", "AVX2"),
-        variables={"ONEDNN_MAX_CPU_ISA": "avx2", "OMP_NUM_THREADS": "8"},
-        cpu_quota=1.5,
-        accelerated={"bfloat16": False},
-    )
-    found = examined(where)
-    assert row(found, "oneDNN").endswith(", ONEDNN_MAX_CPU_ISA=AVX2")
-    assert row(found, "environment") == "ONEDNN_MAX_CPU_ISA=avx2, OMP_NUM_THREADS=8"
-    assert "1.5 by the container's quota" in row(found, "cores")
-    assert row(found, "faster than float32") == "bfloat16 no (as runs record it)"
-
-
 def test_a_gpu_is_described() -> None:
     found = examined(H100)
     assert row(found, "GPU") == "compute capability 9.0, 132 multiprocessors, 64 GiB free"
@@ -130,12 +100,6 @@ def test_a_gpu_is_described() -> None:
     assert other.cuda
     other.cuda.tensor_cores = None
     assert row(examined(other), "tensor cores") == "unknown"
-
-
-def test_another_architecture_has_its_own_instructions() -> None:
-    assert row(examined(M1), "CPU instructions") == (
-        "FP16 yes, BF16 no, SVE no, SME no; PyTorch's own kernels: DEFAULT"
-    )
 
 
 # ---- rates and modes -----------------------------------------------------------------------------
@@ -152,23 +116,3 @@ def test_rates_have_spread_interval_and_number() -> None:
     assert "1000000000 operations bf16 400 (364-440) 4.00 [3.50-4.25] 25" in lines
     assert "1000000000 operations fp16 50.0 (45.5-55.0) 0.50 [0.50-0.51] 25" in lines
     assert any("[its 95 % interval]" in line for line in lines)  # not taken for rich's markup
-
-
-def test_rates_of_a_gpu_are_in_tera() -> None:
-    found = rates({"bfloat16": 4.21})
-    found[1].gflops = Spread(median=612_345.6, p10=598_765.4, p90=634_567.8, n=25)
-    text = "\n".join(shown(rates_table(found, 64)))
-    assert "size in TFLOP/s over fp32 n" in text
-    assert "1000000000 operations bf16 612 (599-635) 4.21" in text
-
-
-def test_modes_say_how_they_run_and_how_fast() -> None:
-    found = measured(WITH_BF16, BOTH)
-    lines = shown(modes_table(modes(), found.rates))
-    assert "fp32 native 1 none" in lines
-    assert "tf32 emulated - none" in lines
-    assert "bf16_mixed native 4.21 none" in lines
-    assert "fp16_mixed native 0.026 dynamic" in lines
-    assert "half_sr_full emulated - dynamic" in lines
-    in_float32 = shown(modes_table(modes(("matmul",)), found.rates))
-    assert "fp16_mixed native in float32 dynamic" in in_float32

@@ -132,13 +132,6 @@ def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> N
     assert message.endswith("(most of the rounding error is from mm)")
 
 
-def test_of_several_ops_the_noisiest_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"is from add\)$"):
-        assert_explained(lambda x: x + 3, draw(8), reference=lambda x: ((x * 1.5) + 100).sub(100))
-    with pytest.raises(AssertionError, match=r"elements fail$"):  # nothing is rounded
-        assert_explained(lambda x: x + 3, draw(()), reference=lambda x: -x)
-
-
 def test_a_kernel_that_adds_up_in_the_dtype_passes_beside_a_reference_that_does() -> None:
     def one_by_one(x: Tensor, w: Tensor, order: int = 1) -> Tensor:
         total = torch.zeros(len(x), w.shape[1], dtype=x.dtype)
@@ -199,14 +192,6 @@ def sq(x: Tensor) -> Tensor:
     return x * x
 
 
-def test_several_outputs_are_named() -> None:
-    def kernel(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.exp(), 1.1 * x
-
-    with pytest.raises(AssertionError, match=r"^output 1\["):
-        assert_explained(kernel, draw(8), reference=lambda x: (x.exp(), x))
-
-
 def test_it_changes_no_random_numbers() -> None:
     x, before = draw(4), torch.get_rng_state()
     mprun.assert_explained(F.dropout, x)
@@ -221,9 +206,7 @@ GRADIENTS = r"actual gives {'output': \[2\]}, and .* 'gradient of input 0': \[2\
     ("given", "options", "kind", "text"),
     [
         ((3, draw(2)), {}, TypeError, "reference is a int; legal is a function"),
-        ((draw(2), draw(2)), {}, TypeError, "reference is a Tensor; legal is a function"),
         ((sq, sq, draw(2)), {}, TypeError, "write the reference by its name"),
-        ((sq, draw(2)), {"reference": 3}, TypeError, "reference is a int"),
         ((sq, draw(2)), {"dtype": torch.float64}, ValueError, "legal: torch"),
         ((sq, draw(2)), {"passes": 1}, ValueError, "2 or more"),
         ((draw(2), draw(2)), {"reference": sq, "backward": True}, ValueError, GRADIENTS),

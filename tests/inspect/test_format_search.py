@@ -174,18 +174,6 @@ def command(folder: str, *more: str) -> dict[str, Any]:
     return content
 
 
-def test_the_command_searches_gemms(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = command("found")
-    printed = capsys.readouterr().out
-    assert (found["schema_version"], found["low"], found["high"]) == (4, "nvfp4", "bfloat16")
-    rows = found["rows"]
-    assert [row["name"] for row in rows] == ["2.forward", "2.grad_input", "2.grad_weight"]
-    kept = found["answer"]["high"]
-    assert Path("found/layers.yaml").exists() == ("use it: mprun" in printed) == bool(kept)
-
-
 def test_a_run_with_the_file_has_the_products_of_the_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

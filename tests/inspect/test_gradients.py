@@ -118,17 +118,6 @@ def test_checkpointed_modules(reentrant: bool) -> None:
     assert (str(place), size) == ("Mul in inside", pytest.approx(1e6, rel=1))
 
 
-def test_attention_by_its_matmuls() -> None:
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    seen = LargestGradients()
-    with seen.following(model):
-        model(x, x, x)[0].sum().backward()  # needs_weights: written out in Python
-    ops = {place.op for place in seen.magnitudes}
-    assert {"Softmax", "Bmm"} <= ops
-    assert {place.module for place in seen.magnitudes if place.op == "Softmax"} == {"(model)"}
-
-
 def test_two_calls_before_one_backward_pass() -> None:
     model, seen = nn.Linear(2, 2), LargestGradients()
     with seen.following(model):

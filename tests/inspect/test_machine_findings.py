@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mprun import NEWEST_TORCH
-from mprun.inspect.machine_examination import LIMIT, conclusions, findings, judge
+from mprun.inspect.machine_examination import conclusions, findings, judge
 from mprun.train.machine.doctor_result import Machine, modes_table
-from mprun.train.machine.machine import ALLOWED
 from tests.train.machine import (
     AVX2_ONLY,
     AVX512_ONLY,
@@ -84,13 +80,6 @@ def test_a_slow_format_is_warned_of_with_its_reason(
     assert warning == f"warning {format_}: {slow}: {reason}"
 
 
-def test_instructions_that_are_not_known_are_no_reason() -> None:
-    where = machine("AVX2")
-    where.instructions["AMX-BF16"] = None
-    (warning,) = texts_of(where, {"bfloat16": SLOW})
-    assert warning.endswith("the reason is not known")
-
-
 def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     where = gpu("9.4")
     assert where.cuda
@@ -141,15 +130,6 @@ def test_a_limit_without_effect_is_no_finding(where: Machine, value: str) -> Non
     assert texts_of(replace(where, onednn=onednn)) == []
 
 
-def test_higher_limits_allow_more() -> None:
-    """Each name allows what its own predecessors allow; all need AVX2 from AVX2 on."""
-    chain = ["AVX", "AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_FP16"]
-    chain += ["AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"]
-    for lower, higher in pairwise(chain):
-        assert ALLOWED[lower] < ALLOWED[higher]
-    assert ALLOWED["DEFAULT"] == ALLOWED["AVX512_CORE_AMX_FP16"]
-
-
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"])
 def test_a_variable_that_limits_kernels_is_reported(variable: str) -> None:
     (warning,) = texts_of(machine("AVX2", variables={variable: "AVX2"}))
@@ -168,7 +148,7 @@ def test_cpu_limits_are_not_reported_of_a_gpu() -> None:
     ("changes", "expected"),
     [
         ({"threads": 9}, "warning threads: 9 threads, but this process may use 8 cores"),
-        ({"threads": 8, "cpu_quota": 1.5}, "8 threads, but this process may use 1.5 cores"),
+        ({"threads": 8, "cpu_quota": 2.5}, "set OMP_NUM_THREADS=2"),
         ({"threads": 1, "cpu_quota": 0.5}, None),  # there is no less than one
         ({"threads": 4, "cpu_quota": 4.0}, None),
         ({"threads": 4}, None),  # a thread per core, where the system counts two
@@ -178,11 +158,6 @@ def test_cpu_limits_are_not_reported_of_a_gpu() -> None:
 def test_threads_that_do_not_fit_the_cores(changes: dict[str, Any], expected: str | None) -> None:
     texts = texts_of(machine("AVX2", **changes))
     assert (texts == []) if expected is None else (len(texts) == 1 and expected in texts[0])
-
-
-def test_the_number_of_threads_to_set_is_reported() -> None:
-    (quota,) = texts_of(machine("AVX2", cpu_quota=2.5))
-    assert quota.endswith("set OMP_NUM_THREADS=2")
 
 
 @pytest.mark.parametrize(
@@ -218,12 +193,6 @@ def test_tf32_switched_off_from_outside() -> None:
     assert texts_of(gpu("9.0", "tf32", variables={"NVIDIA_TF32_OVERRIDE": "1"})) == []
 
 
-def test_warnings_come_first() -> None:
-    where = machine("AVX2", gpu_unused="cpu asked for", threads=9)
-    levels = [f.split()[0] for f in texts_of(where, {"bfloat16": SLOW})]
-    assert levels == ["warning", "warning", "note"]
-
-
 # ---- what modes are good for ---------------------------------------------------------------------
 
 
@@ -232,31 +201,16 @@ def test_warnings_come_first() -> None:
     [
         (2.0, 1.8, 2.2, "worth trying"),
         (1.2, 1.01, 1.4, "worth trying"),
-        (1.05, 1.01, 1.09, "no gain"),
         (1.0, 0.95, 1.05, "no gain"),
         (1.0, 0.5, 2.0, "not known"),
-        (1.2, 0.9, 1.5, "not known"),
-        (0.7, 0.3, 1.1, "not known"),
         (0.95, 0.92, 0.98, "no gain"),
         (0.5, 0.4, 0.6, "not for speed"),
-        (0.01, 0.009, 0.011, "not for speed"),
     ],
 )
 def test_a_format_is_judged_by_median_and_interval(
     median: float, low: float, high: float, verdict: str
 ) -> None:
     assert judge(rate("bfloat16", ratio(median, low, high))) == verdict
-
-
-@given(st.tuples(*[st.floats(1e-3, 1e3)] * 3).map(sorted))
-def test_faster_and_slower_are_each_other_turned_round(values: list[float]) -> None:
-    low, median, high = values
-    there = judge(rate("float16", ratio(median, low, high)))
-    back = judge(rate("float16", ratio(1 / median, 1 / high, 1 / low)))
-    turned = {"worth trying": "not for speed", "not for speed": "worth trying"}
-    # A reciprocal is rounded, which decides where a value is on a limit to its last bit.
-    if all(abs(x / edge - 1) > 1e-9 for x in values for edge in (1 / LIMIT, 1.0, LIMIT)):
-        assert back == turned.get(there, there)
 
 
 def test_a_format_counts_at_the_largest_size_it_was_measured_at() -> None:
@@ -296,15 +250,3 @@ def test_products_of_8_bits_do_not_have_the_rates_of_bfloat16() -> None:
     lines = [" ".join(x.split()) for x in str(modes_table(found.modes, found.rates)).splitlines()]
     assert "bf16_mixed native 14.0 none" in lines
     assert "fp8_rowwise native - none" in lines
-
-
-def test_an_h100() -> None:
-    found = measured(H100, {"tf32": 7.0, "bfloat16": 13.0, "float16": 13.0}, modes(tf32=True))
-    assert [(c.format, c.verdict) for c in conclusions(found)] == [
-        ("tf32", "worth trying"),
-        ("bfloat16", "worth trying"),
-        ("float16", "worth trying"),
-        ("float16", "not for speed"),  # half_sr_full, emulated
-    ]
-    named = [name for c in conclusions(found) for name in c.modes]
-    assert sorted(named) == sorted(m.name for m in modes() if m.name != "fp32")

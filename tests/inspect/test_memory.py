@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ElementTree
-from itertools import pairwise
 from typing import Any
 
 import matplotlib.image
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.inspect.measurement_plots import SHADED, memory_plot, stretches, thinned
+from mprun.inspect.measurement_plots import SHADED, memory_plot, thinned
 from mprun.inspect.memory import (
     NAMES,
     MemoryRecord,
@@ -118,43 +117,12 @@ def test_categories_side_by_side() -> None:
     assert not [r for r in rows if r[0] in ("buffers", "temporary", "peak of optimizer")]
 
 
-def test_if_nothing_fits_the_need_of_one_sample_is_shown() -> None:
-    one = mode("fp32", 1, 1.0, fits=fits(0, None, 3 * MIB))
-    assert "none: 1 needs 3 MiB" in shown(category_table(record(one, limit="1GiB")))
-
-
 def test_modules_against_those_of_the_first_mode() -> None:
     first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
     assert ["a.b", "8.00", "8.00", "16.00"] in lines(module_table(first, first, None))
     rows = lines(module_table(second, first, None))
     assert ["a.b", "4.00", "4.00", "8.00", "-50 %"] in rows
     assert ["(inputs)", "2.00", "2.00", "0 %"] in rows
-
-
-def test_modules_below_a_depth_are_added_up() -> None:
-    modules = [
-        row("", activations=1),
-        row("a", parameters=1),
-        row("a.b", parameters=2),
-        row("a.b.c", gradients=4),
-        row("d.e", parameters=8),
-    ]
-    one = mode("fp32", 1, 1.0, modules=modules)
-    assert lines(module_table(one, one, 1))[-3:] == [
-        ["(root)", "1.00", "1.00"],
-        ["a", "3.00", "4.00", "7.00"],
-        ["d", "8.00", "8.00"],
-    ]
-    assert ["a.b", "2.00", "4.00", "6.00"] in lines(module_table(one, one, 2))
-
-
-def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
-    modules = [row(f"m{n}", parameters=100 + n) for n in range(30)]
-    one = mode("fp32", 1, 1.0, modules=modules)
-    rows = [r for r in lines(module_table(one, one, None)) if r[0][0] == "m" and r[0] != "module"]
-    assert [r[0] for r in rows] == [f"m{n}" for n in range(10, 30)]
-    rest = sum(100 + n for n in range(10))
-    assert lines(module_table(one, one, None))[-1] == ["10 more", f"{rest:,}", f"{rest:,}"]
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -200,10 +168,3 @@ def test_thinning_keeps_the_largest_of_each_stretch(rows: list[list[int]], point
     assert max(totals[shown]) == max(totals)
     if len(rows) <= points:
         assert shown == list(range(len(rows)))
-
-
-@given(st.lists(st.sampled_from(PHASES), min_size=1))
-def test_stretches_cover_every_op(phases: list[str]) -> None:
-    parts = list(stretches(phases))
-    assert [p for phase, start, stop in parts for p in [phase] * (stop - start)] == phases
-    assert all(a[0] != b[0] and a[2] == b[1] for a, b in pairwise(parts))

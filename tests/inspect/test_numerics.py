@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,13 +13,12 @@ from rich.console import Console
 
 from mprun.inspect import measurement_plots
 from mprun.inspect.collect import KINDS as COLLECTED
-from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
+from mprun.inspect.measurement_plots import TITLES, numerics_plot
 from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.inspect.numerics import (
     KINDS,
     RULES,
     NumericsResult,
-    lost_table,
     rows_table,
     scales_table,
     sentences,
@@ -174,41 +172,10 @@ def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
     assert body[1].split()[2:8] == ["-", "-", "either", "40", "55", "31"]
 
 
-def test_what_decided_stands_first_and_its_worst_row_too() -> None:
-    """Gradients whose own rounding is harmless, in passes that are not."""
-    rows = [
-        {**row, "kind": "weight_gradients", "name": f"p{n}", "verdict": "needs fp32"}
-        for n, row in enumerate(CONTENT["rows"][:2])
-    ]
-    passes = {"p0": {"fp16": 71.0, "bf16": 12.0}, "p1": {"fp16": 71.0, "bf16": 3.0}}
-    found = result(rows=rows, verdict={**CONTENT["verdict"], "parameters_db": passes})
-    lines = shown(rows_table(found, top=9))
-    heading = " ".join(lines[: lines.index(next(x for x in lines if "──" in x))])
-    assert heading.index("fp16 pass") < heading.index("verdict") < heading.index("zero")
-    body = [line.split()[2:6] for line in lines if line.startswith("wt. grad")]
-    assert body == [["p1", "71", "3", "needs"], ["p0", "71", "12", "needs"]]
-
-
 def test_loss_scales_and_why_one_will_not_do() -> None:
     lines = shown(scales_table(RESULT))
     assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
     assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
-
-
-@pytest.mark.parametrize(("needed", "name"), [(True, "recommended"), (False, "largest")])
-def test_a_scale_that_is_not_needed_is_not_called_recommended(needed: bool, name: str) -> None:
-    scale = CONTENT["loss_scale"]
-    rows = [{**scale["verdicts"][0], "label": "recommended"}]
-    lines = shown(scales_table(result(loss_scale={**scale, "needed": needed, "verdicts": rows})))
-    assert cells(lines, name)[0] == name
-
-
-def test_lost_updates_the_worst_parameters_first() -> None:
-    lines = shown(lost_table(RESULT, top=1))
-    assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
-    assert cells(lines, "large")[-1] == "0"
-    assert not any("small" in line for line in lines)
-    assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
 
 
 def test_float32_gradients_that_are_wrong_are_the_answer() -> None:
@@ -233,44 +200,11 @@ def test_float32_gradients_that_are_wrong_are_the_answer() -> None:
             {"loss": math.nan, "float64": math.nan, "op": "div", "module": ""},
             "no format is good enough here: the loss is nan in float64 too; div makes it.",
         ),
-        (
-            {"loss": math.nan, "float64": 2.5, "op": "", "module": ""},
-            "float32 itself is not good enough here: the loss is nan, in float64 2.5.",
-        ),
     ],
 )
 def test_a_float32_that_is_wrong_is_the_answer(float32: dict[str, Any], first: str) -> None:
     lines = sentences(result(verdict={**CONTENT["verdict"], "float32": float32}))
     assert lines[:2] == [first, "compared with float32: either (because)"]
-
-
-def test_sentences() -> None:
-    expected = [
-        "float16 and bfloat16 are both good enough. float16 needs a loss scale: 131,072 is "
-        "recommended.",
-        "range or precision: either (because)",
-        "decided by: the loss in float16, activation_gradients a",
-        "rows with another verdict: activation_gradients a",
-        "not judged: noise: only rounding errors (the float32 gradient differs from float64's by "
-        "more than a tenth)",
-        "not judged: off: the gradient is exactly zero in float32",
-        "loss scale in float16: one is needed: a is lost",
-        "recommended loss scale: 2^17 = 131,072: fits",
-        "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
-        "the recommended has 60.25 dB",
-        "weights in 16 bits: rounded to nearest, bfloat16 loses 50.0% of the updates and float16 "
-        "50.0% (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
-        "precision.rounding=kahan keeps each",
-    ]
-    assert sentences(RESULT) == expected
-    free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
-    expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
-    expected[6:9] = [
-        "loss scale in float16: none is needed: all is well",
-        "the largest loss scale that fits: 2^17 = 131,072: fits",
-        expected[8].replace("recommended", "largest that fits"),
-    ]
-    assert sentences(result(loss_scale=free)) == expected
 
 
 @pytest.mark.parametrize("verdict", [EITHER, RANGE, PRECISION, FP32])
@@ -304,44 +238,6 @@ def test_the_heat_map_holds_the_shares() -> None:
     assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
     names = [label.get_text() for label in panels[1].get_yticklabels()]
     assert names == ["(input)", "a"]
-
-
-def lines_of(panel: Any) -> set[tuple[float, str]]:
-    return {(line.get_xdata()[0], line.get_linestyle()) for line in panel.lines}
-
-
-def test_limits_are_drawn_and_those_of_gradients_also_where_the_scale_moves_them() -> None:
-    weights, _, gradients, *_ = [a for a in exponents().axes if a.images]
-    assert lines_of(weights) == {(-24, "-"), (-14, "-"), (16, "-")}
-    assert lines_of(gradients) - lines_of(weights) == {(16 - 17, "--")}  # the others lie outside
-
-
-def test_bfloat16_s_limits_are_drawn_where_values_come_near_them() -> None:
-    far = row("weights", "tiny", 0.0, "either", histogram=histogram(m140=1, p127=1))
-    figure = exponents(rows=[far])
-    (panel,) = [a for a in figure.axes if a.images]
-    drawn = {at for at, _ in lines_of(panel)}
-    assert drawn == {at for limits in LIMITS.values() for at in limits}
-
-
-def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
-    rare = row("weights", "a", 0.0, "either", histogram=histogram(m100=1, p0=10**7))
-    none = row("weights", "zeros", 0.0, "either", histogram=histogram())
-    figure = exponents(rows=[none, rare])
-    assert set(heat(figure, 0)) == {0}
-
-
-def test_of_many_layers_the_worst_are_drawn_in_the_model_s_order() -> None:
-    many = [row("weights", f"layer.{n}" + "x" * 60, (n * 7) % 500, "either") for n in range(500)]
-    figure = exponents(rows=many)
-    (panel,) = [a for a in figure.axes if a.images]
-    labels = [label.get_text() for label in panel.get_yticklabels()]
-    worst = sorted(range(500), key=lambda n: (n * 7) % 500)[:MAX_ROWS]
-    assert [re.split("[x~]", x)[0] for x in labels] == [f"layer.{n}" for n in sorted(worst)]
-    assert max(map(len, labels)) == measurement_plots.MAX_NAME
-    title = panel.get_title(loc="left")
-    assert title == f"weights: the {MAX_ROWS} of 500 that float16 changes most"
-    assert figure.get_size_inches()[1] < 6
 
 
 def test_the_files_have_a_title_and_a_caption() -> None:

@@ -32,7 +32,6 @@ from mprun.train.machine.doctor_result import (
     Roofline,
     Shape,
     format_verdicts,
-    roofline_parts,
 )
 from tests.schema import conforms
 from tests.train.machine import AVX2_ONLY, measured
@@ -71,11 +70,6 @@ def test_a_step_is_held_against_its_least_time(recipe: str, precision: str) -> N
     assert roof.step_time_ms.n == 3
     assert roof.step_time_ms.median is not None
     assert roof.share == pytest.approx(roof.least_ms / roof.step_time_ms.median)
-
-
-def test_a_count_alone_times_nothing() -> None:
-    roof = roof_of("recipe=mnist", "train.batch_size=8", steps=0)
-    assert (roof.step_time_ms.n, roof.share, roof.notes) == (0, None, [])
 
 
 def test_the_products_of_a_recipe_are_counted_by_hand() -> None:
@@ -128,6 +122,14 @@ def test_attention_on_a_cpu_is_counted_by_hand(tmp_path: Path) -> None:
     assert step.flops == (2 + 5) * product
 
 
+def test_a_step_that_fails_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "fails.py"
+    file.write_text(ATTENTION.replace("x = x * self.scale", 'raise RuntimeError("planted")'))
+    with pytest.raises(RunFailedError, match=r"cannot run the model's step: .*planted") as failed:
+        roof_of(f"recipe={file}")
+    assert "\n" not in str(failed.value)
+
+
 def test_float32_stands_in_for_a_slower_format() -> None:
     plan = plan_step(["recipe=linear", "device=cpu", "precision=fp16_mixed"]).plan
     assert best_rate(MADE_UP, plan) == ("float16", pytest.approx(110.0))
@@ -162,76 +164,6 @@ def test_the_record_is_read_back(tmp_path: Path) -> None:
     file.write_text(json.dumps({**asdict(MADE_UP), "roofline": {"recipe": 1}}))
     with pytest.raises(UsageError, match=r"doctor\.json.*recipe"):
         read_json(file, Examination, SCHEMA_VERSION)
-
-
-FAILS = """
-import torch
-from torch import nn
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x):
-        raise RuntimeError("planted")
-
-
-def model():
-    return Model()
-
-
-def data():
-    x = torch.randn(64, 4)
-    return {"train": (x, x.sum(1, keepdim=True))}
-
-
-def loss(output, batch):
-    return nn.functional.mse_loss(output, batch[1])
-
-
-DEFAULTS = {"train.batch_size": 8}
-"""
-
-
-def test_a_step_that_fails_is_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "fails.py"
-    file.write_text(FAILS)
-    with pytest.raises(RunFailedError, match=r"cannot run the model's step: .*planted") as failed:
-        roof_of(f"recipe={file}")
-    assert "\n" not in str(failed.value)
-
-
-def test_a_recipe_that_ignores_the_source_of_data_gives_no_warning() -> None:
-    planned = plan_step(["recipe=linear", "device=cpu"])
-    assert planned.warnings == []
-    assert plan_step(["recipe=mnist", "device=cpu"]).plan.splits.source == "generated"
-
-
-def test_the_summary_has_the_bound_and_the_share() -> None:
-    none = StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
-    roof = Roofline(
-        recipe="r",
-        precision="fp32",
-        variant="fp32",
-        execution="native",
-        batch_size=8,
-        flops=100_000_000,
-        gflops={"float32": 20.0},
-        least_ms=5.0,
-        step_time_ms=StepTimes(median=10.0, p10=9.0, p90=11.0, n=9, warmup=5),
-        share=0.5,
-        notes=["one", "two"],
-    )
-    text = (
-        "r, fp32, batch 8: a step takes 10 ms (9-11, 9 steps), at least 5 ms, its 0.1 GFLOP at 20 "
-        "GFLOP/s (float32): it reaches 50 % of the roof"
-    )
-    assert [*roofline_parts(roof)] == [text, "one", "two"]
-    assert next(roofline_parts(replace(roof, step_time_ms=none, share=None))) == (
-        "r, fp32, batch 8: a step takes at least 5 ms, its 0.1 GFLOP at 20 GFLOP/s (float32)"
-    )
 
 
 # ---- formats of 8 bits or fewer ------------------------------------------------------------------
@@ -289,13 +221,6 @@ def test_the_sum_is_over_converted_layers() -> None:
     )
     slower, *_ = format_verdicts(gains_of(shapes, ("c",)))
     assert slower.endswith("makes the layers that it converts 0.50 times as fast")
-
-
-def test_a_recipe_without_such_layers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch)
-    assert str(measure_formats(StepCount(0, {}, []), CPU)).endswith(
-        "the step calls no linear layer whose features are multiples of 16"
-    )
 
 
 @pytest.mark.parametrize("name", [None, *RECIPES])

@@ -10,12 +10,9 @@ import msgspec
 from rich.console import Console
 
 from mprun.inspect.trace import (
-    MAX_KINDS,
     PHASES,
     TraceRecord,
-    TraceRow,
     chrome,
-    kinds_table,
     step_table,
     totals,
 )
@@ -102,23 +99,6 @@ def test_alike_rows_outside_of_the_model_are_one_with_their_number_and_time() ->
         "optimizer add_ x3 disabled fp32 6.000",
         "optimizer add_ disabled fp32 fp32>bf16 2.000 0.500",
     ]
-
-
-def test_kinds_of_ops_are_summed_the_longest_first() -> None:
-    lines = shown(kinds_table(TRACE.rows))
-    assert lines[4:7] == [
-        "optimizer add_ fp32 disabled 4 8.000 1 0.500",
-        "forward relu fp32 outside 2 4.000 2 1.000",
-        "forward linear fp32 lower 1 2.000 2 0.750",
-    ]
-    assert lines[-1] == "trace.ops=true lists all 10 ops"
-
-
-def test_of_many_kinds_the_rest_is_one_row() -> None:
-    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MAX_KINDS + 3)]
-    lines = shown(kinds_table(msgspec.convert(rows, list[TraceRow])))
-    assert len(lines) == 4 + MAX_KINDS + 2
-    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MAX_KINDS) - 3:.3f}"
 
 
 def test_totals_are_shown_with_their_units() -> None:

@@ -103,15 +103,10 @@ def test_every_value_of_another_type_is_named(tmp_path: Path) -> None:
     ("key", "wrong"),
     [
         ("seed", True),
-        ("seed", 1.5),
-        ("seed", "1"),
         ("wall_time_s", True),
         ("wall_time_s", "nan"),
         ("wall_time_s", 10**300),
-        ("wall_time_s", None),
         ("status", "done"),
-        ("error", 1),
-        ("history", {}),
     ],
     ids=str,
 )

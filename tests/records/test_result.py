@@ -43,11 +43,6 @@ def test_parts_files_and_warnings_come_in_this_order(
     assert json.loads(result.json) == {"x": "nan"}
 
 
-def test_without_a_folder_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show(Result(None, ["done"], {"a.json": "{}"})) == 0
-    assert capsys.readouterr().out == "done\n"
-
-
 def test_a_file_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"a\.json cannot be written"):
         show(Result(None, [], {"a.json": "{}"}), tmp_path / "missing" / "folder")
@@ -145,10 +140,3 @@ def test_a_notebook_shows_pictures_as_images_with_escaped_captions() -> None:
     sources = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
     assert [b64decode(text) for text in sources] == [b"<svg/>", b"<svg></svg>"]
     assert "<figcaption>Loss: &lt;b&gt;</figcaption>" in html
-
-
-def test_a_result_in_a_session_is_what_a_pipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
-    result = hostile()
-    show(result)
-    assert f"{result!r}\n" == f"{result}\n"
-    assert f"{result}\n" == capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -60,14 +59,6 @@ def test_a_number_survives_the_record(value: float) -> None:
 # Files replaced whole
 
 
-def test_a_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for data in (b"old", b"new and longer", b""):
-        files.write_atomic(path, data)
-        assert path.read_bytes() == data
-        assert list(tmp_path.glob(".*")) == []
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,13 +97,6 @@ def folder(tmp_path: Path) -> Any:
     made.close()
 
 
-def test_an_existing_folder_without_a_run_will_do(tmp_path: Path) -> None:
-    (tmp_path / "note.txt").touch()
-    RunFolder(tmp_path).close()
-    assert (tmp_path / "note.txt").exists()
-    assert (tmp_path / "metrics.jsonl").exists()
-
-
 def test_a_second_run_in_a_folder_is_refused_and_the_first_is_kept(folder: RunFolder) -> None:
     folder.lines([{"step": 1}])
     with pytest.raises(UsageError, match=r"run\.dir=.*another mprun is running there"):
@@ -143,21 +127,6 @@ def test_lines_end_before_the_first_that_is_not_kept(folder: RunFolder) -> None:
     assert [line["step"] for line in record.read_lines(folder.path)] == [1, 2, 9]
 
 
-def test_of_processes_that_make_a_file_at_once_one_wins(tmp_path: Path) -> None:
-    def make(n: int) -> int | None:
-        try:
-            files.write_new(tmp_path / "file", f"{n}".encode())
-        except FileExistsError:
-            return None
-        return n
-
-    with ThreadPoolExecutor(8) as pool:
-        made = [n for n in pool.map(make, range(8)) if n is not None]
-    assert len(made) == 1
-    assert (tmp_path / "file").read_text(encoding="utf-8") == f"{made[0]}"
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_of_runs_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     def make(_: int) -> RunFolder | None:
         try:
@@ -177,19 +146,6 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file")
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\); choose another"):
         RunFolder(tmp_path / "file" / "run")
-
-
-def test_lines_are_readable_while_the_run_goes_on(folder: RunFolder) -> None:
-    assert record.read_lines(folder.path) == []
-    folder.lines([{"step": 1, "loss": 0.5}, {"step": 2, "loss": math.nan}])
-    written = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": "nan"}]
-    assert record.read_lines(folder.path) == written
-    folder.lines([])
-    folder.lines([{"kind": "event", "text": "ünïcode\nand a line break"}])
-    assert record.read_lines(folder.path)[2] == {
-        "kind": "event",
-        "text": "ünïcode\nand a line break",
-    }
 
 
 def test_a_file_cut_anywhere_gives_its_whole_lines(folder: RunFolder) -> None:
@@ -238,15 +194,6 @@ def test_a_summary_of_a_later_version(tmp_path: Path) -> None:
 
 def resolved(*overrides: str) -> dict[str, Any]:
     return compose(overrides).resolved
-
-
-def test_a_hash_is_twelve_hex_digits_and_leaves_the_configuration_alone() -> None:
-    config = resolved()
-    before = copy.deepcopy(config)
-    text = variant_hash(config)
-    assert len(text) == 12
-    assert int(text, 16) >= 0
-    assert config == before
 
 
 def test_what_does_not_make_a_variant() -> None:

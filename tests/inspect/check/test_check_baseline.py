@@ -11,7 +11,6 @@ from mprun.inspect.check.check_baseline import (
     Baseline,
     BaselineFigure,
     changes,
-    circumstances,
     figures_of,
     read_baseline,
     reference_of,
@@ -107,10 +106,6 @@ def test_a_module_that_is_gone_or_new_is_a_change(base: Baseline) -> None:
         assert found.text == f"norm of the output of 1.linear in float64 is {said}"
 
 
-def test_another_seed_is_a_change(tmp_path: Path, base: Baseline) -> None:
-    assert named(base, figures(recipe(tmp_path), MODES, "seed=1")) == [("changed", "0")]
-
-
 @pytest.mark.parametrize("override", ["execution=emulated", "precision.overflow=saturate"])
 def test_other_arithmetic_of_the_mode_is_explained(
     tmp_path: Path, base: Baseline, override: str
@@ -143,14 +138,6 @@ def test_another_dtype_of_an_op_and_more_memory_are_warnings(base: Baseline) -> 
     assert [x.kind for x in found] == ["casts_changed", "memory_grew"]
     assert {x.severity for x in found} == {"warning"}
     assert "activations" in found[1].text
-
-
-def test_what_is_not_the_same_is_said(base: Baseline) -> None:
-    other = replace(base, machine="another CPU", versions={**base.versions, "torch": "1.0.0"})
-    said = list(circumstances(base, other))
-    assert said[0].startswith("torch ")
-    assert said[0].endswith("-> 1.0.0")
-    assert said[1].endswith("-> another CPU")
 
 
 def test_modes_that_were_not_checked_stay(base: Baseline) -> None:

@@ -12,10 +12,7 @@ from junitparser import JUnitXml
 from mprun.errors import RunFailedError, UsageError
 from mprun.inspect.check.check_result import (
     CHECKS,
-    ERROR,
     SCHEMA_VERSION,
-    SHOWN,
-    WARNING,
     CheckRecord,
     Finding,
     ModeChecks,
@@ -53,16 +50,6 @@ def checks(label: str, *findings: Finding, **not_done: str) -> ModeChecks:
     return ModeChecks(label, label, [*findings], done, not_done)
 
 
-def test_each_kind_says_all_of_it_and_belongs_to_a_check_in_their_order() -> None:
-    checks = [kind.check for kind in kinds().values()]
-    assert checks == sorted(checks, key=[*CHECKS].index)
-    for name, kind in kinds().items():
-        assert kind.check in CHECKS, name
-        assert kind.severity in (ERROR, WARNING), name
-        assert all((kind.text, kind.example, kind.cure)), name
-        assert not kind.text.endswith("."), name
-
-
 def test_every_kind_that_the_code_names_is_one() -> None:
     named = {
         name
@@ -73,15 +60,6 @@ def test_every_kind_that_the_code_names_is_one() -> None:
     assert named <= {*kinds()}
     text = "".join(path.read_text(encoding="utf-8") for path in MPRUN.rglob("*.py"))
     assert [name for name in kinds() if f'"{name}"' not in text] == []
-
-
-def test_a_check_without_findings_is_a_line_and_a_table() -> None:
-    lines = shown(checks("fp32"), checks("bf16_mixed"))
-    assert lines[0] == "passed: tiny in fp32, bf16_mixed: no findings (13 s)"
-    assert [x.split() for x in (lines[1], lines[-1])] == [
-        ["mode", *CHECKS],
-        ["bf16_mixed", *["ok"] * len(CHECKS)],
-    ]
 
 
 def test_errors_come_first_and_what_two_modes_share_is_said_once() -> None:
@@ -95,28 +73,6 @@ def test_errors_come_first_and_what_two_modes_share_is_said_once() -> None:
         "warning in bf16_mixed: near_overflow: fc: 1 doubling left",
         f"  fix: {kinds()['near_overflow'].cure}",
     ]
-
-
-def test_sizes_of_two_kinds_are_not_compared() -> None:
-    """Errors first, then the order of the checks; `at` orders findings of one kind alone."""
-    noise = [Finding("all_noise", f"n{n}", "", at=n / 10) for n in (7, 9)]
-    sizes = [Finding("overflow", f"o{n}", "", at=n) for n in (7e4, 9e4)]
-    memory = Finding("over_memory", "", "", at=1.1)
-    far = Finding("far_from_float32", "f", "", at=1.2)
-    warning = Finding("near_overflow", "w", "", at=1e9)
-    found = [warning, memory, *noise, *sizes, far]
-    record = CheckRecord(SCHEMA_VERSION, "tiny", "a CPU", {}, 1.0, 60.0, [checks("x", *found)])
-    places = ["f", "o90000.0", "o70000.0", "n9", "n7", "", "w"]
-    assert [x.module for _, x in record.merged] == places
-    assert [x.module for x in sorted(found, key=lambda x: x.rank)] == places
-
-
-def test_many_findings_are_counted() -> None:
-    found = [Finding("overflow", f"layer.{n}", "inf") for n in range(SHOWN + 2)]
-    lines = shown(checks("fp16_mixed", *found))
-    assert lines[0].startswith(f"failed: tiny in fp16_mixed: {SHOWN + 2} errors (")
-    assert lines[-1] == "(2 more findings in check.json)"
-    assert len(lines) == 5 + 2 * SHOWN
 
 
 def test_what_was_not_done_is_no_silent_success() -> None:
@@ -258,25 +214,8 @@ def test_a_finding_is_an_annotation_at_its_line(
     assert text == f"{x}\n  fix: {kinds()['all_noise'].cure}"
 
 
-def test_an_absolute_path_and_a_folder_below_the_checkout_are_named_from_it(
-    in_empty_folder: Path,
-) -> None:
-    paths = [str(in_empty_folder / "net.py:4"), "net.py:4"]
-    found = [Finding("near_overflow", "", "x", "", path) for path in paths]
-    for line in github_commands(record(*found), in_empty_folder.parent):
-        severity, fields, _ = read(line)
-        assert (severity, fields["file"], fields["line"]) == ("warning", "cwd/net.py", "4")
-
-
 def result_of(found: CheckRecord) -> Result:
     return Result(found, [*check_parts(found)])
-
-
-def test_nothing_is_told_outside_of_github(capsys: pytest.CaptureFixture[str]) -> None:
-    for environment in ({}, {"GITHUB_ACTIONS": "false", "GITHUB_STEP_SUMMARY": "summary.md"}):
-        write_reports(result_of(record(Finding("overflow", "a", "b"))), None, environment)
-    assert capsys.readouterr().out == ""
-    assert [*Path().iterdir()] == []
 
 
 def test_github_gets_annotations_and_the_summary_behind_what_is_there(

@@ -6,7 +6,7 @@ import pytest
 
 from mprun.inspect.check.check import check_modes, plan_check
 from mprun.inspect.check.check_result import TARGETS as NAMES
-from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding, ModeChecks
+from mprun.inspect.check.check_result import CheckRecord, CheckSettings, Finding
 from mprun.inspect.check.check_targets import (
     TABLE,
     TARGETS,
@@ -14,8 +14,6 @@ from mprun.inspect.check.check_targets import (
     FormatUse,
     on_targets,
     refused_or_different,
-    target_findings,
-    target_lines,
     target_verdict,
 )
 
@@ -97,28 +95,6 @@ def test_a_step_that_needs_more_memory_than_any_model_has_is_refused() -> None:
     (larger,) = refused_or_different("v100", Configuration(peak_bytes=17 * GIB))
     assert (larger.kind, "32 GiB" in larger.text) == ("target_differs", True)
     assert kinds("mps", Configuration(peak_bytes=1000 * GIB)) == []
-
-
-def test_a_finding_names_the_targets_the_module_and_what_was_measured() -> None:
-    wanted = Configuration({"bfloat16": FormatUse("head", measured="the first step agrees")})
-    (found,) = target_findings(["t4", "h100", "v100", "t4"], wanted)
-    assert found.module == "head"
-    assert found.text.startswith("on t4, v100: bfloat16: no units")
-    assert found.text.endswith("rounded; the first step agrees")
-    (unmeasured,) = target_findings(["cpu-avx2"], Configuration({"bfloat16": FormatUse()}))
-    assert unmeasured.text.endswith("not run here in that arithmetic")
-
-
-def test_the_lines_say_which_modes_run_as_asked() -> None:
-    modes = [
-        ModeChecks("fp32", "fp32", figures={"target t4": "as asked", "target h100": "as asked"}),
-        ModeChecks("bf16", "bf16", figures={"target t4": "differs", "target h100": "as asked"}),
-        ModeChecks("late", "fp32"),
-    ]
-    t4 = "t4: as asked: fp32; differs: bf16; not checked: late"
-    assert list(target_lines(["t4"], modes)) == [t4]
-    assert list(target_lines(["h100"], modes[:2])) == ["h100: runs as asked"]
-    assert "CUDA 12.6" in next(target_lines(["v100"], modes))
 
 
 # ---- modes, and their first step -----------------------------------------------------------------
@@ -212,18 +188,6 @@ def test_a_kernel_that_is_another_in_bfloat16_does_not_agree(recipe: Path, there
     )
     assert "the first step does not agree" in x.text
     assert f"{'inf ' if there == 'nan' else ''}times the bound of rounding" in x.text
-
-
-def test_float16_of_a_cpu_without_instructions(recipe: Path) -> None:
-    (x,) = found(recipe, ["cpu-avx2"], "precision=fp16_mixed", "speed=plain")
-    assert x.text.startswith("on cpu-avx2: float16: needs AVX512-FP16")
-    assert "the first step agrees" in x.text
-
-
-def test_float16_without_a_loss_scale(recipe: Path) -> None:
-    (x, _) = found(recipe, ["a100", "cpu-avx2"], "precision=fp16_mixed", "loss_scale=none")
-    assert x.text.startswith("on a100: float16 without a loss scale")
-    assert found(recipe, ["a100"], "precision=bf16_mixed", "loss_scale=none") == []
 
 
 def test_formats_of_products_and_tf32(recipe: Path) -> None:

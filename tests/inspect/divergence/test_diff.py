@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.inspect.divergence import Side
-from mprun.inspect.divergence.boundaries import exact_arithmetic
 
 
 class Attention(nn.Module):
@@ -326,17 +325,3 @@ def test_printed_it_is_a_table() -> None:
 def test_a_batch_that_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="with loss, batch is a pair"):
         mprun.diff(made("mlp"), made("mlp"), MODELS["mlp"][1], nn.functional.mse_loss)
-
-
-def test_in_exact_arithmetic_casts_do_nothing() -> None:
-    class Casts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.bfloat16().float().to(torch.float16).to(torch.float32) + torch.zeros(1)
-
-    twin = Casts()
-    x = torch.randn(8, dtype=torch.float64)
-    rounded = x.bfloat16().double()
-    with exact_arithmetic(twin) as exact:
-        assert torch.equal(twin(x), x)
-        exact.dtype = torch.bfloat16
-        assert torch.equal(twin(x), rounded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from mprun.records import console as progress
-from mprun.records.console import Moment, RunProgress, duration, stderr_console, stdout_console
+from mprun.records.console import Moment, RunProgress, stderr_console, stdout_console
 
 MOMENT = Moment(epoch=2, step=30, loss=0.12345, step_time_ms=4.567, fraction=0.25, elapsed_s=41.0)
-COLOUR = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])\b[\d;]*m")
 
 
 @pytest.fixture(autouse=True)
@@ -39,27 +37,6 @@ def written(console: Console) -> str:
 
 
 # Texts
-
-
-def test_durations_as_text() -> None:
-    short = [duration(seconds) for seconds in (0, 0.4, 45.3, 59.4, 59.6, 125)]
-    assert short == ["0 s", "0 s", "45 s", "59 s", "1:00", "2:05"]
-    long = [duration(seconds) for seconds in (3599.6, 3725, 360_000)]
-    assert long == ["1:00:00", "1:02:05", "100:00:00"]
-
-
-def test_the_time_left_assumes_the_same_rate() -> None:
-    assert MOMENT.eta_s == 123.0
-    assert Moment(1, 1, 0.0, 0.0, fraction=1.0, elapsed_s=5.0).eta_s == 0
-    assert Moment(1, 1, 0.0, 0.0, fraction=0.0, elapsed_s=5.0).eta_s is None
-
-
-def test_a_moment_in_a_line() -> None:
-    figures = "loss 0.1235  4.57 ms/step"
-    assert MOMENT.text(5, 120) == f"epoch 2/5  step 30/120  {figures}  ETA 2:03"
-    assert MOMENT.text(None, None) == f"epoch 2  step 30  {figures}  ETA 2:03"
-    assert "ETA" not in Moment(1, 1, 0.5, 1.0, fraction=0.0, elapsed_s=5.0).text(5, 120)
-    assert "loss nan" in Moment(1, 1, float("nan"), 1.0, 0.5, 5.0).text(None, None)
 
 
 # Off a terminal
@@ -92,23 +69,6 @@ def test_quiet_lines_come_at_most_every_ten_seconds(clock: SimpleNamespace) -> N
     assert written(console).splitlines() == [MOMENT.text(5, 120)] * len(shown_at)
 
 
-def test_a_line_is_always_printed_and_postpones_the_next_status(
-    clock: SimpleNamespace,
-) -> None:
-    console = file()
-    view = RunProgress(console, 5, 120)
-    view.start()
-    clock.now += 9
-    view.line("line 1")
-    view.line("line 2")
-    clock.now += 9
-    view.update(MOMENT)
-    assert written(console) == "line 1\nline 2\n"
-    clock.now += 1
-    view.update(MOMENT)
-    assert MOMENT.text(5, 120) in written(console)
-
-
 # On a terminal
 
 
@@ -126,20 +86,6 @@ def test_the_live_line_shows_loss_step_time_and_time_left() -> None:
     assert MOMENT.text(5, 120) in text
     assert "epoch 1: [not markup]" in text
     assert "\r" in text  # redrawn in place
-
-
-def test_a_long_line_fits_80_columns() -> None:
-    late = Moment(epoch=5, step=49_999, loss=0.5, step_time_ms=12.5, fraction=0.5, elapsed_s=3725)
-    assert late.text(5, 50_000).endswith("ETA 1:02:05")
-    assert late.text(5, 50_000) in drawn(terminal(width=80), late, steps=50_000)
-
-
-def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert COLOUR.search(drawn(terminal()))
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = drawn(terminal())
-    assert not COLOUR.search(text)
-    assert MOMENT.text(5, 120) in text
 
 
 def test_the_bar_is_shown_only_where_a_line_can_be_redrawn(
@@ -161,27 +107,6 @@ def test_results_go_to_stdout_and_warnings_to_stderr(capsys: pytest.CaptureFixtu
 
 
 # Jobs in parts
-
-
-def test_the_part_is_counted_and_the_time_left_estimated() -> None:
-    assert progress.counted_part(0, 12, 0.0) == " (1 of 12)"
-    assert progress.counted_part(3, 12, 30.0) == " (4 of 12, about 1:30 left)"
-    assert progress.counted_part(3, None, 30.0) == ""
-
-
-def test_a_terminal_shows_each_part_of_a_job(clock: SimpleNamespace) -> None:
-    console = terminal()
-    with progress.JobProgress(console) as job:
-        for done, name in enumerate(("soft[max]", "linear", "relu")):
-            job.begin(f"op {name}", done, 3)
-            clock.now += 40
-    shown = COLOUR.sub("", written(console))
-    for text in (
-        "op soft[max] (1 of 3)",
-        "op linear (2 of 3, about 1:20 left)",
-        "op relu (3 of 3, about 40 s left)",
-    ):
-        assert text in shown
 
 
 def test_a_log_has_a_line_of_a_job_every_ten_seconds(clock: SimpleNamespace) -> None:

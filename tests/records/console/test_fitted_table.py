@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from mprun.records.console import print_table, print_text
+from mprun.records.console import print_table
 from mprun.records.console.fitted_table import (
     FittedTable,
-    TableCell,
-    broken,
     figure_column,
     text_column,
 )
@@ -54,25 +52,6 @@ def drawn(made: FittedTable, width: int, is_terminal: bool = True, colours: str 
     return console.file.getvalue()
 
 
-def test_with_room_nothing_changes() -> None:
-    for width in (None, 200):
-        assert shown(table(), width) == [
-            "",
-            "a title of some length",
-            f"layer  calls  time in ms  {'why':66}  dB",
-            "\u2500" * 96,
-            f"fc     1,234      56.789  {SENTENCE}  55",
-        ]
-
-
-def test_headings_and_sentences_are_broken_at_blanks_before_anything_is_left_out() -> None:
-    lines = shown(table(), 60)
-    assert max(map(len, lines)) <= 60
-    assert not any("hidden to fit" in line for line in lines)
-    assert " ".join(" ".join(lines).split()).count("1,234") == 1
-    assert set(SENTENCE.split()) <= set(" ".join(lines).split())
-
-
 def test_the_least_important_columns_are_left_out_and_named() -> None:
     lines = shown(table("a" * 20), 60)
     assert "calls" not in lines[2]
@@ -83,48 +62,10 @@ def test_the_least_important_columns_are_left_out_and_named() -> None:
     assert "55" in text
 
 
-def test_long_names_go_on_in_the_next_line() -> None:
-    names = [f"encoder.layers.{n}.self_attention.output.weight" for n in range(12)]
-    lines = shown(table(*names), 50)
-    assert max(map(len, lines)) <= 50
-    parts = [line.partition(" ")[0] for line in lines[5:] if "hidden" not in line]
-    assert "".join(names) in "".join(parts)
-
-
-def test_a_terminal_too_narrow_for_the_figures_gets_them_whole() -> None:
-    made = FittedTable("", figure_column("a"), figure_column("b"))
-    made.add_row("123456", "234567")
-    assert shown(made, 10)[-1] == "123456  234567"
-
-
-def test_lines_after_the_first_of_a_cell_are_dim_and_the_rest_has_its_style() -> None:
-    made = FittedTable("", text_column("verdict"))
-    made.add_row(TableCell("worse\nby far", "red"))
-    *_, first, second = drawn(made, 80, colours="standard").splitlines()
-    assert (first, second) == ("\x1b[31mworse\x1b[0m", "\x1b[2mby far\x1b[0m")
-
-
 def test_text_in_brackets_is_no_markup() -> None:
     made = FittedTable("[b]t[/b]", text_column("[red]h"))
     made.add_row("[red]a[/red]")
     assert shown(made, 80)[1:] == ["[b]t[/b]", "[red]h", "\u2500" * 12, "[red]a[/red]"]
-
-
-def test_sentences_are_broken_on_a_terminal_alone() -> None:
-    for is_terminal, count in ((True, 4), (False, 1)):
-        console = Console(file=io.StringIO(), width=20, force_terminal=is_terminal)
-        print_text(console, SENTENCE)
-        assert isinstance(console.file, io.StringIO)
-        lines = console.file.getvalue().splitlines()
-        assert " ".join(lines) == SENTENCE
-        assert len(lines) == count
-
-
-@given(st.text("ab \u65e5", max_size=60), st.integers(1, 20))
-def test_broken_lines_hold_every_word(text: str, width: int) -> None:
-    lines = broken(text, width)
-    assert " ".join(lines) == text
-    assert all(cell_len(line) <= width or " " not in line.strip(" ") for line in lines)
 
 
 WORD = st.text("abcdef.0123", min_size=1, max_size=30)

@@ -6,10 +6,7 @@ import pytest
 
 from mprun.records.console.formatting import (
     change_text,
-    joined,
-    listed,
     share_text,
-    significant,
     size_text,
     unit_for,
 )
@@ -43,13 +40,3 @@ def test_amounts_have_a_unit_with_readable_digits(size: int, text: str, unit: st
 )
 def test_shares(share: float | None, text: str) -> None:
     assert share_text(share) == text
-
-
-def test_names_in_a_list_and_in_a_sentence() -> None:
-    names = ["a", "b", "c"]
-    assert [listed(names, most) for most in (2, 3)] == ["a, b and 1 more", "a, b, c"]
-    assert [joined(names[:n]) for n in (1, 2, 3)] == ["a", "a and b", "a, b and c"]
-
-
-def test_figures_of_measurements() -> None:
-    assert [significant(x) for x in (None, 0.12345, 12345.0)] == ["-", "0.123", "1.23e+04"]
