@@ -38,9 +38,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from mprun.inspect.histograms import Histogram, Noise, histogram, noise_of
-from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
-from mprun.inspect.numerics import ScaleVerdict
+from mprun.inspect.histograms import (
+    LayerGradients,
+    Noise,
+    ScaleAdvice,
+    histogram,
+    judge,
+    noise_of,
+    recommend,
+)
+from mprun.inspect.numerics import Histogram, ScaleVerdict
 from mprun.precision._torch import (
     in_backward,
     node_number,

@@ -199,7 +199,7 @@ def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
     total = sum(counts.values())
     for exponent, count in counts.items():
         if count / total >= LEAST:
-            yield int(exponent), count / total
+            yield exponent, count / total
 
 
 def _span(rows: Sequence[NumericsRow]) -> tuple[int, int]:

@@ -32,12 +32,12 @@ from statistics import median
 from torch import Tensor
 
 from mprun.inspect.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
-from mprun.inspect.histograms import Histogram, expected_db
-from mprun.inspect.loss_scale_advice import (
+from mprun.inspect.histograms import (
     PUBLISHED,
     LayerGradients,
     ScaleAdvice,
     best_tried,
+    expected_db,
     in_words,
     judge,
     need,
@@ -47,6 +47,7 @@ from mprun.inspect.numerics import (
     Float32Loss,
     FormatResult,
     HeldValues,
+    Histogram,
     LossScaledRow,
     LossScaleResult,
     LostUpdatesResult,
@@ -331,7 +332,7 @@ class Measurements:
         return NumericsRow(
             kind=row.kind,
             name=row.name,
-            histogram=row.histogram.counts(),
+            histogram=row.histogram,
             fp16=_shares(row, FP16),
             bf16=_shares(row, BF16),
             sqnr_db=db,

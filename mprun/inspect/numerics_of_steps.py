@@ -26,7 +26,7 @@ from mprun.config import compose
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
 from mprun.inspect.collect import GRADIENTS, LargestGradients, Statistics
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
-from mprun.inspect.loss_scale_advice import largest_power
+from mprun.inspect.histograms import largest_power
 from mprun.inspect.measurements import (
     FROM_THE_RUN,
     FormatPasses,
@@ -180,7 +180,7 @@ def recipe_numerics(
         "steps": list(inspected.steps),
         "skipped": list(inspected.skipped),
         "ended": inspected.ended,
-        **msgspec.to_builtins(inspected.result),
+        **msgspec.to_builtins(inspected.result, str_keys=True),
     }
     files: dict[str, str | bytes] = {"numerics.json": Result(content).json}
     if settings.plots:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.inspect.histograms import BLOCK, Histogram, histogram, pooled
-from mprun.inspect.numerics import ExponentCounts
+from mprun.inspect.histograms import BLOCK, histogram, pooled
+from mprun.inspect.numerics import Histogram
 
 DTYPES = (
     torch.float64,
@@ -109,8 +109,3 @@ def test_histograms_add_up(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(p, dtype=torch.float32) for p in parts]
     together = torch.cat([*tensors, torch.empty(0)])
     assert pooled(histogram(x) for x in tensors) == histogram(together)
-
-
-def test_counts_as_recorded() -> None:
-    seen = histogram(torch.tensor([0.5, 0.75, 4.0, 0.0]))
-    assert seen.counts() == ExponentCounts({"-1": 2, "2": 1}, {"-1": 1, "2": 1}, 1, 0, 0, 4.0)

@@ -135,7 +135,7 @@ CONTENT: dict[str, Any] = {
 
 
 def result(**changes: Any) -> NumericsResult:
-    return msgspec.convert({**CONTENT, **changes}, NumericsResult)
+    return msgspec.convert({**CONTENT, **changes}, NumericsResult, str_keys=True)
 
 
 RESULT = result()
