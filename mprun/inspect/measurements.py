@@ -54,6 +54,7 @@ from mprun.inspect.numerics import (
     ModelVerdict,
     NumericsResult,
     NumericsRow,
+    NumericsSettings,
     RangeShares,
     ScaleVerdict,
 )
@@ -61,7 +62,7 @@ from mprun.inspect.tolerance import NEEDED_DB, Deviation, Tolerance, gradient_er
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
 from mprun.precision.rounding import ratio_db
-from mprun.watch.updates import LostUpdates, RoundingErrors, power
+from mprun.watch.updates import DTYPES, FLOAT64, LostUpdates, RoundingErrors, is_rounding, power
 
 EITHER, FP32 = "either", "needs fp32"
 RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"
@@ -255,33 +256,54 @@ class FormatVerdict:
 FROM_THE_RUN = ("weights", "updates")
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """Everything that was measured."""
+def _passes() -> dict[str, FormatPasses]:
+    return {name: FormatPasses() for name in DTYPES}
 
-    exact: Statistics  # Statistics of the passes in float32
-    of_run: Statistics  # Statistics of the run
-    largest: float  # The largest gradient that float16 has to represent, unscaled
-    where: str
-    fp16: FormatVerdict  # The errors of float16 passes, at a loss scale that fits
-    bf16: FormatVerdict  # The same in bfloat16
-    tried: Mapping[float, GradientErrors]
-    """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
-    rounding: RoundingErrors
-    """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
-    unjudged_rows: frozenset[tuple[str, str]]
-    """Kind and name of rows of gradients by activations that are rounding errors."""
+
+# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
+ROWS_BY_POWER = ("activation_gradients",)
+
+
+@dataclass
+class Measurements:
+    """What is measured in some steps, and the results of it."""
+
+    settings: NumericsSettings
     scale_kind: str  # none, static or dynamic
-    headroom: float = 2.0
-    needed_db: float = NEEDED_DB
+    of_run: Statistics  # Statistics of the run
+    exact: Statistics  # Statistics of the passes in float32
+    float64: Statistics  # Of the passes in float64: `ROWS_BY_POWER`, without formats
+    largest: list[tuple[float, str]] = field(default_factory=list)
+    """The largest gradient of each step that float16 has to represent, unscaled, and its place."""
+    passes: dict[str, FormatPasses] = field(default_factory=_passes)
+    """fp16, at a loss scale that fits the step, and bf16."""
+    unavoidable: dict[str, FormatPasses] = field(default_factory=_passes)
+    """The same with nothing but weights of the format's precision."""
+    tried: dict[float, FormatPasses] = field(default_factory=dict)
+    """Loss scale to float16 passes at it; empty where none was tried."""
+    rounding: RoundingErrors = field(default_factory=RoundingErrors)
+    """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
     float32: Float32Loss | None = None  # A step in which float32 itself was not good enough
+
+    @cached_property
+    def _unjudged(self) -> tuple[str, ...]:
+        return (*self.rounding.undetermined, *self.rounding.zero)
+
+    @cached_property
+    def _formats(self) -> dict[str, FormatVerdict]:
+        return {
+            name: FormatVerdict.of(
+                passes, self.unavoidable[name], self._unjudged, self.settings.needed_db
+            )
+            for name, passes in self.passes.items()
+        }
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:
         """The recommended loss scale."""
         rows = self.exact.of(*GRADIENTS)
         layers = {n: (r.histogram, r.noise) for n, r in rows.items() if not self._is_noise(r)}
-        return recommend(LayerGradients(self.largest, self.where, layers), self.headroom)
+        return recommend(LayerGradients(*max(self.largest), layers), self.settings.headroom)
 
     def result(self) -> NumericsResult:
         """Everything that was measured, as recorded; floats may be infinite or NaN."""
@@ -298,9 +320,13 @@ class Measurements:
         )
 
     def _is_noise(self, row: LayerStatistics) -> bool:
+        """Whether a row of gradients is nothing but float32's rounding errors."""
         if row.kind == "weight_gradients":
             return row.name in self.rounding.undetermined
-        return (row.kind, row.name) in self.unjudged_rows
+        exact = self.float64.rows.get((row.kind, row.name))
+        if exact is None or self.rounding.reference is not FLOAT64:  # nothing to compare with
+            return False
+        return is_rounding(row.noise.signal, exact.noise.signal)
 
     @cached_property
     def _in_use(self) -> float | None:
@@ -327,7 +353,7 @@ class Measurements:
                 in_fp16 = loss_scaled.fp16_db
             if not self._is_noise(row):
                 verdict = range_or_precision(
-                    self._suffices(self.fp16, row, in_fp16), self._suffices(self.bf16, row, in_bf16)
+                    self._suffices("fp16", row, in_fp16), self._suffices("bf16", row, in_bf16)
                 )
         return NumericsRow(
             kind=row.kind,
@@ -341,13 +367,14 @@ class Measurements:
             loss_scaled=loss_scaled,
         )
 
-    def _suffices(self, format: FormatVerdict, row: LayerStatistics, rounding_db: float) -> bool:
+    def _suffices(self, name: str, row: LayerStatistics, rounding_db: float) -> bool:
         """Whether a format suffices for a row: always where its passes are fine."""
+        format = self._formats[name]
         if format.within_tolerance:
             return True
         is_parameter = row.kind == "weight_gradients"
         by_passes = not is_parameter or format.parameter_will_do(row.name)
-        return by_passes and rounding_db >= self.needed_db
+        return by_passes and rounding_db >= self.settings.needed_db
 
     def _loss_scaled(self, row: LayerStatistics, infinite: int) -> LossScaledRow:
         """Gradients in float16 with the recommended loss scale, and with the run's."""
@@ -363,8 +390,10 @@ class Measurements:
         )
 
     def _verdict(self, rows: Sequence[NumericsRow]) -> ModelVerdict:
-        formats = {"fp16": self.fp16, "bf16": self.bf16}
-        word = range_or_precision(self.fp16.within_tolerance, self.bf16.within_tolerance)
+        formats = self._formats
+        fp16, bf16 = formats["fp16"], formats["bf16"]
+        word = range_or_precision(fp16.within_tolerance, bf16.within_tolerance)
+        at = "" if self.advice is None else f" ({in_words(self.advice.scale)} for all steps)"
         losses = [
             f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_within_tolerance
         ]
@@ -373,7 +402,8 @@ class Measurements:
         ]
         return ModelVerdict(
             word=word,
-            reason=f"{self._in_fp16()}; in bfloat16 {_exactness(self.bf16)}",
+            reason=f"in float16 at a fitting loss scale{at} {_exactness(fp16)}; "
+            f"in bfloat16 {_exactness(bf16)}",
             deciding_rows=[*losses, *(name for name, _ in others)],
             gradients_db={name: f.errors.db for name, f in formats.items()},
             passes={
@@ -382,7 +412,7 @@ class Measurements:
             },
             parameters_db={
                 p: {name: f.errors.db_of(p) for name, f in formats.items() if p in f.errors.ratios}
-                for p in self.fp16.errors.ratios
+                for p in fp16.errors.ratios
             },
             rows_of_another_verdict=[name for name, verdict in others if verdict != word],
             undetermined=sorted(self.rounding.undetermined),
@@ -392,13 +422,11 @@ class Measurements:
             float32_gradients=self.rounding.of_float32,
         )
 
-    def _in_fp16(self) -> str:
-        at = "" if self.advice is None else f" ({in_words(self.advice.scale)} for all steps)"
-        return f"in float16 at a fitting loss scale{at} {_exactness(self.fp16)}"
-
     def _loss_scale(self) -> LossScaleResult:
-        advice, used, tried = self.advice, self.of_run.scales, self.tried
-        needed, reason = (None, NO_ADVICE) if advice is None else need(advice, self.needed_db)
+        advice, used = self.advice, self.of_run.scales
+        needed_db, (largest, where) = self.settings.needed_db, max(self.largest)
+        needed, reason = (None, NO_ADVICE) if advice is None else need(advice, needed_db)
+        tried = {s: passes.errors(self._unjudged).db for s, passes in sorted(self.tried.items())}
         return LossScaleResult(
             kind=self.scale_kind,
             in_use=self._in_use,
@@ -408,13 +436,13 @@ class Measurements:
             reason=str(advice) if advice else NO_ADVICE,
             needed=needed,
             need=reason,
-            largest_gradient=self.largest,
-            where=self.where,
-            headroom=self.headroom,
+            largest_gradient=largest,
+            where=where,
+            headroom=self.settings.headroom,
             verdicts=[] if advice is None else self._judged_scales(advice),
             # JSON's keys are texts; 17 digits give the same float64 again
-            tried_db={f"{scale:.17g}": errors.db for scale, errors in tried.items()},
-            best_tried=best_tried({scale: errors.db for scale, errors in tried.items()}),
+            tried_db={f"{scale:.17g}": db for scale, db in tried.items()},
+            best_tried=best_tried(tried),
         )
 
     def _judged_scales(self, advice: ScaleAdvice) -> list[ScaleVerdict]:
@@ -425,7 +453,7 @@ class Measurements:
             "recommended": advice.scale,
         }
         return [
-            judge(scale, advice, self.needed_db, label)
+            judge(scale, advice, self.settings.needed_db, label)
             for label, scale in scales.items()
             if scale is not None
         ]
