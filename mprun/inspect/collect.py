@@ -47,7 +47,7 @@ from mprun.inspect.histograms import (
     noise_of,
     recommend,
 )
-from mprun.inspect.numerics import Histogram, ScaleVerdict
+from mprun.inspect.numerics import KINDS, Histogram, ScaleVerdict
 from mprun.precision._torch import (
     in_backward,
     node_number,
@@ -67,7 +67,6 @@ from mprun.watch.updates import (
     power,
 )
 
-KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
 INPUT = "(input)"  # The row of the model's inputs, which are no module's output
 

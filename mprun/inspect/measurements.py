@@ -31,7 +31,7 @@ from statistics import median
 
 from torch import Tensor
 
-from mprun.inspect.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
+from mprun.inspect.collect import GRADIENTS, LayerStatistics, Statistics
 from mprun.inspect.histograms import (
     PUBLISHED,
     LayerGradients,
@@ -44,6 +44,8 @@ from mprun.inspect.histograms import (
     recommend,
 )
 from mprun.inspect.numerics import (
+    KINDS,
+    LONG,
     Float32Loss,
     FormatResult,
     HeldValues,
@@ -338,8 +340,8 @@ class Measurements:
         sources = {kind: self.of_run if kind in FROM_THE_RUN else self.exact for kind in KINDS}
         rows = [row for kind, source in sources.items() for row in source.of(kind).values()]
         forward = [row.name for row in rows if row.kind in ("weights", "activations")]
-        order = {name: n for n, name in enumerate(forward)}
-        return sorted(rows, key=lambda r: (KINDS.index(r.kind), order.get(r.name, len(order))))
+        order, kinds = {name: n for n, name in enumerate(forward)}, [*KINDS]
+        return sorted(rows, key=lambda r: (kinds.index(r.kind), order.get(r.name, len(order))))
 
     def _row(self, row: LayerStatistics) -> NumericsRow:
         db = {name: row.noise.db(name) for name in row.noise.noise}
@@ -457,9 +459,6 @@ class Measurements:
             for label, scale in scales.items()
             if scale is not None
         ]
-
-
-LONG = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def _exactness(format: FormatVerdict) -> str:

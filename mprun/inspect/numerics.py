@@ -252,13 +252,15 @@ QUESTION = Question(
     ),
 )
 
+# A kind of numbers to its short name in tables, and its title in pictures
 KINDS = {
-    "weights": "weights",
-    "activations": "activ.",
-    "activation_gradients": "act. grad",
-    "weight_gradients": "wt. grad",
-    "updates": "updates",
+    "weights": ("weights", "weights"),
+    "activations": ("activ.", "activations"),
+    "activation_gradients": ("act. grad", "gradients of activations, unscaled"),
+    "weight_gradients": ("wt. grad", "gradients of weights, unscaled"),
+    "updates": ("updates", "updates"),
 }
+LONG = {"fp16": "float16", "bf16": "bfloat16"}
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
@@ -308,7 +310,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
         "gradients of whole passes in the format; then its rounding of the numbers alone; "
         f"shares: float16, {values})",
-        text_column("kind", cell=lambda row: KINDS[row.kind]),
+        text_column("kind", cell=lambda row: KINDS[row.kind][0]),
         text_column("of", cell=lambda row: row.name),
         figure_column("fp16 pass dB", 10, of_pass("fp16")),
         figure_column("bf16 pass dB", 10, of_pass("bf16")),
@@ -448,14 +450,9 @@ def sentences(result: NumericsResult) -> list[str]:
     verdict, scale = result.verdict, result.loss_scale
     is_exact = verdict.float32 is None and verdict.float32_gradients is None
     label = "range or precision" if is_exact else "compared with float32"
-    lines = [
-        answer_sentence(result),
-        f"{label}: {verdict.word} ({verdict.reason})",
-    ]
+    lines = [answer_sentence(result), f"{label}: {verdict.word} ({verdict.reason})"]
     if verdict.deciding_rows:
         lines.append(f"decided by: {listed(verdict.deciding_rows, NAMED)}")
-    if others := verdict.rows_of_another_verdict:
-        lines.append(f"rows with another verdict: {listed(others, NAMED)}")
     lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
     if scale.needed is not None:
         lines.append(f"loss scale in float16: {scale.need}")

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from mprun.inspect import measurement_plots
-from mprun.inspect.collect import KINDS as COLLECTED
-from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plot
+from mprun.inspect.measurement_plots import LIMITS, MAX_ROWS, numerics_plot
 from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.inspect.numerics import (
     KINDS,
@@ -157,7 +156,6 @@ def cells(lines: list[str], first: str) -> list[str]:
 
 
 def test_kinds_and_rules_are_those_of_the_statistics() -> None:
-    assert tuple(KINDS) == tuple(TITLES) == COLLECTED
     assert tuple(RULES) == KNOWN_RULES
 
 
@@ -250,7 +248,6 @@ def test_sentences() -> None:
         "recommended.",
         "range or precision: either (because)",
         "decided by: the loss in float16, activation_gradients a",
-        "rows with another verdict: activation_gradients a",
         "not judged: noise: only rounding errors (the float32 gradient differs from float64's by "
         "more than a tenth)",
         "not judged: off: the gradient is exactly zero in float32",
@@ -265,10 +262,10 @@ def test_sentences() -> None:
     assert sentences(RESULT) == expected
     free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
     expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
-    expected[6:9] = [
+    expected[5:8] = [
         "loss scale in float16: none is needed: all is well",
         "the largest loss scale that fits: 2^17 = 131,072: fits",
-        expected[8].replace("recommended", "largest that fits"),
+        expected[7].replace("recommended", "largest that fits"),
     ]
     assert sentences(result(loss_scale=free)) == expected
 
@@ -300,7 +297,7 @@ def test_the_heat_map_holds_the_shares() -> None:
     figure = exponents()
     panels = [a for a in figure.axes if a.images]
     titles = [a.get_title(loc="left") for a in panels]
-    assert titles == list(TITLES.values())
+    assert titles == [title for _, title in KINDS.values()]
     assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
     names = [label.get_text() for label in panels[1].get_yticklabels()]
     assert names == ["(input)", "a"]
