@@ -345,17 +345,25 @@ def judge(
     Gradients should have a signal-to-noise ratio of `needed_db`, or what they have at the
     recommended scale.
     """
-    seen = advice.gradients
+    seen, layers = advice.gradients, _layers(scale, advice)
+    # A layer with as little signal at the recommended scale would gain nothing by another one
+    low = [x for x in layers if x[1] < min(needed_db, x[2])]
+    word, reason = "fine", "there is no gradient that could be lost"
     # Too high comes first: an overflow loses the whole step, an underflow some numbers of it
-    word, reason = "fine", _why_fine(scale, advice, needed_db)
     if seen.largest * scale >= FP16.limit:
         word = "too high"
         reason = f"the largest gradient, {seen.largest:.3g} ({seen.where}), overflows"
-    elif (worst := _worst(scale, advice, needed_db)) is not None:
-        name, have, could = worst
+    elif low:
+        name, have, could = min(low, key=lambda x: x[1])
         word = "too low"
         reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
         reason += in_words(advice.scale)
+    elif layers:
+        have, name = min((have, name) for name, have, _ in layers)
+        reason = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name}), "
+        is_enough = have >= needed_db
+        at = in_words(advice.scale)
+        reason += f"{needed_db:g} are needed" if is_enough else f"no less than at {at}"
     losses = seen.becoming_zero(scale), seen.losing_bits(scale)
     return ScaleVerdict(label, scale, word, reason, *losses)
 
@@ -366,16 +374,6 @@ def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
     if without.word != "fine":
         return True, f"one is needed: without it {without.reason}"
     return False, f"none is needed: without one {without.reason}"
-
-
-def _why_fine(scale: float, advice: ScaleAdvice, needed_db: float) -> str:
-    have, name = min(((have, n) for n, have, _ in _layers(scale, advice)), default=(math.inf, ""))
-    if not name:
-        return "there is no gradient that could be lost"
-    text = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name})"
-    if have >= needed_db:
-        return f"{text}, {needed_db:g} are needed"
-    return f"{text}, no less than at {in_words(advice.scale)}"
 
 
 def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]:
@@ -389,13 +387,6 @@ def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]
         for name, (histogram, noise) in advice.gradients.layers.items()
         if histogram.nonzero
     ]
-
-
-def _worst(scale: float, advice: ScaleAdvice, needed_db: float) -> tuple[str, float, float] | None:
-    """The layer whose gradients suffer most from a scale below the recommended one."""
-    # A layer with as little signal at the recommended scale would gain nothing by another one
-    low = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
-    return min(low, key=lambda x: x[1], default=None)
 
 
 ALIKE_DB = 3.0  # Signal-to-noise ratios no further apart, half a bit, count as the same
