@@ -160,7 +160,10 @@ def exponents(result: NumericsResult) -> Figure:
         image = _draw_shares(panel, rows, low, high)
         scale = result.loss_scale.recommended if "gradients" in kind else None
         _draw_limits(panel, low, high, scale)
-        panel.set_title(_panel_title(kind, len(rows), len(_rows(result, kind))), loc="left")
+        count = len(_rows(result, kind))
+        of_all = f": the {len(rows)} of {count} that float16 changes most"
+        title = f"{KINDS[kind][1]}{of_all if len(rows) < count else ''}"
+        panel.set_title(title, loc="left")
     lines = {line.get_label(): line for panel in axes for line in panel.lines}
     made.legend(lines.values(), lines, loc="outside upper left", ncols=2, fontsize=8)
     bar = made.colorbar(image, ax=list(axes), location="bottom", aspect=40, pad=0.01)
@@ -178,11 +181,6 @@ def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
     """The rows that float16 changes most, in the order they had."""
     by_db = sorted(range(len(rows)), key=lambda n: fp16_db(rows[n]))
     return [rows[n] for n in sorted(by_db[:MAX_ROWS])]
-
-
-def _panel_title(kind: str, shown: int, count: int) -> str:
-    of_all = "" if shown == count else f": the {shown} of {count} that float16 changes most"
-    return f"{KINDS[kind][1]}{of_all}"
 
 
 def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
@@ -235,13 +233,10 @@ def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> None:
 
 def _caption(result: NumericsResult) -> str:
     """The meaning of columns, colours and lines."""
-    scale = result.loss_scale.recommended
-    dashed = (
-        ""
-        if scale is None
-        else f" Dashed: float16's limits for gradients times the recommended loss scale, "
-        f"{number(scale)}."
-    )
+    scale, dashed = result.loss_scale.recommended, ""
+    if scale is not None:
+        dashed = " Dashed: float16's limits for gradients times the recommended loss scale, "
+        dashed += f"{number(scale)}."
     return (
         "A row is a layer's tensor, a column a power of two, the colour the share of the row's "
         "values with that exponent. Solid lines: the limits of float16 (2^-24, 2^-14, 2^16) and "

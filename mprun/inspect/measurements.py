@@ -1,24 +1,15 @@
 """The results of `mprun numerics`: what `numerics.json` records, and which 16-bit format is enough.
 
 Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
-updates those of the run. Each row also has the dtypes of the run's tensors, and how many of their
-numbers are zero that are not zero in the exact pass. All shares are of the values that are not
-zero: a zero in the exact pass is structural (an inactive ReLU, padding), and no format loses it.
+updates those of the run. Shares are of the values that are not zero: a zero in the exact pass is
+structural (an inactive ReLU, padding), and no format loses it.
 
-float16 and bfloat16 spend 15 bits differently: float16 has 11 significand bits and 30 normal
-exponents, bfloat16 8 and 254. A model that exceeds float16's exponents needs *range*; one that 8
-bits are too few for needs *precision*. Both appear as noise, so one criterion separates them:
-
-    both formats suffice        either
-    bfloat16 alone              needs range: bf16
-    float16 alone               needs precision: fp16
-    neither                     needs fp32
-
-The verdict on a model uses the losses and weight gradients of a forward and backward pass in each
-format, and the criterion of `tolerance.py`. The verdict on one tensor is about rounding its values:
+float16 has 11 significand bits and 30 normal exponents, bfloat16 8 and 254. A model that exceeds
+float16's exponents needs *range*, one that 8 bits are too few for needs *precision*
+(`range_or_precision`). Both appear as noise, so one criterion (`tolerance.py`) on loss and weight
+gradients of whole passes separates them. The verdict on one tensor is about rounding its values:
 that alone rarely leaves less than 50 dB in bfloat16, but it adds up through a model and grows where
-numbers cancel. If the passes in a format are fine, a tensor with a large rounding error does not
-matter.
+numbers cancel. If the passes in a format are fine, a tensor's rounding error does not matter.
 """
 
 from __future__ import annotations
@@ -256,14 +247,12 @@ class FormatVerdict:
 
 # Kinds of which the run has the exact values; passes beside it share its weights, and update none
 FROM_THE_RUN = ("weights", "updates")
+# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
+ROWS_BY_POWER = ("activation_gradients",)
 
 
 def _passes() -> dict[str, FormatPasses]:
     return {name: FormatPasses() for name in DTYPES}
-
-
-# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
-ROWS_BY_POWER = ("activation_gradients",)
 
 
 @dataclass

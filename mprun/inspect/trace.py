@@ -44,6 +44,7 @@ COMPUTED_BY_MPRUN = (
 )
 # Those of `step_events.PHASES`, whose module imports torch
 PHASES = ("forward", "backward", "optimizer", "other")
+ROOT = {"forward": "(root)"}  # The name of the model itself, whose path is empty
 MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
 ELSEWHERE = "trace.json"  # A table that is cut names the file with the rest
 
@@ -155,7 +156,7 @@ def step_table(rows: Sequence[TraceRow]) -> FittedTable:
     return FittedTable(
         "one training step",
         text_column("phase", 3, cell=lambda x: x[0].phase),
-        text_column("module", cell=lambda x: _module(x[0])),
+        text_column("module", cell=lambda x: x[0].module or ROOT.get(x[0].phase, "")),
         text_column("op", cell=lambda x: x[0].op + (f" x{x[1]}" if x[1] > 1 else "")),
         text_column("rule", 2, cell=lambda x: x[0].rule),
         text_column("dtypes", 5, cell=lambda x: _dtypes(x[0])),
@@ -165,10 +166,6 @@ def step_table(rows: Sequence[TraceRow]) -> FittedTable:
         rows=_merged(rows),
         elsewhere=ELSEWHERE,
     )
-
-
-def _module(row: TraceRow) -> str:
-    return row.module or ("(root)" if row.phase == "forward" else "")
 
 
 def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
