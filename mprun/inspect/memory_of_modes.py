@@ -269,9 +269,9 @@ def plan_modes(
     if against is not None or is_alone:
         pairs = zip(combined[0], parsed, strict=True)
         shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
-        texts = [*shared, f"precision={against or AGAINST}"]
+        own = f"precision={against or AGAINST}"
         try:
-            first = _planned(compose(texts, config_dir), extras[0])
+            first = _planned(compose([*shared, own], config_dir), extras[0])
         except UsageError as error:
             raise error if against is None else UsageError(f"memory.against: {error}") from None
         # the mode to compare with may be among the listed ones: it is shown once
