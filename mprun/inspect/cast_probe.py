@@ -5,21 +5,13 @@ Both are taken on the same batches, from the same weights, with the same random 
     loss        sum over batches of |L - L32|, over the sum of |L32|
     gradients   SQNR in dB of each parameter's gradient, squares summed over batches, so that a
                 gradient that is small on one batch by chance does not count as lost
-    worst       the parameter with the lowest SQNR. All gradients taken as one vector would not show
-                a layer whose gradient underflows beside one whose gradient is a hundred times
-                larger
+    worst       the parameter with the lowest SQNR: all gradients as one vector would hide a layer
+                whose gradient underflows beside one with larger gradients
 
-A gradient that is zero, or only rounding errors in float32 already (`updates.py`), is not
-judged: only that it is finite counts.
-
-How small a difference can be depends on the model. ReLU, max-pooling and batch normalisation pass
-on a sign or a scale that a rounding error may turn: gradients of a ResNet-18 in bfloat16 have 7 dB,
-and it trains. Weights with the dtype's precision alone cost as much: if they give less than 30 dB,
-everything in the dtype was at most 3 dB worse (seven models, benchmarks/op_noise.py). An op that
-does not tolerate the dtype is worse by far.
-
-float16 gradients are taken with a loss scale: the largest of those given at which they are finite,
-as a dynamic scale would use.
+How small a difference can be depends on the model: ReLU, max-pooling and batch normalisation pass
+on a sign or a scale that a rounding error may turn. Weights with the dtype's precision alone cost
+as much; where they give less than 30 dB, everything in the dtype was at most 3 dB worse (seven
+models, benchmarks/op_noise.py). An op that does not tolerate the dtype is worse by far.
 """
 
 from __future__ import annotations

@@ -1,26 +1,16 @@
 """Statistics of a training step's numbers, layer by layer, while it runs.
 
-    with mprun.numerics.statistics(model, optimizer) as measured:
-        for x, y in batches:  # a few steps of any loop
-            ...
-    print(measured.recommended_loss_scale())
-
-Five kinds of numbers are measured:
-
     weights               each parameter, before the step
     activations           the model's inputs, and the output of each module
     activation_gradients  the loss's gradients by those
     weight_gradients      the loss's gradients by each parameter, of each backward pass
     updates               what the step adds to each parameter (`updates.py`)
 
-Hooks read and change nothing: a run with them has the same weights, bit for bit, as one without.
-What functions compute inside a module is measured where it leaves the module; of gradients in
-between, the largest is recorded as well (`LargestGradients`). A module that returns the output of
-one inside it has no row of its own. Forward passes without gradients are not measured; recomputed
-ones count once.
-
-Gradients are divided by the loss scale. In a float16 run the smallest ones are 0 already. So, to
-get a recommended loss scale, measure steps in float32 or bfloat16, or at a scale that loses few.
+Hooks read and change nothing: a run with them has the same weights, bit for bit. A module that
+returns the output of one inside it has no row of its own. Forward passes without gradients are not
+measured; recomputed ones count once. Gradients are divided by the loss scale. In a float16 run the
+smallest are 0 already: for a recommended loss scale, measure steps in float32 or bfloat16, or at a
+scale that loses few.
 """
 
 from __future__ import annotations
@@ -38,9 +28,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from mprun.inspect.histograms import Histogram, Noise, histogram, noise_of
-from mprun.inspect.loss_scale_advice import LayerGradients, ScaleAdvice, judge, recommend
-from mprun.inspect.numerics import ScaleVerdict
+from mprun.inspect.histograms import (
+    LayerGradients,
+    Noise,
+    ScaleAdvice,
+    histogram,
+    judge,
+    noise_of,
+    recommend,
+)
+from mprun.inspect.numerics import KINDS, Histogram, ScaleVerdict
 from mprun.precision._torch import (
     in_backward,
     node_number,
@@ -60,13 +57,9 @@ from mprun.watch.updates import (
     power,
 )
 
-KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
 INPUT = "(input)"  # The row of the model's inputs, which are no module's output
-
-
 ROOT = "(model)"  # The name of the model itself, whose path is empty
-
 PARAMETER = "parameter"
 
 

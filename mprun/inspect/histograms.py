@@ -1,4 +1,4 @@
-"""How a tensor's values spread over the powers of two, and the noise that rounding adds to them.
+"""How values spread over the powers of two, the noise of rounding, and the loss scale to use.
 
 A float is +-m 2^e with 1 <= m < 2; its exponent e alone decides whether a format's range includes
 it. (`frexp` has m in 0.5..1, and so e + 1.) Exponents are read from the bit patterns, which is
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mprun.inspect.numerics import ExponentCounts
+from mprun.inspect.numerics import Histogram, ScaleVerdict
+from mprun.inspect.tolerance import NEEDED_DB
 from mprun.precision.formats import (
     BF16,
     E4M3,
@@ -43,55 +44,6 @@ BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's ca
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
 _BIAS = {torch.float32: 127, torch.float64: 1023}  # IEEE 754: the field of exponent 0
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of values by exponent."""
-
-    exponents: Mapping[int, int] = field(default_factory=dict)
-    """e to the number of values with 2^e <= |x| < 2^(e+1)."""
-    powers: Mapping[int, int] = field(default_factory=dict)
-    """e to the number of those with |x| = 2^e."""
-    zero: int = 0
-    infinite: int = 0
-    nan: int = 0
-    largest: float = 0.0  # The largest finite magnitude; 0 without any
-
-    @property
-    def nonzero(self) -> int:
-        """Finite values that are not zero."""
-        return sum(self.exponents.values())
-
-    @property
-    def total(self) -> int:
-        """All values."""
-        return self.nonzero + self.zero + self.infinite + self.nan
-
-    def below(self, exponent: int) -> int:
-        """How many of the non-zero values have |x| < 2^exponent."""
-        return sum(n for e, n in self.exponents.items() if e < exponent)
-
-    def up_to(self, exponent: int) -> int:
-        """How many of the non-zero values have |x| <= 2^exponent."""
-        return self.below(exponent) + self.powers.get(exponent, 0)
-
-    def __add__(self, other: Histogram) -> Histogram:
-        return Histogram(
-            dict(Counter(self.exponents) + Counter(other.exponents)),
-            dict(Counter(self.powers) + Counter(other.powers)),
-            self.zero + other.zero,
-            self.infinite + other.infinite,
-            self.nan + other.nan,
-            max(self.largest, other.largest),
-        )
-
-    def counts(self) -> ExponentCounts:
-        """The same as recorded: exponents as text, in ascending order."""
-        exponents, powers = (
-            {str(e): n for e, n in sorted(x.items())} for x in (self.exponents, self.powers)
-        )
-        return ExponentCounts(exponents, powers, self.zero, self.infinite, self.nan, self.largest)
 
 
 def pooled(histograms: Iterable[Histogram]) -> Histogram:
@@ -135,8 +87,8 @@ def histogram(x: Tensor) -> Histogram:
         exponents[e] += n
         powers[e] += exact
     return Histogram(
-        dict(exponents),
-        {e: n for e, n in powers.items() if n},
+        dict(sorted(exponents.items())),
+        {e: n for e, n in sorted(powers.items()) if n},
         zero=int(counts[1]),  # field 0 without mantissa
         infinite=int(counts[-1]),
         nan=int(counts[-2]),
@@ -287,3 +239,172 @@ def expected_db(seen: Histogram, signal: float, to: Format, scale: float = 1.0) 
         noise += count * error
     # No error is larger than its value.
     return max(0.0, ratio_db(signal / 2.0**top / 2.0**top, noise))
+
+
+# ---- the loss scale ------------------------------------------------------------------------------
+# The largest power of two at which the largest gradient, times some headroom for steps that were
+# not measured, is at most 65504: S = 2^floor(log2(65504 / (headroom * largest))). A power of two
+# changes exponents only: gradients that neither overflow nor fall below 2^-14 keep their bits.
+# Every doubling saves one more power of two of small ones. "Largest" is over every gradient that
+# is computed in float16 (`collect.py`). A scale is
+#
+#     too high   where S times the largest gradient overflows: such steps are skipped
+#     too low    where some layer's gradients, rounded to float16 times S, have less signal over
+#                noise than is needed, and more at the recommended scale
+#     fine       else
+
+# No scale is recommended beyond these: the loss times it has to be a float32
+BOUNDS = (2.0**-100, 2.0**100)
+PUBLISHED = 1024.0  # The static scale of Graphcore's half-precision tutorial
+
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
+
+    largest: float  # The largest magnitude that float16 has to represent
+    where: str  # Where it occurred
+    layers: Mapping[str, tuple[Histogram, Noise]]
+    """A layer's name to the histogram and power of its gradients."""
+
+    def becoming_zero(self, scale: float) -> float | None:
+        """The share of non-zero gradients that float16 flushes to 0 at a loss scale.
+
+        The scale is taken as the power of two at or below it; None where there is no gradient.
+        """
+        return self._share(lambda h, by: h.up_to(FP16.smallest - 1 - by), scale)
+
+    def losing_bits(self, scale: float) -> float | None:
+        """The share below float16's smallest normal number, those that become 0 included."""
+        return self._share(lambda h, by: h.below(FP16.smallest_normal - by), scale)
+
+    def _share(self, count: Callable[[Histogram, int], int], scale: float) -> float | None:
+        whole = pooled(h for h, _ in self.layers.values())
+        by = math.frexp(scale)[1] - 1  # a histogram is shifted by a whole power of two
+        return count(whole, by) / whole.nonzero if whole.nonzero else None
+
+
+@dataclass(frozen=True)
+class ScaleAdvice:
+    """A recommended loss scale; as text, with its reason."""
+
+    scale: float
+    gradients: LayerGradients
+    headroom: float
+
+    def __str__(self) -> str:
+        seen, scale = self.gradients, self.scale
+        text = (
+            f"{in_words(scale)}: the largest gradient, {seen.largest:.3g} ({seen.where}), becomes "
+        )
+        text += f"{seen.largest * scale:,.0f} of float16's 65,504"
+        without, with_it = seen.becoming_zero(1.0), seen.becoming_zero(scale)
+        if without is not None and with_it is not None:
+            text += (
+                f"; of the non-zero gradients {without:.3%} would become 0 without a loss scale, "
+                f"{with_it:.3%} with it"
+            )
+        return text
+
+
+def in_words(scale: float) -> str:
+    """`2^16 = 65,536`, or the number alone where it is no power of two."""
+    mantissa, exponent = math.frexp(scale)
+    number = f"{scale:,.0f}" if 1 <= scale < 1e12 else f"{scale:g}"
+    return f"2^{exponent - 1} = {number}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def largest_power(limit: float) -> float:
+    """The largest power of two at or below `limit`, within `BOUNDS`."""
+    low, high = BOUNDS
+    # frexp, not log2, which rounds: it would give 2^16 for the float below
+    return min(max(2.0 ** (math.frexp(limit)[1] - 1), low), high)
+
+
+def recommend(gradients: LayerGradients, headroom: float = 2.0) -> ScaleAdvice | None:
+    """The loss scale to use in float16.
+
+    Args:
+        gradients: the measured ones.
+        headroom: how many times larger gradients may become before one overflows; 1 or more.
+
+    Returns:
+        The advice; None where every gradient is 0, or the largest is not finite.
+    """
+    if not 0 < gradients.largest < math.inf:
+        return None
+    limit = FP16.largest / headroom / gradients.largest
+    return ScaleAdvice(largest_power(limit), gradients, headroom)
+
+
+def judge(
+    scale: float, advice: ScaleAdvice, needed_db: float = NEEDED_DB, label: str = ""
+) -> ScaleVerdict:
+    """Whether a loss scale (1 for none) is too low, too high or fine.
+
+    Gradients should have a signal-to-noise ratio of `needed_db`, or what they have at the
+    recommended scale.
+    """
+    seen, layers = advice.gradients, _layers(scale, advice)
+    # A layer with as little signal at the recommended scale would gain nothing by another one
+    low = [x for x in layers if x[1] < min(needed_db, x[2])]
+    word, reason = "fine", "there is no gradient that could be lost"
+    # Too high comes first: an overflow loses the whole step, an underflow some numbers of it
+    if seen.largest * scale >= FP16.limit:
+        word = "too high"
+        reason = f"the largest gradient, {seen.largest:.3g} ({seen.where}), overflows"
+    elif low:
+        name, have, could = min(low, key=lambda x: x[1])
+        word = "too low"
+        reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
+        reason += in_words(advice.scale)
+    elif layers:
+        have, name = min((have, name) for name, have, _ in layers)
+        reason = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name}), "
+        is_enough = have >= needed_db
+        at = in_words(advice.scale)
+        reason += f"{needed_db:g} are needed" if is_enough else f"no less than at {at}"
+    losses = seen.becoming_zero(scale), seen.losing_bits(scale)
+    return ScaleVerdict(label, scale, word, reason, *losses)
+
+
+def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
+    """Whether a loss scale is needed in float16, and why; the gain of the recommended one."""
+    without = judge(1.0, advice, needed_db)
+    if without.word != "fine":
+        return True, f"one is needed: without it {without.reason}"
+    return False, f"none is needed: without one {without.reason}"
+
+
+def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]:
+    """Name and signal-to-noise ratio of each layer's gradients: at a scale, and recommended."""
+    return [
+        (
+            name,
+            expected_db(histogram, noise.signal, FP16, scale),
+            expected_db(histogram, noise.signal, FP16, advice.scale),
+        )
+        for name, (histogram, noise) in advice.gradients.layers.items()
+        if histogram.nonzero
+    ]
+
+
+ALIKE_DB = 3.0  # Signal-to-noise ratios no further apart, half a bit, count as the same
+
+
+def best_tried(tried: Mapping[float, float]) -> float | None:
+    """The best of some loss scales that were tried: the largest of those as good as the best.
+
+    Between underflow and overflow there is a plateau on which scales differ by chance (by up to 1.6
+    dB in the cases tried); the largest there leaves the most room below.
+
+    Args:
+        tried: loss scale to the signal-to-noise ratio of the gradients, in dB.
+
+    Returns:
+        None where no scale gave finite gradients.
+    """
+    top = max(tried.values(), default=-math.inf)
+    if top == -math.inf:
+        return None
+    return max(scale for scale, db in tried.items() if db >= top - ALIKE_DB)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from mprun.inspect.memory import NAMES, MemoryRecord, ModeMemory
-from mprun.inspect.numerics import NumericsResult, NumericsRow, fp16_db, number
+from mprun.inspect.numerics import KINDS, LONG, NumericsResult, NumericsRow, fp16_db, number
 from mprun.records.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.report.canvas import (
@@ -133,16 +133,8 @@ def thinned(rows: Sequence[Sequence[int]], points: int = POINTS) -> list[int]:
     return [max(range(s, min(s + width, len(totals))), key=totals.__getitem__) for s in starts]
 
 
-TITLES = {
-    "weights": "weights",
-    "activations": "activations",
-    "activation_gradients": "gradients of activations, unscaled",
-    "weight_gradients": "gradients of weights, unscaled",
-    "updates": "updates",
-}
 # The exponents of a format's smallest number, its smallest normal one, and its overflow
 LIMITS = {"fp16": (-24, -14, 16), "bf16": (-133, -126, 128)}
-NAMES_OF_FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
 LEAST = 1e-6  # Smaller shares are not drawn: the lower end of the colours
 MAX_ROWS = 12  # The most layers drawn of a kind: nobody scrolls through hundreds
 MAX_NAME = 20  # Characters of a layer's name; of a longer one the middle is left out
@@ -157,7 +149,7 @@ def numerics_plot(result: NumericsResult, title: str) -> dict[str, bytes]:
 
 def exponents(result: NumericsResult) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
-    panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
+    panels = [(kind, worst(rows)) for kind in KINDS if (rows := _rows(result, kind))]
     if not panels:  # only zeros
         return figure(1)
     low, high = _span([row for _, rows in panels for row in rows])
@@ -168,7 +160,10 @@ def exponents(result: NumericsResult) -> Figure:
         image = _draw_shares(panel, rows, low, high)
         scale = result.loss_scale.recommended if "gradients" in kind else None
         _draw_limits(panel, low, high, scale)
-        panel.set_title(_panel_title(kind, len(rows), len(_rows(result, kind))), loc="left")
+        count = len(_rows(result, kind))
+        of_all = f": the {len(rows)} of {count} that float16 changes most"
+        title = f"{KINDS[kind][1]}{of_all if len(rows) < count else ''}"
+        panel.set_title(title, loc="left")
     lines = {line.get_label(): line for panel in axes for line in panel.lines}
     made.legend(lines.values(), lines, loc="outside upper left", ncols=2, fontsize=8)
     bar = made.colorbar(image, ax=list(axes), location="bottom", aspect=40, pad=0.01)
@@ -188,18 +183,13 @@ def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
     return [rows[n] for n in sorted(by_db[:MAX_ROWS])]
 
 
-def _panel_title(kind: str, shown: int, count: int) -> str:
-    of_all = "" if shown == count else f": the {shown} of {count} that float16 changes most"
-    return f"{TITLES[kind]}{of_all}"
-
-
 def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
     """Exponents with their share of the row's non-zero values."""
     counts = row.histogram.exponents
     total = sum(counts.values())
     for exponent, count in counts.items():
         if count / total >= LEAST:
-            yield int(exponent), count / total
+            yield exponent, count / total
 
 
 def _span(rows: Sequence[NumericsRow]) -> tuple[int, int]:
@@ -234,7 +224,7 @@ def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> None:
     if scale is not None:
         lines.append(("fp16", math.log2(scale), "--"))
     for name, shift, style in lines:
-        text = f"{NAMES_OF_FORMATS[name]}'s limits{', loss scaled' if style == '--' else ''}"
+        text = f"{LONG[name]}'s limits{', loss scaled' if style == '--' else ''}"
         for place in LIMITS[name]:
             if low <= place - shift <= high + 1:
                 own = colour(1 + [*LIMITS].index(name))
@@ -243,13 +233,10 @@ def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> None:
 
 def _caption(result: NumericsResult) -> str:
     """The meaning of columns, colours and lines."""
-    scale = result.loss_scale.recommended
-    dashed = (
-        ""
-        if scale is None
-        else f" Dashed: float16's limits for gradients times the recommended loss scale, "
-        f"{number(scale)}."
-    )
+    scale, dashed = result.loss_scale.recommended, ""
+    if scale is not None:
+        dashed = " Dashed: float16's limits for gradients times the recommended loss scale, "
+        dashed += f"{number(scale)}."
     return (
         "A row is a layer's tensor, a column a power of two, the colour the share of the row's "
         "values with that exponent. Solid lines: the limits of float16 (2^-24, 2^-14, 2^16) and "

@@ -1,24 +1,15 @@
 """The results of `mprun numerics`: what `numerics.json` records, and which 16-bit format is enough.
 
 Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
-updates those of the run. Each row also has the dtypes of the run's tensors, and how many of their
-numbers are zero that are not zero in the exact pass. All shares are of the values that are not
-zero: a zero in the exact pass is structural (an inactive ReLU, padding), and no format loses it.
+updates those of the run. Shares are of the values that are not zero: a zero in the exact pass is
+structural (an inactive ReLU, padding), and no format loses it.
 
-float16 and bfloat16 spend 15 bits differently: float16 has 11 significand bits and 30 normal
-exponents, bfloat16 8 and 254. A model that exceeds float16's exponents needs *range*; one that 8
-bits are too few for needs *precision*. Both appear as noise, so one criterion separates them:
-
-    both formats suffice        either
-    bfloat16 alone              needs range: bf16
-    float16 alone               needs precision: fp16
-    neither                     needs fp32
-
-The verdict on a model uses the losses and weight gradients of a forward and backward pass in each
-format, and the criterion of `tolerance.py`. The verdict on one tensor is about rounding its values:
+float16 has 11 significand bits and 30 normal exponents, bfloat16 8 and 254. A model that exceeds
+float16's exponents needs *range*, one that 8 bits are too few for needs *precision*
+(`range_or_precision`). Both appear as noise, so one criterion (`tolerance.py`) on loss and weight
+gradients of whole passes separates them. The verdict on one tensor is about rounding its values:
 that alone rarely leaves less than 50 dB in bfloat16, but it adds up through a model and grows where
-numbers cancel. If the passes in a format are fine, a tensor with a large rounding error does not
-matter.
+numbers cancel. If the passes in a format are fine, a tensor's rounding error does not matter.
 """
 
 from __future__ import annotations
@@ -31,28 +22,32 @@ from statistics import median
 
 from torch import Tensor
 
-from mprun.inspect.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
-from mprun.inspect.histograms import Histogram, expected_db
-from mprun.inspect.loss_scale_advice import (
+from mprun.inspect.collect import GRADIENTS, LayerStatistics, Statistics
+from mprun.inspect.histograms import (
     PUBLISHED,
     LayerGradients,
     ScaleAdvice,
     best_tried,
+    expected_db,
     in_words,
     judge,
     need,
     recommend,
 )
 from mprun.inspect.numerics import (
+    KINDS,
+    LONG,
     Float32Loss,
     FormatResult,
     HeldValues,
+    Histogram,
     LossScaledRow,
     LossScaleResult,
     LostUpdatesResult,
     ModelVerdict,
     NumericsResult,
     NumericsRow,
+    NumericsSettings,
     RangeShares,
     ScaleVerdict,
 )
@@ -60,7 +55,7 @@ from mprun.inspect.tolerance import NEEDED_DB, Deviation, Tolerance, gradient_er
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.precision.policy import dtype_name
 from mprun.precision.rounding import ratio_db
-from mprun.watch.updates import LostUpdates, RoundingErrors, power
+from mprun.watch.updates import DTYPES, FLOAT64, LostUpdates, RoundingErrors, is_rounding, power
 
 EITHER, FP32 = "either", "needs fp32"
 RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"
@@ -252,35 +247,54 @@ class FormatVerdict:
 
 # Kinds of which the run has the exact values; passes beside it share its weights, and update none
 FROM_THE_RUN = ("weights", "updates")
+# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
+ROWS_BY_POWER = ("activation_gradients",)
 
 
-@dataclass(frozen=True)
+def _passes() -> dict[str, FormatPasses]:
+    return {name: FormatPasses() for name in DTYPES}
+
+
+@dataclass
 class Measurements:
-    """Everything that was measured."""
+    """What is measured in some steps, and the results of it."""
 
-    exact: Statistics  # Statistics of the passes in float32
-    of_run: Statistics  # Statistics of the run
-    largest: float  # The largest gradient that float16 has to represent, unscaled
-    where: str
-    fp16: FormatVerdict  # The errors of float16 passes, at a loss scale that fits
-    bf16: FormatVerdict  # The same in bfloat16
-    tried: Mapping[float, GradientErrors]
-    """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
-    rounding: RoundingErrors
-    """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
-    unjudged_rows: frozenset[tuple[str, str]]
-    """Kind and name of rows of gradients by activations that are rounding errors."""
+    settings: NumericsSettings
     scale_kind: str  # none, static or dynamic
-    headroom: float = 2.0
-    needed_db: float = NEEDED_DB
+    of_run: Statistics  # Statistics of the run
+    exact: Statistics  # Statistics of the passes in float32
+    float64: Statistics  # Of the passes in float64: `ROWS_BY_POWER`, without formats
+    largest: list[tuple[float, str]] = field(default_factory=list)
+    """The largest gradient of each step that float16 has to represent, unscaled, and its place."""
+    passes: dict[str, FormatPasses] = field(default_factory=_passes)
+    """fp16, at a loss scale that fits the step, and bf16."""
+    unavoidable: dict[str, FormatPasses] = field(default_factory=_passes)
+    """The same with nothing but weights of the format's precision."""
+    tried: dict[float, FormatPasses] = field(default_factory=dict)
+    """Loss scale to float16 passes at it; empty where none was tried."""
+    rounding: RoundingErrors = field(default_factory=RoundingErrors)
+    """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
     float32: Float32Loss | None = None  # A step in which float32 itself was not good enough
+
+    @cached_property
+    def _unjudged(self) -> tuple[str, ...]:
+        return (*self.rounding.undetermined, *self.rounding.zero)
+
+    @cached_property
+    def _formats(self) -> dict[str, FormatVerdict]:
+        return {
+            name: FormatVerdict.of(
+                passes, self.unavoidable[name], self._unjudged, self.settings.needed_db
+            )
+            for name, passes in self.passes.items()
+        }
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:
         """The recommended loss scale."""
         rows = self.exact.of(*GRADIENTS)
         layers = {n: (r.histogram, r.noise) for n, r in rows.items() if not self._is_noise(r)}
-        return recommend(LayerGradients(self.largest, self.where, layers), self.headroom)
+        return recommend(LayerGradients(*max(self.largest), layers), self.settings.headroom)
 
     def result(self) -> NumericsResult:
         """Everything that was measured, as recorded; floats may be infinite or NaN."""
@@ -297,9 +311,13 @@ class Measurements:
         )
 
     def _is_noise(self, row: LayerStatistics) -> bool:
+        """Whether a row of gradients is nothing but float32's rounding errors."""
         if row.kind == "weight_gradients":
             return row.name in self.rounding.undetermined
-        return (row.kind, row.name) in self.unjudged_rows
+        exact = self.float64.rows.get((row.kind, row.name))
+        if exact is None or self.rounding.reference is not FLOAT64:  # nothing to compare with
+            return False
+        return is_rounding(row.noise.signal, exact.noise.signal)
 
     @cached_property
     def _in_use(self) -> float | None:
@@ -311,8 +329,8 @@ class Measurements:
         sources = {kind: self.of_run if kind in FROM_THE_RUN else self.exact for kind in KINDS}
         rows = [row for kind, source in sources.items() for row in source.of(kind).values()]
         forward = [row.name for row in rows if row.kind in ("weights", "activations")]
-        order = {name: n for n, name in enumerate(forward)}
-        return sorted(rows, key=lambda r: (KINDS.index(r.kind), order.get(r.name, len(order))))
+        order, kinds = {name: n for n, name in enumerate(forward)}, [*KINDS]
+        return sorted(rows, key=lambda r: (kinds.index(r.kind), order.get(r.name, len(order))))
 
     def _row(self, row: LayerStatistics) -> NumericsRow:
         db = {name: row.noise.db(name) for name in row.noise.noise}
@@ -326,12 +344,12 @@ class Measurements:
                 in_fp16 = loss_scaled.fp16_db
             if not self._is_noise(row):
                 verdict = range_or_precision(
-                    self._suffices(self.fp16, row, in_fp16), self._suffices(self.bf16, row, in_bf16)
+                    self._suffices("fp16", row, in_fp16), self._suffices("bf16", row, in_bf16)
                 )
         return NumericsRow(
             kind=row.kind,
             name=row.name,
-            histogram=row.histogram.counts(),
+            histogram=row.histogram,
             fp16=_shares(row, FP16),
             bf16=_shares(row, BF16),
             sqnr_db=db,
@@ -340,13 +358,14 @@ class Measurements:
             loss_scaled=loss_scaled,
         )
 
-    def _suffices(self, format: FormatVerdict, row: LayerStatistics, rounding_db: float) -> bool:
+    def _suffices(self, name: str, row: LayerStatistics, rounding_db: float) -> bool:
         """Whether a format suffices for a row: always where its passes are fine."""
+        format = self._formats[name]
         if format.within_tolerance:
             return True
         is_parameter = row.kind == "weight_gradients"
         by_passes = not is_parameter or format.parameter_will_do(row.name)
-        return by_passes and rounding_db >= self.needed_db
+        return by_passes and rounding_db >= self.settings.needed_db
 
     def _loss_scaled(self, row: LayerStatistics, infinite: int) -> LossScaledRow:
         """Gradients in float16 with the recommended loss scale, and with the run's."""
@@ -362,8 +381,10 @@ class Measurements:
         )
 
     def _verdict(self, rows: Sequence[NumericsRow]) -> ModelVerdict:
-        formats = {"fp16": self.fp16, "bf16": self.bf16}
-        word = range_or_precision(self.fp16.within_tolerance, self.bf16.within_tolerance)
+        formats = self._formats
+        fp16, bf16 = formats["fp16"], formats["bf16"]
+        word = range_or_precision(fp16.within_tolerance, bf16.within_tolerance)
+        at = "" if self.advice is None else f" ({in_words(self.advice.scale)} for all steps)"
         losses = [
             f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_within_tolerance
         ]
@@ -372,7 +393,8 @@ class Measurements:
         ]
         return ModelVerdict(
             word=word,
-            reason=f"{self._in_fp16()}; in bfloat16 {_exactness(self.bf16)}",
+            reason=f"in float16 at a fitting loss scale{at} {_exactness(fp16)}; "
+            f"in bfloat16 {_exactness(bf16)}",
             deciding_rows=[*losses, *(name for name, _ in others)],
             gradients_db={name: f.errors.db for name, f in formats.items()},
             passes={
@@ -381,7 +403,7 @@ class Measurements:
             },
             parameters_db={
                 p: {name: f.errors.db_of(p) for name, f in formats.items() if p in f.errors.ratios}
-                for p in self.fp16.errors.ratios
+                for p in fp16.errors.ratios
             },
             rows_of_another_verdict=[name for name, verdict in others if verdict != word],
             undetermined=sorted(self.rounding.undetermined),
@@ -391,13 +413,11 @@ class Measurements:
             float32_gradients=self.rounding.of_float32,
         )
 
-    def _in_fp16(self) -> str:
-        at = "" if self.advice is None else f" ({in_words(self.advice.scale)} for all steps)"
-        return f"in float16 at a fitting loss scale{at} {_exactness(self.fp16)}"
-
     def _loss_scale(self) -> LossScaleResult:
-        advice, used, tried = self.advice, self.of_run.scales, self.tried
-        needed, reason = (None, NO_ADVICE) if advice is None else need(advice, self.needed_db)
+        advice, used = self.advice, self.of_run.scales
+        needed_db, (largest, where) = self.settings.needed_db, max(self.largest)
+        needed, reason = (None, NO_ADVICE) if advice is None else need(advice, needed_db)
+        tried = {s: passes.errors(self._unjudged).db for s, passes in sorted(self.tried.items())}
         return LossScaleResult(
             kind=self.scale_kind,
             in_use=self._in_use,
@@ -407,13 +427,13 @@ class Measurements:
             reason=str(advice) if advice else NO_ADVICE,
             needed=needed,
             need=reason,
-            largest_gradient=self.largest,
-            where=self.where,
-            headroom=self.headroom,
+            largest_gradient=largest,
+            where=where,
+            headroom=self.settings.headroom,
             verdicts=[] if advice is None else self._judged_scales(advice),
             # JSON's keys are texts; 17 digits give the same float64 again
-            tried_db={f"{scale:.17g}": errors.db for scale, errors in tried.items()},
-            best_tried=best_tried({scale: errors.db for scale, errors in tried.items()}),
+            tried_db={f"{scale:.17g}": db for scale, db in tried.items()},
+            best_tried=best_tried(tried),
         )
 
     def _judged_scales(self, advice: ScaleAdvice) -> list[ScaleVerdict]:
@@ -424,13 +444,10 @@ class Measurements:
             "recommended": advice.scale,
         }
         return [
-            judge(scale, advice, self.needed_db, label)
+            judge(scale, advice, self.settings.needed_db, label)
             for label, scale in scales.items()
             if scale is not None
         ]
-
-
-LONG = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def _exactness(format: FormatVerdict) -> str:

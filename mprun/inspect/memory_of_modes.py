@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
@@ -45,13 +44,9 @@ from mprun.train.machine.machine import versions
 from mprun.train.user_code import described
 from mprun.watch.memory_recorder import DtypeMismatchError, StepMemory
 
-T = TypeVar("T")
-
-# The name of the mode to compare with until it has its label; no combination has it
-REFERENCE = "(reference)"
 ONE_PROCESS = ProcessLayout()
 
-AGAINST = "fp32"  # The mode that the published figure is relative to
+AGAINST = "fp32"  # The mode to compare a single one with; the published figure is relative to it
 
 # First parts of keys that change the published step
 CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
@@ -255,30 +250,34 @@ def plan_modes(
     listed = [
         n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
     ]
-    all_overrides = combinations(parsed)
-    extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
-    names = [_name(texts, extra) for texts, extra in zip(all_overrides, extras, strict=True)]
+    combined = combinations(parsed)
+    extras = [" ".join(texts[n] for n in listed) for texts in combined]
     left_out: dict[str, str] | None = {} if listed_modes != [*overrides] else None
-    makers = {n: partial(compose, t, config_dir) for n, t in zip(names, all_overrides, strict=True)}
-    composed = _each(makers, left_out)
-    if any(c.config.run.resume is not None for c in composed.values()):
-        raise UsageError("mprun memory plans a new run: leave out run.resume")
-    extra_of = dict(zip(names, extras, strict=True))
-    if against is not None or (
-        len(names) == 1 and composed[names[0]].config.precision.name != "fp32"
-    ):
-        pairs = zip(all_overrides[0], parsed, strict=True)
-        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
+    modes: list[PlannedMode] = []
+    errors: list[UsageError] = []
+    for texts, extra in zip(combined, extras, strict=True):
         try:
-            first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
+            modes.append(_planned(compose(texts, config_dir), extra))
+        except UsageError as error:
+            if left_out is None:
+                raise
+            errors.append(error)
+            left_out[_name(texts, extra)] = str(error)
+    if not modes:
+        raise errors[0]
+    is_alone = len(combined) == 1 and modes[0].composed.config.precision.name != AGAINST
+    if against is not None or is_alone:
+        pairs = zip(combined[0], parsed, strict=True)
+        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
+        own = f"precision={against or AGAINST}"
+        try:
+            first = _planned(compose([*shared, own], config_dir), extras[0])
         except UsageError as error:
             raise error if against is None else UsageError(f"memory.against: {error}") from None
         # the mode to compare with may be among the listed ones: it is shown once
-        others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
-        composed = {REFERENCE: first, **others}
-        extra_of[REFERENCE] = extras[0]
-    planned = _each({n: partial(_planned, c, extra_of[n]) for n, c in composed.items()}, left_out)
-    return PlannedModes([*planned.values()], left_out)
+        resolved = first.composed.resolved
+        modes = [first, *(mode for mode in modes if mode.composed.resolved != resolved)]
+    return PlannedModes(modes, left_out)
 
 
 def _name(overrides: Sequence[str], extra: str) -> str:
@@ -287,29 +286,10 @@ def _name(overrides: Sequence[str], extra: str) -> str:
     return " ".join(filter(None, [*mode[-1:], extra]))
 
 
-def _each(makers: Mapping[str, Callable[[], T]], left_out: dict[str, str] | None) -> dict[str, T]:
-    """What is made for each mode; those that cannot be join `left_out`, with the reason.
-
-    Raises:
-        UsageError: of a maker where `left_out` is None, and that of the first where all raise it.
-    """
-    made: dict[str, T] = {}
-    errors: list[UsageError] = []
-    for name, make in makers.items():
-        try:
-            made[name] = make()
-        except UsageError as error:
-            if left_out is None:
-                raise
-            errors.append(error)
-            left_out[name] = str(error)
-    if not made:
-        raise errors[0]
-    return made
-
-
 def _planned(composed: Composed, extra: str) -> PlannedMode:
     config = composed.config
+    if config.run.resume is not None:
+        raise UsageError("mprun memory plans a new run: leave out run.resume")
     # weights are not read: memory depends on shapes (`warnings_of` says so)
     config = replace(config, train=replace(config.train, init_from=None))
     planned = make_plan(config, composed.given, load=load_shapes)

@@ -9,6 +9,7 @@ and prints them. Writes `numerics.json` with everything, and plots, into the run
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,15 +134,49 @@ class LostUpdatesResult:
 
 
 @dataclass(frozen=True)
-class ExponentCounts:
-    """A histogram of exponents."""
+class Histogram:
+    """Counts of values by exponent, in ascending order."""
 
-    exponents: dict[str, int]  # e, as text, to the number of values with 2^e <= |x| < 2^(e+1)
-    powers: dict[str, int]  # e to the number of those with |x| = 2^e
-    zero: int
-    infinite: int
-    nan: int
-    largest: float
+    exponents: dict[int, int] = field(default_factory=dict)
+    """e to the number of values with 2^e <= |x| < 2^(e+1)."""
+    powers: dict[int, int] = field(default_factory=dict)
+    """e to the number of those with |x| = 2^e."""
+    zero: int = 0
+    infinite: int = 0
+    nan: int = 0
+    largest: float = 0.0  # The largest finite magnitude; 0 without any
+
+    @property
+    def nonzero(self) -> int:
+        """Finite values that are not zero."""
+        return sum(self.exponents.values())
+
+    @property
+    def total(self) -> int:
+        """All values."""
+        return self.nonzero + self.zero + self.infinite + self.nan
+
+    def below(self, exponent: int) -> int:
+        """How many of the non-zero values have |x| < 2^exponent."""
+        return sum(n for e, n in self.exponents.items() if e < exponent)
+
+    def up_to(self, exponent: int) -> int:
+        """How many of the non-zero values have |x| <= 2^exponent."""
+        return self.below(exponent) + self.powers.get(exponent, 0)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(
+            _sorted(Counter(self.exponents) + Counter(other.exponents)),
+            _sorted(Counter(self.powers) + Counter(other.powers)),
+            self.zero + other.zero,
+            self.infinite + other.infinite,
+            self.nan + other.nan,
+            max(self.largest, other.largest),
+        )
+
+
+def _sorted(counts: dict[int, int]) -> dict[int, int]:
+    return dict(sorted(counts.items()))
 
 
 @dataclass(frozen=True)
@@ -182,7 +217,7 @@ class NumericsRow:
 
     kind: str
     name: str
-    histogram: ExponentCounts
+    histogram: Histogram
     fp16: RangeShares
     bf16: RangeShares
     sqnr_db: dict[str, float]
@@ -217,13 +252,15 @@ QUESTION = Question(
     ),
 )
 
+# A kind of numbers to its short name in tables, and its title in pictures
 KINDS = {
-    "weights": "weights",
-    "activations": "activ.",
-    "activation_gradients": "act. grad",
-    "weight_gradients": "wt. grad",
-    "updates": "updates",
+    "weights": ("weights", "weights"),
+    "activations": ("activ.", "activations"),
+    "activation_gradients": ("act. grad", "gradients of activations, unscaled"),
+    "weight_gradients": ("wt. grad", "gradients of weights, unscaled"),
+    "updates": ("updates", "updates"),
 }
+LONG = {"fp16": "float16", "bf16": "bfloat16"}
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
@@ -273,7 +310,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
         "gradients of whole passes in the format; then its rounding of the numbers alone; "
         f"shares: float16, {values})",
-        text_column("kind", cell=lambda row: KINDS[row.kind]),
+        text_column("kind", cell=lambda row: KINDS[row.kind][0]),
         text_column("of", cell=lambda row: row.name),
         figure_column("fp16 pass dB", 10, of_pass("fp16")),
         figure_column("bf16 pass dB", 10, of_pass("bf16")),
@@ -287,7 +324,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
                 *((name, 2, name) for name in further),
             )
         ),
-        figure_column("zero", 1, lambda row: share_text(_zero_share(row.histogram))),
+        figure_column("zero", 1, lambda row: share_text(row.histogram.zero / row.histogram.total)),
         figure_column("lose bits", 5, lambda row: share_text(_in_run(row).below_normal)),
         figure_column("to 0", 6, lambda row: share_text(_in_run(row).becoming_zero)),
         figure_column("inf", 4, lambda row: share_text(_in_run(row).above_largest)),
@@ -298,11 +335,6 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
 
 def _rounded_db(name: str, row: NumericsRow) -> str:
     return f"{row.sqnr_db.get(name, math.inf):.0f}"
-
-
-def _zero_share(counts: ExponentCounts) -> float:
-    total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
-    return counts.zero / total
 
 
 def _in_run(row: NumericsRow) -> RangeShares:
@@ -418,14 +450,9 @@ def sentences(result: NumericsResult) -> list[str]:
     verdict, scale = result.verdict, result.loss_scale
     is_exact = verdict.float32 is None and verdict.float32_gradients is None
     label = "range or precision" if is_exact else "compared with float32"
-    lines = [
-        answer_sentence(result),
-        f"{label}: {verdict.word} ({verdict.reason})",
-    ]
+    lines = [answer_sentence(result), f"{label}: {verdict.word} ({verdict.reason})"]
     if verdict.deciding_rows:
         lines.append(f"decided by: {listed(verdict.deciding_rows, NAMED)}")
-    if others := verdict.rows_of_another_verdict:
-        lines.append(f"rows with another verdict: {listed(others, NAMED)}")
     lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
     if scale.needed is not None:
         lines.append(f"loss scale in float16: {scale.need}")

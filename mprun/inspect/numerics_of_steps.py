@@ -26,11 +26,11 @@ from mprun.config import compose
 from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
 from mprun.inspect.collect import GRADIENTS, LargestGradients, Statistics
 from mprun.inspect.float32_check import Region, float32_loss, is_good_enough
-from mprun.inspect.loss_scale_advice import largest_power
+from mprun.inspect.histograms import largest_power
 from mprun.inspect.measurements import (
     FROM_THE_RUN,
+    ROWS_BY_POWER,
     FormatPasses,
-    FormatVerdict,
     GradientErrors,
     Measurements,
     gradient_errors,
@@ -38,7 +38,6 @@ from mprun.inspect.measurements import (
 )
 from mprun.inspect.numerics import (
     SCHEMA_VERSION,
-    Float32Loss,
     NumericsResult,
     NumericsSettings,
     numerics_parts,
@@ -58,10 +57,7 @@ from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, Tr
 from mprun.train.signals import StopSignals
 from mprun.watch.updates import (
     DTYPES,
-    FLOAT64,
     OWN_SEED,
-    RoundingErrors,
-    is_rounding,
     weights_moved,
 )
 
@@ -70,8 +66,6 @@ ATTEMPTS = 6
 LOWER = 16.0
 BELOW, ABOVE = 20, 8  # How many powers of two on each side of a fitting loss scale are tried
 MIN_HALF = 2  # Samples in half a batch: batch normalisation takes no fewer
-# Kinds whose rounding errors are recognised by their power: there are no tensors to compare
-ROWS_BY_POWER = ("activation_gradients",)
 
 
 @dataclass(frozen=True)
@@ -145,7 +139,7 @@ def inspect_steps(
             "the first to inspect"
         )
     return InspectedSteps(
-        inspector.measurements().result(), tuple(inspector.steps), tuple(inspector.skipped), ended
+        inspector.measured.result(), tuple(inspector.steps), tuple(inspector.skipped), ended
     )
 
 
@@ -180,7 +174,7 @@ def recipe_numerics(
         "steps": list(inspected.steps),
         "skipped": list(inspected.skipped),
         "ended": inspected.ended,
-        **msgspec.to_builtins(inspected.result),
+        **msgspec.to_builtins(inspected.result, str_keys=True),
     }
     files: dict[str, str | bytes] = {"numerics.json": Result(content).json}
     if settings.plots:
@@ -225,7 +219,7 @@ class _InspectingTrainer(Trainer):
         self._report(f"inspecting step {number} of {last}", done, len(self._steps))
         self._inspector.before(batch)
         self.parts.clock.start()  # the step begins now: the flush ended the clock's last one
-        with self._inspector.of_run.watching():
+        with self._inspector.measured.of_run.watching():
             result = super().optimizer_step(batch)
         self._inspector.after(number, result)
         return result
@@ -238,39 +232,30 @@ class _StepInspector:
         self.steps: list[int] = []
         self.skipped: list[int] = []
         self._settings, self._run = settings, parts.model
-        self._kind = parts.precision.loss_scale.kind
-        further = [BY_NAME[name] for name in settings.formats]
-        self.of_run = Statistics(
-            parts.model,
-            parts.optimizer,
-            parts.precision.loss_scale,
-            FROM_THE_RUN,
-            further=further,
-        )
         self._exact_probe = PolicyProbe(plan, policy(FLOAT32_MODE))
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
-        self._exact = Statistics(
-            self._exact_probe.model, formats=("activations", *GRADIENTS), further=further
+        model, loss_scale = self._exact_probe.model, parts.precision.loss_scale
+        further = [BY_NAME[name] for name in settings.formats]
+        formats = ("activations", *GRADIENTS)
+        self.measured = Measurements(
+            settings,
+            loss_scale.kind,
+            Statistics(parts.model, parts.optimizer, loss_scale, FROM_THE_RUN, further=further),
+            exact=Statistics(model, formats=formats, further=further),
+            float64=Statistics(model, formats=(), kinds=ROWS_BY_POWER),
         )
-        self._largest: list[tuple[float, str]] = []
-        self._rounding = RoundingErrors()
-        self._true = Statistics(self._exact_probe.model, formats=(), kinds=ROWS_BY_POWER)
-        """Gradients by activations of the float64 passes, for the powers of their rows."""
-        self._passes = {name: FormatPasses() for name in DTYPES}
-        self._unavoidable = {name: FormatPasses() for name in DTYPES}
-        self._tried: dict[float, FormatPasses] = {}
         self._variances: dict[str, float] | None = None
         self._deviation = 0.0
-        self._float32: Float32Loss | None = None
 
     def before(self, batch: Batch) -> None:
         """The run takes its next step on this batch."""
-        self._exact.largest.magnitudes.clear()  # the fitting loss scale is that of each step alone
-        with self._exact.watching():
+        seen = self.measured
+        seen.exact.largest.magnitudes.clear()  # the fitting loss scale is that of each step alone
+        with seen.exact.watching():
             exact = self._exact_gradients(batch)
         loss = self._exact_probe.loss
-        self._rounding.compare(
+        seen.rounding.compare(
             exact,
             loss,
             lambda: self._in_float64(batch),
@@ -282,13 +267,13 @@ class _StepInspector:
             # eps / 2 is the largest relative error of rounding to nearest
             rounded = self._with_moved_weights(batch, torch.finfo(dtype).eps / 2, OWN_SEED)
             errors = gradient_errors(exact, rounded)
-            self._unavoidable[name].add(errors, self._exact_probe.loss, loss)
+            seen.unavoidable[name].add(errors, self._exact_probe.loss, loss)
         low = self._bf16_probe.gradients(self._run, batch)
         errors = gradient_errors(exact, low, self._variances)
-        self._passes["bf16"].add(errors, self._bf16_probe.loss, loss, self._deviation)
+        seen.passes["bf16"].add(errors, self._bf16_probe.loss, loss, self._deviation)
         scale = self._fitting_scale(batch)
         errors = self._errors_at(scale, exact, batch)
-        self._passes["fp16"].add(errors, self._fp16_probe.loss, loss, self._deviation, scale)
+        seen.passes["fp16"].add(errors, self._fp16_probe.loss, loss, self._deviation, scale)
         if self._settings.try_scales:
             self._try_scales(scale, exact, batch, loss)
 
@@ -298,31 +283,6 @@ class _StepInspector:
         if result.skipped is not None and result.skipped.item():
             self.skipped.append(number)
 
-    def measurements(self) -> Measurements:
-        """The measurements of all steps."""
-        largest, where = max(self._largest)
-        unjudged = (*self._rounding.undetermined, *self._rounding.zero)
-
-        def verdict(name: str) -> FormatVerdict:
-            passes, rounded = self._passes[name], self._unavoidable[name]
-            return FormatVerdict.of(passes, rounded, unjudged, self._settings.needed_db)
-
-        return Measurements(
-            exact=self._exact,
-            of_run=self.of_run,
-            largest=largest,
-            where=where,
-            fp16=verdict("fp16"),
-            bf16=verdict("bf16"),
-            tried={scale: tried.errors(unjudged) for scale, tried in sorted(self._tried.items())},
-            rounding=self._rounding,
-            float32=self._float32,
-            unjudged_rows=self._unjudged_rows(),
-            scale_kind=self._kind,
-            headroom=self._settings.headroom,
-            needed_db=self._settings.needed_db,
-        )
-
     def _exact_gradients(
         self,
         batch: Batch,
@@ -331,7 +291,7 @@ class _StepInspector:
         return self._exact_probe.gradients(self._run, batch, inside=inside)
 
     def _in_float64(self, batch: Batch) -> tuple[float, Mapping[str, Tensor]]:
-        with self._true.watching():
+        with self.measured.float64.watching():
             exact = self._exact_gradients(batch, in_float64)
         return self._exact_probe.loss, exact
 
@@ -342,11 +302,13 @@ class _StepInspector:
             self._exact_gradients(batch, inside)
             return self._exact_probe.loss
 
-        if self._float32 is not None:  # shown in an earlier step: two recorded passes are slow
+        if (
+            self.measured.float32 is not None
+        ):  # shown in an earlier step: two recorded passes are slow
             return True
         result = float32_loss(loss, float64, run)
         if result is not None and not is_good_enough(result):
-            self._float32 = result
+            self.measured.float32 = result
         return result is not None
 
     def _with_moved_weights(self, batch: Batch, most: float, seed: int) -> Mapping[str, Tensor]:
@@ -371,16 +333,6 @@ class _StepInspector:
         # the standard deviation of a half is sqrt(2) of the batch's, that of their difference 2
         self._deviation = abs(losses[0] - losses[1]) / 2
 
-    def _unjudged_rows(self) -> frozenset[tuple[str, str]]:
-        """Rows of gradients by activations that are rounding errors too."""
-        if self._rounding.reference is not FLOAT64:  # no passes in float64 to compare with
-            return frozenset()
-        return frozenset(
-            key
-            for key, row in self._true.rows.items()
-            if is_rounding(self._exact.rows[key].noise.signal, row.noise.signal)
-        )
-
     def _errors_at(self, scale: float, exact: Mapping[str, Tensor], batch: Batch) -> GradientErrors:
         """The errors of float16 gradients at a loss scale."""
         low = self._fp16_probe.gradients(self._run, batch, scale)
@@ -388,7 +340,7 @@ class _StepInspector:
 
     def _fitting_scale(self, batch: Batch) -> float:
         """The loss scale for this step alone; also notes the largest gradient."""
-        size, place = self._exact.largest.worst()
+        size, place = self.measured.exact.largest.worst()
         scale = self._scale_for(size)
         for _ in range(ATTEMPTS):
             largest = LargestGradients(lambda scale=scale: scale)  # type: ignore[misc]
@@ -401,7 +353,7 @@ class _StepInspector:
                 size, place = low_size, low_place
                 break
             scale /= LOWER  # it overflowed: float16 computes numbers that float32's pass has not
-        self._largest.append((size, str(place)))
+        self.measured.largest.append((size, str(place)))
         return self._scale_for(size)
 
     def _scale_for(self, size: float) -> float:
@@ -412,11 +364,11 @@ class _StepInspector:
     def _try_scales(
         self, scale: float, exact: Mapping[str, Tensor], batch: Batch, loss: float
     ) -> None:
-        if not self._tried:  # the powers are those around the first step's
+        if not self.measured.tried:  # the powers are those around the first step's
             middle = round(math.log2(scale))
             # min(0, ...): 1, which is no loss scale, is always among them
             powers = range(min(0, middle - BELOW), middle + ABOVE + 1)
-            self._tried = {2.0**n: FormatPasses() for n in powers}
-        for tried, passes in self._tried.items():
+            self.measured.tried = {2.0**n: FormatPasses() for n in powers}
+        for tried, passes in self.measured.tried.items():
             errors = self._errors_at(tried, exact, batch)
             passes.add(errors, self._fp16_probe.loss, loss, scale=tried)

@@ -100,11 +100,6 @@ class LabelledCaster(Caster):
         with self._caster.region(), region(self._table):
             yield
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool | None = None, create_graph: bool = False
-    ) -> None:
-        self._caster.backward(loss, retain_graph, create_graph)
-
     def step_region(self) -> AbstractContextManager[object]:
         return self._caster.step_region()
 

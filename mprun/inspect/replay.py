@@ -65,12 +65,14 @@ def prepare(given: Given) -> Prepared:
         other = next(text for text in rest if text is not scripts[0])
         raise UsageError(f"mprun replay {path} {scripts[0]} takes no '{other}'; {USAGE}")
 
-    source = _script(scripts[0]) if scripts else _composed(rest, given.config_dir)
-    saved = read_step(path)
-    if isinstance(source, tuple):
-        parts = parts_of_script(*source)
+    if scripts:
+        file, function = _script(scripts[0])
+        saved = read_step(path)
+        parts = parts_of_script(file, function)
     else:
-        parts = parts_of_recipe(source.config, saved)
+        config = _composed(rest, given.config_dir).config
+        saved = read_step(path)
+        parts = parts_of_recipe(config, saved)
     return Prepared(lambda _: replay_file(path, saved, parts))
 
 
@@ -118,18 +120,15 @@ def read_step(path: Path) -> SavedStep:
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
-    except (DamagedArchiveError, NotTensorsError) as error:
-        raise UsageError(f"{path} is not a saved step, or is damaged: {error}") from None
     except pickle.UnpicklingError:  # its text is advice to load what is not trusted
-        raise UsageError(
-            f"{path} is not a saved step, or is damaged: it contains more than tensors and plain "
-            "values, which is not loaded"
-        ) from None
+        reason = ": it contains more than tensors and plain values, which is not loaded"
+    except (DamagedArchiveError, NotTensorsError) as error:
+        reason = f": {error}"
     except Exception as error:  # unpickling a damaged file raises almost anything
-        raise UsageError(
-            f"{path} is not a saved step, or is damaged ({first_line(error)})"
-        ) from None
-    return saved_step(content, path)
+        reason = f" ({first_line(error)})"
+    else:
+        return saved_step(content, path)
+    raise UsageError(f"{path} is not a saved step, or is damaged{reason}")
 
 
 def parts_of_recipe(config: Config, saved: SavedStep) -> ReplayParts:

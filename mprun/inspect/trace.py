@@ -44,6 +44,7 @@ COMPUTED_BY_MPRUN = (
 )
 # Those of `step_events.PHASES`, whose module imports torch
 PHASES = ("forward", "backward", "optimizer", "other")
+ROOT = {"forward": "(root)"}  # The name of the model itself, whose path is empty
 MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
 ELSEWHERE = "trace.json"  # A table that is cut names the file with the rest
 
@@ -155,7 +156,7 @@ def step_table(rows: Sequence[TraceRow]) -> FittedTable:
     return FittedTable(
         "one training step",
         text_column("phase", 3, cell=lambda x: x[0].phase),
-        text_column("module", cell=lambda x: _module(x[0])),
+        text_column("module", cell=lambda x: x[0].module or ROOT.get(x[0].phase, "")),
         text_column("op", cell=lambda x: x[0].op + (f" x{x[1]}" if x[1] > 1 else "")),
         text_column("rule", 2, cell=lambda x: x[0].rule),
         text_column("dtypes", 5, cell=lambda x: _dtypes(x[0])),
@@ -165,10 +166,6 @@ def step_table(rows: Sequence[TraceRow]) -> FittedTable:
         rows=_merged(rows),
         elsewhere=ELSEWHERE,
     )
-
-
-def _module(row: TraceRow) -> str:
-    return row.module or ("(root)" if row.phase == "forward" else "")
 
 
 def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
@@ -261,48 +258,38 @@ def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
 # ---- rows of the recorded ops --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """A step's rows in the order they ran."""
-
-    rows: list[TraceRow]
-
-    @property
-    def casts(self) -> list[CastRecord]:
-        """All casts of the step."""
-        return [cast for row in self.rows for cast in row.casts]
-
-    @property
-    def time_ms(self) -> float:
-        """The time of all ops and casts."""
-        return sum(row.time_ms + row.cast_time_ms for row in self.rows)
-
-    def totals(self, step_time_ms: float) -> TraceTotals:
-        """Sums over the rows.
-
-        Args:
-            step_time_ms: of a step that is not traced; the share of casts is relative to it.
-        """
-        by_dtype: dict[str, tuple[int, float]] = {}
-        for row in self.rows:
-            if row.kernels:
-                for dtype in row.dtypes_out[:1]:  # each op counts once, by its first output
-                    count, time_ms = by_dtype.get(dtype, (0, 0.0))
-                    by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
-        cast_time_ms = sum(row.cast_time_ms for row in self.rows)
-        return TraceTotals(
-            time_ms=self.time_ms,
-            by_dtype=by_dtype,
-            casts=len(self.casts),
-            cast_bytes=sum(cast.bytes for cast in self.casts),
-            cast_time_ms=cast_time_ms,
-            cast_share=cast_time_ms / step_time_ms,
-            redundant=dict(Counter(cast.redundant for cast in self.casts if cast.redundant)),
-        )
+def casts_of(rows: Iterable[TraceRow]) -> list[CastRecord]:
+    """All casts of these rows."""
+    return [cast for row in rows for cast in row.casts]
 
 
-def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
-    """The rows of a step.
+def totals_of(rows: Sequence[TraceRow], step_time_ms: float) -> TraceTotals:
+    """Sums over the rows of a step.
+
+    Args:
+        rows: the rows.
+        step_time_ms: of a step that is not traced; the share of casts is relative to it.
+    """
+    by_dtype: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if row.kernels:
+            for dtype in row.dtypes_out[:1]:  # each op counts once, by its first output
+                count, time_ms = by_dtype.get(dtype, (0, 0.0))
+                by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
+    cast_time_ms, casts = sum(row.cast_time_ms for row in rows), casts_of(rows)
+    return TraceTotals(
+        time_ms=_whole_ms(rows),
+        by_dtype=by_dtype,
+        casts=len(casts),
+        cast_bytes=sum(cast.bytes for cast in casts),
+        cast_time_ms=cast_time_ms,
+        cast_share=cast_time_ms / step_time_ms,
+        redundant=dict(Counter(cast.redundant for cast in casts if cast.redundant)),
+    )
+
+
+def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> list[TraceRow]:
+    """The rows of a step, in the order they ran.
 
     Args:
         ops: from an `OpRecorder` with `CallStack.current` as its `call`.
@@ -316,7 +303,7 @@ def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
         row = _row([op for _, op in members], casts, own_dtype)
         if row.kernels or row.casts:
             rows.append(row)
-    return StepTrace(rows)
+    return rows
 
 
 def _group(index: int, op: RecordedOp) -> tuple[int, int]:
@@ -395,11 +382,11 @@ def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
     return reasons
 
 
-def typical(traces: Sequence[StepTrace]) -> StepTrace:
+def typical(traces: Sequence[list[TraceRow]]) -> list[TraceRow]:
     """The last trace, with medians as times, over the traces that ran the same ops."""
     # steps differ where a model's code branches, or a scaler skips an update
-    alike = [t.rows for t in traces if _shape(t) == _shape(traces[-1])]
-    return StepTrace([_typical_row(rows) for rows in zip(*alike, strict=True)])
+    alike = [rows for rows in traces if _shape(rows) == _shape(traces[-1])]
+    return [_typical_row(rows) for rows in zip(*alike, strict=True)]
 
 
 def _typical_row(rows: Sequence[TraceRow]) -> TraceRow:
@@ -415,8 +402,8 @@ def _typical_row(rows: Sequence[TraceRow]) -> TraceRow:
     )
 
 
-def _shape(t: StepTrace) -> list[tuple[str, str, int]]:
-    return [(row.op, row.module, len(row.casts)) for row in t.rows]
+def _shape(rows: Sequence[TraceRow]) -> list[tuple[str, str, int]]:
+    return [(row.op, row.module, len(row.casts)) for row in rows]
 
 
 # ---- the measurement -----------------------------------------------------------------------------
@@ -455,8 +442,10 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
     Raises:
         PartialResultError: the step cannot run; its result has the ops before the failure.
     """
+    from mprun.train.assemble.parts import build_arithmetic
+
     with planned.executing():
-        step, step_time_s = trace_step(planned.plan)
+        rows, step_time_s = trace_step(planned.plan)
     summary = planned.summary
     record = TraceRecord(
         schema_version=SCHEMA_VERSION,
@@ -468,29 +457,23 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
         execution=summary.execution,
         backend=summary.backend,
         step_time_ms=step_time_s * 1e3,
-        totals=step.totals(step_time_s * 1e3),
-        rows=step.rows,
+        totals=totals_of(rows, step_time_s * 1e3),
+        rows=rows,
     )
-    parts: list[FittedTable | str] = [totals(record), kinds_table(record.rows)]
+    parts: list[FittedTable | str] = [totals(record), kinds_table(rows)]
     if with_ops:
-        parts.append(step_table(record.rows))
-    if is_computed_by_mprun(planned.plan):
+        parts.append(step_table(rows))
+    # casts inside the ops that mprun emulates or substitutes are not counted
+    if planned.plan.execution == "emulated" or build_arithmetic(planned.plan).substitutions:
         parts.append(COMPUTED_BY_MPRUN)
     files = {
         "trace.json": json_text(record),
-        "trace.chrome.json": json.dumps(chrome(record.rows), indent=1),
+        "trace.chrome.json": json.dumps(chrome(rows), indent=1),
     }
     return Result(record, parts, files)
 
 
-def is_computed_by_mprun(plan: Plan) -> bool:
-    """Whether mprun emulates or substitutes ops; a trace does not count the casts inside them."""
-    from mprun.train.assemble.parts import build_arithmetic
-
-    return plan.execution == "emulated" or bool(build_arithmetic(plan).substitutions)
-
-
-def trace_step(plan: Plan) -> tuple[StepTrace, float]:
+def trace_step(plan: Plan) -> tuple[list[TraceRow], float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
@@ -515,21 +498,21 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     return typical(traces), median(times[WARMUP:])  # medians: single steps are interrupted
 
 
-def traced_step(plan: Plan, batch: Batch) -> StepTrace:
+def traced_step(plan: Plan, batch: Batch) -> list[TraceRow]:
     """The first training step of this plan, on a batch; on a GPU its times mean nothing."""
     from mprun.inspect.op_trace import StepRecorder
 
     return trace(StepRecorder(plan, is_timed=False).record(batch), plan.layers)
 
 
-def _before_the_failure(step: StepTrace, error: str) -> Result:
+def _before_the_failure(rows: list[TraceRow], error: str) -> Result:
     """What a step that cannot run leaves: a trace.json with these four fields only."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "error": error,
         # no step was timed: the share of casts is that of the recorded ops; not a division by 0
-        "totals": step.totals(step.time_ms or 1e3),
-        "rows": step.rows,
+        "totals": totals_of(rows, _whole_ms(rows) or 1e3),
+        "rows": rows,
     }
-    parts = [step_table(step.rows)] if step.rows else []
+    parts = [step_table(rows)] if rows else []
     return Result(content, parts, {"trace.json": json_text(content)})

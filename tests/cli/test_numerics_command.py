@@ -22,7 +22,7 @@ from mprun.config import compose
 from mprun.config.settings import take
 from mprun.errors import RunFailedError
 from mprun.inspect import numerics_of_steps as built
-from mprun.inspect.loss_scale_advice import ALIKE_DB
+from mprun.inspect.histograms import ALIKE_DB
 from mprun.inspect.numerics import NumericsResult, NumericsSettings
 from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
 from mprun.precision import backend_flags

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mprun.numerics
-from mprun.inspect.collect import INPUT, KINDS, Statistics, scale_of, statistics
-from mprun.inspect.histograms import histogram
-from mprun.inspect.loss_scale_advice import best_tried
+from mprun.inspect.collect import INPUT, Statistics, scale_of, statistics
+from mprun.inspect.histograms import best_tried, histogram
 from mprun.inspect.measurements import gradient_errors
+from mprun.inspect.numerics import KINDS
 from mprun.optim import AdamW
 from mprun.precision import (
     DynamicLossScale,

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.inspect.histograms import BLOCK, Histogram, histogram, pooled
+from mprun.inspect.histograms import BLOCK, histogram, pooled
+from mprun.inspect.numerics import Histogram
 
 DTYPES = (
     torch.float64,

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from mprun.inspect import measurement_plots
-from mprun.inspect.collect import KINDS as COLLECTED
-from mprun.inspect.measurement_plots import TITLES, numerics_plot
+from mprun.inspect.measurement_plots import numerics_plot
 from mprun.inspect.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.inspect.numerics import (
     KINDS,
@@ -133,7 +132,7 @@ CONTENT: dict[str, Any] = {
 
 
 def result(**changes: Any) -> NumericsResult:
-    return msgspec.convert({**CONTENT, **changes}, NumericsResult)
+    return msgspec.convert({**CONTENT, **changes}, NumericsResult, str_keys=True)
 
 
 RESULT = result()
@@ -155,7 +154,6 @@ def cells(lines: list[str], first: str) -> list[str]:
 
 
 def test_kinds_and_rules_are_those_of_the_statistics() -> None:
-    assert tuple(KINDS) == tuple(TITLES) == COLLECTED
     assert tuple(RULES) == KNOWN_RULES
 
 
@@ -207,6 +205,34 @@ def test_a_float32_that_is_wrong_is_the_answer(float32: dict[str, Any], first: s
     assert lines[:2] == [first, "compared with float32: either (because)"]
 
 
+def test_sentences() -> None:
+    expected = [
+        "float16 and bfloat16 are both good enough. float16 needs a loss scale: 131,072 is "
+        "recommended.",
+        "range or precision: either (because)",
+        "decided by: the loss in float16, activation_gradients a",
+        "not judged: noise: only rounding errors (the float32 gradient differs from float64's by "
+        "more than a tenth)",
+        "not judged: off: the gradient is exactly zero in float32",
+        "loss scale in float16: one is needed: a is lost",
+        "recommended loss scale: 2^17 = 131,072: fits",
+        "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
+        "the recommended has 60.25 dB",
+        "weights in 16 bits: rounded to nearest, bfloat16 loses 50.0% of the updates and float16 "
+        "50.0% (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each",
+    ]
+    assert sentences(RESULT) == expected
+    free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
+    expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
+    expected[5:8] = [
+        "loss scale in float16: none is needed: all is well",
+        "the largest loss scale that fits: 2^17 = 131,072: fits",
+        expected[7].replace("recommended", "largest that fits"),
+    ]
+    assert sentences(result(loss_scale=free)) == expected
+
+
 @pytest.mark.parametrize("verdict", [EITHER, RANGE, PRECISION, FP32])
 def test_the_answer_comes_first_and_names_the_formats_that_are_good_enough(verdict: str) -> None:
     first, second, *_ = sentences(result(verdict={**CONTENT["verdict"], "word": verdict}))
@@ -234,7 +260,7 @@ def test_the_heat_map_holds_the_shares() -> None:
     figure = exponents()
     panels = [a for a in figure.axes if a.images]
     titles = [a.get_title(loc="left") for a in panels]
-    assert titles == list(TITLES.values())
+    assert titles == [title for _, title in KINDS.values()]
     assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
     names = [label.get_text() for label in panels[1].get_yticklabels()]
     assert names == ["(input)", "a"]

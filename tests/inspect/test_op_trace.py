@@ -16,7 +16,15 @@ import mprun.inspect.op_trace
 import mprun.inspect.trace
 from mprun.config import compose
 from mprun.inspect.op_trace import CallStack, LabelledCaster, shipped_op_lists
-from mprun.inspect.trace import CastRecord, StepTrace, TraceRow, trace, trace_step, typical
+from mprun.inspect.trace import (
+    CastRecord,
+    TraceRow,
+    casts_of,
+    totals_of,
+    trace,
+    trace_step,
+    typical,
+)
 from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
 from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.train.loop import Trainer, TrainingComponents
@@ -105,8 +113,8 @@ def test_casts_are_as_many_as_the_profiler_counts(recipe: str, mode: str) -> Non
     chosen = planned(recipe, *MODES[mode])
     assert build_arithmetic(chosen).substitutions == ()
     found, _ = trace_step(chosen)
-    assert len(found.casts) == counted_by_the_profiler(chosen)
-    assert (len(found.casts) == 0) == (mode == "fp32")
+    assert len(casts_of(found)) == counted_by_the_profiler(chosen)
+    assert (len(casts_of(found)) == 0) == (mode == "fp32")
 
 
 @pytest.mark.representative(0, 3)
@@ -125,7 +133,7 @@ def test_casts_are_as_many_as_the_profiler_counts(recipe: str, mode: str) -> Non
 def test_options_that_change_casts_change_the_trace_alike(words: list[str]) -> None:
     chosen = planned("mnist", *words)
     found, _ = trace_step(chosen)
-    assert len(found.casts) == counted_by_the_profiler(chosen) > 0
+    assert len(casts_of(found)) == counted_by_the_profiler(chosen) > 0
 
 
 @pytest.mark.usefixtures("short")
@@ -135,11 +143,9 @@ def test_the_casts_of_a_linear_step_are_those_counted_by_hand() -> None:
     samples, inputs, outputs = 8, 24, 16
     parameters = outputs * inputs + outputs
     elements = samples * inputs + parameters + samples * outputs + samples * outputs + parameters
-    assert len(found.casts) == 7
-    assert sum(c.bytes for c in found.casts) == elements * (4 + 2)
-    kinds = [
-        (row.phase, cast.from_dtype, cast.to_dtype) for row in found.rows for cast in row.casts
-    ]
+    assert len(casts_of(found)) == 7
+    assert sum(c.bytes for c in casts_of(found)) == elements * (4 + 2)
+    kinds = [(row.phase, cast.from_dtype, cast.to_dtype) for row in found for cast in row.casts]
     assert kinds == [
         *[("forward", "float32", "bfloat16")] * 3,
         ("other", "bfloat16", "float32"),
@@ -185,7 +191,7 @@ def test_an_emulated_step_shows_the_model_s_ops_and_not_those_that_emulate() -> 
     def ran(*words: str) -> list[tuple[str, str, str]]:
         found, _ = trace_step(planned("mnist", *words))
         both = ("forward", "backward")
-        return [(row.phase, row.module, row.op) for row in found.rows if row.phase in both]
+        return [(row.phase, row.module, row.op) for row in found if row.phase in both]
 
     assert ran("precision=half_sr_full") == ran("precision=half_sr", "speed=plain")
 
@@ -241,7 +247,7 @@ def autocast(calls: CallStack) -> Caster:
 
 def traced(
     model: nn.Module, caster: Caster, calls: CallStack, layers: Mapping[str, str]
-) -> StepTrace:
+) -> list[TraceRow]:
     """The second training step of `model`."""
     precision = Precision(
         "bf16_mixed", device=CPU, execution="native", layers=layers, op_lists=caster
@@ -268,7 +274,7 @@ def rules(rows: list[TraceRow], phase: str = "forward") -> list[tuple[str, str]]
 def test_each_rule_of_op_lists_is_named_once() -> None:
     calls = CallStack()
     found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
-    assert rules(found.rows) == [
+    assert rules(found) == [
         ("mm", "listed lower"),
         ("softmax", "listed fp32"),
         ("add", "promote"),
@@ -278,17 +284,39 @@ def test_each_rule_of_op_lists_is_named_once() -> None:
         ("exp", "disabled"),
         ("cos", "layer policy"),
     ]
-    assert [row.module for row in found.rows if row.phase == "forward"] == [""] * 7 + ["kept"]
-    assert {rule for _, rule in rules(found.rows, "backward")} == {"as forward"}
-    assert rules(found.rows, "other") == [("mean", "outside"), ("ones_like", "outside")]
-    assert rules(found.rows, "optimizer") == [("add_", "disabled")]
+    assert [row.module for row in found if row.phase == "forward"] == [""] * 7 + ["kept"]
+    assert {rule for _, rule in rules(found, "backward")} == {"as forward"}
+    assert rules(found, "other") == [("mean", "outside"), ("ones_like", "outside")]
+    assert rules(found, "optimizer") == [("add_", "disabled")]
+
+
+def test_each_row_has_the_dtypes_it_ran_in_and_the_casts_made_for_it() -> None:
+    calls = CallStack()
+    found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
+    down, up = ("float32", "bfloat16"), ("bfloat16", "float32")
+    shown = {
+        row.op: (row.dtypes_in, row.dtypes_out, [(c.from_dtype, c.to_dtype) for c in row.casts])
+        for row in found
+        if row.phase == "forward"
+    }
+    low, wide = ["bfloat16"], ["float32"]
+    assert shown == {
+        "mm": (low, low, [down, down]),
+        "softmax": (wide, wide, [up]),
+        "add": (wide, wide, [up]),
+        "mul_": (wide, wide, [up]),
+        "hypot": (low, low, [down]),
+        "float": ([], [], [up]),
+        "exp": (wide, wide, []),
+        "cos": (wide, wide, []),
+    }
 
 
 def test_each_rule_of_autocast_is_named_once() -> None:
     calls = CallStack("autocast: ")
     model = EveryRuleOfAutocast()
     found = traced(model, autocast(calls), calls, {"kept": "fp32"})
-    assert rules(found.rows) == [
+    assert rules(found) == [
         ("mm", "autocast: lower"),
         ("sigmoid", "as it is"),
         ("mse_loss", "autocast: fp32"),
@@ -300,12 +328,20 @@ def test_each_rule_of_autocast_is_named_once() -> None:
     ]
 
 
+def test_lists_that_leave_the_rest_to_pytorch_say_as_it_is() -> None:
+    calls = CallStack()
+    caster = OpListCaster(op_lists(["mm"], [], first_input=False), BF16, watcher=calls)
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+    found = traced(model, caster, calls, {})
+    assert rules(found) == [("tanh", "as it is"), ("linear", "listed lower")]
+
+
 def test_the_cast_at_the_border_of_a_layer_is_its_policy_s() -> None:
     calls = CallStack()
     caster = OpListCaster(op_lists(["linear"], []), BF16, watcher=calls)
     model = nn.Sequential(nn.Linear(4, 4), Kept())
     found = traced(model, caster, calls, {"1": "fp32"})
-    forward = [row for row in found.rows if row.phase == "forward"]
+    forward = [row for row in found if row.phase == "forward"]
     assert [(row.module, row.rule, len(row.casts)) for row in forward] == [
         ("0", "listed lower", 3),
         ("1", "layer policy", 1),
@@ -378,7 +414,7 @@ def flags(run: Callable[[], object]) -> list[str | None]:
     ops: list[RecordedOp] = []
     with OpRecorder(ops.append):
         run()
-    return [cast.redundant for cast in trace(ops).casts]
+    return [cast.redundant for cast in casts_of(trace(ops))]
 
 
 def changed_between() -> None:
@@ -428,12 +464,40 @@ def test_an_input_of_two_ops_is_cast_twice_and_a_weight_of_two_once(
 ) -> None:
     calls = CallStack()
     found = traced(TwoHeads(), make(calls), calls, {})
-    casts = [(r.op, [c.redundant for c in r.casts]) for r in found.rows if r.phase == "forward"]
+    casts = [(r.op, [c.redundant for c in r.casts]) for r in found if r.phase == "forward"]
     assert casts == [("linear", [None, None]), ("linear", ["cast twice"]), ("mul", [])]
-    assert found.totals(1.0).redundant == {"cast twice": 1}
+    assert totals_of(found, 1.0).redundant == {"cast twice": 1}
 
 
 # ---- totals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_reads_one_dtype_and_writes_the_other(dtype: torch.dtype) -> None:
+    ops: list[RecordedOp] = []
+    with OpRecorder(ops.append):
+        X[:3].to(dtype)
+    (cast,) = casts_of(trace(ops))
+    assert cast.bytes == 3 * 4 * (4 + dtype.itemsize)
+    assert (cast.from_dtype, cast.to_dtype) == ("float32", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.usefixtures("short")
+def test_times_of_rows_are_positive_and_add_up_to_the_totals() -> None:
+    rows, step_time_s = trace_step(planned("fashion_mnist", *MODES["hmp"]))
+    totals = totals_of(rows, step_time_s * 1e3)
+    assert all((row.time_ms > 0) or not row.kernels for row in rows)
+    assert all(cast.time_ms > 0 for row in rows for cast in row.casts)
+    casts_ms = sum(cast.time_ms for row in rows for cast in row.casts)
+    # Sums of some fifty float64 numbers, in another order: a few last bits.
+    rel = 1e-12
+    assert totals.cast_time_ms == pytest.approx(casts_ms, rel=rel)
+    ops_ms = sum(row.time_ms for row in rows)
+    assert totals.time_ms == pytest.approx(ops_ms + casts_ms, rel=rel)
+    assert totals.cast_share == pytest.approx(casts_ms / (step_time_s * 1e3), rel=rel)
+    assert totals.casts == sum(len(row.casts) for row in rows) > 0
+    assert totals.cast_bytes == sum(c.bytes for row in rows for c in row.casts)
+    assert [row.began_ms for row in rows] == sorted(row.began_ms for row in rows)
 
 
 def row(
@@ -455,10 +519,10 @@ def row(
 
 
 def test_totals_of_rows_made_by_hand() -> None:
-    made = StepTrace([row(ms=1), row(ms=2, dtype="bfloat16", casts=(0.25, 0.75)), row(ms=4)])
-    casts = made.rows[1].casts
+    made = [row(ms=1), row(ms=2, dtype="bfloat16", casts=(0.25, 0.75)), row(ms=4)]
+    casts = made[1].casts
     casts[1] = msgspec.structs.replace(casts[1], redundant="cast back")
-    totals = made.totals(step_time_ms=20.0)
+    totals = totals_of(made, step_time_ms=20.0)
     assert (totals.casts, totals.cast_bytes) == (2, 12)
     assert totals.redundant == {"cast back": 1}
     # Products and sums of a few decimal fractions.
@@ -470,8 +534,14 @@ def test_totals_of_rows_made_by_hand() -> None:
 
 def test_the_typical_step_has_the_median_time_of_each_row_and_cast() -> None:
     times = [(1.0, 30.0, 0.5), (5.0, 10.0, 0.1), (3.0, 20.0, 0.9)]
-    traces = [StepTrace([row(ms=a), row(ms=b, casts=(c,))]) for a, b, c in times]
+    traces = [[row(ms=a), row(ms=b, casts=(c,))] for a, b, c in times]
     found = typical(traces)
     # Medians of three are numbers of the three: nothing is computed.
-    assert [r.time_ms for r in found.rows] == [3.0, 20.0]
-    assert found.casts[0].time_ms == 0.5
+    assert [r.time_ms for r in found] == [3.0, 20.0]
+    assert casts_of(found)[0].time_ms == 0.5
+
+
+def test_the_typical_step_is_the_last_where_they_ran_different_ops() -> None:
+    other = [row("exp", ms=100)]
+    last = [row(ms=7)]
+    assert [(r.op, r.time_ms) for r in typical([other, other, last])] == [("mm", 7)]

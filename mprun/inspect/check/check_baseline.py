@@ -278,7 +278,7 @@ def _float64_pass(mode: CheckedMode, seed: int) -> dict[tuple[str, str], float]:
 
 def _ops(mode: CheckedMode) -> Counter[str]:
     """The calls of a forward pass that cast or compute, by the dtype that they return."""
-    rows = traced_step(mode.plan, mode.batches[0]).rows
+    rows = traced_step(mode.plan, mode.batches[0])
     return Counter(
         f"{x.op} {x.dtypes_out[0]}"
         for x in rows

@@ -18,7 +18,7 @@ from mprun.precision._torch import is_fake
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
-from mprun.records.run_record import ProcessLayout
+from mprun.records.run_record import ParallelKind, ProcessLayout
 from mprun.train.assemble.parts import batch_form, build_parts
 from mprun.train.assemble.plan import Plan, batch_sizes, data_request
 from mprun.train.assemble.recipe_loading import NO_DATA, load_data
@@ -248,9 +248,8 @@ def run_layout(plan: Plan) -> ProcessLayout:
     parallel = plan.config.parallel
     if parallel.world_size == 1:
         return ONE_PROCESS
-    if parallel.name == "fsdp2":
-        return ProcessLayout(world_size=parallel.world_size, parallel="fsdp2")
-    return ProcessLayout(world_size=parallel.world_size, parallel="ddp")
+    kind: ParallelKind = "fsdp2" if parallel.name == "fsdp2" else "ddp"
+    return ProcessLayout(world_size=parallel.world_size, parallel=kind)
 
 
 def footprint(
