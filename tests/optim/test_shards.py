@@ -212,3 +212,39 @@ def test_a_dtensor_is_refused_with_what_is_legal(scaled: bool) -> None:
     with pytest.raises(TypeError, match=legal):
         optimizer.scaled_step(torch.ones(()), 1.0) if scaled else optimizer.step()
     assert torch.equal(p.detach(), torch.ones(3, dtype=BRAIN))
+
+
+def test_a_parameter_whose_data_is_replaced_stays_its_shard() -> None:
+    """As a view of a larger buffer, which local shards are; `start` does not count from there."""
+    whole = stepped("adamw", "eager", (BRAIN, BRAIN), LOW_ADAMW, (0, SIZE))
+    values = wide(BRAIN, SIZE, seed=1)
+    p = nn.Parameter(values[391:].clone())
+    mark_shard(p, "weight", 391)
+    optimizer = MAKE["adamw"]([p], **LOW_ADAMW, seed=5)
+    for step in range(STEPS):
+        buffer = torch.zeros(SIZE + step, dtype=BRAIN)
+        view = buffer[step : step + SIZE - 391].copy_(p.detach())
+        p.data = view
+        give(p, wide(BRAIN, SIZE, seed=100 * step)[391:])
+        optimizer.step()
+        if step == 0:
+            widen(optimizer.state[p], SIZE, slice(391, SIZE))
+        assert same_bits(buffer[step : step + SIZE - 391], p.detach())
+    assert same_bits(p.detach(), whole["parameter"][391:])
+
+
+def test_masters_are_marked_for_an_inner_optimizer_that_draws() -> None:
+    """Second moments in 16 bits of an inner AdamW of mprun, in the first group and one added."""
+    found = []
+    for begin, end in ((0, SIZE), (391, SIZE)):
+        made = [nn.Parameter(normal((SIZE,), n, BRAIN)[begin:end]) for n in range(2)]
+        for n, p in enumerate(made):
+            mark_shard(p, f"weight {n}", begin)
+            p.grad = normal((SIZE,), 2 + n, BRAIN)[begin:end]
+        masters = masters_of(made[:1])
+        optimizer = MasterWeights(AdamW(masters, variance_dtype=BRAIN), masters)
+        optimizer.add_param_group({"params": made[1:]})
+        optimizer.step()
+        found.append([optimizer.state[p]["exp_avg_sq_root"] for p in made])
+    whole, shard = found
+    assert all(same_bits(x[391:], y) for x, y in zip(whole, shard, strict=True))

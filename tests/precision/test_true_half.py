@@ -237,3 +237,9 @@ def test_the_automatic_loss_scale_is_what_the_dtypes_need(words: str, kind: str)
     mode, *others = words.split()
     chosen = planned(*FASHION, f"precision={mode}", *others)
     assert build_loss_scale(chosen.config, chosen.layers, CPU).kind == kind
+
+
+def test_a_float16_layer_named_in_a_file_is_scaled_too() -> None:
+    Path("layers.yaml").write_text("fc1: fp16\n", encoding="utf-8")
+    chosen = planned(*FASHION, "precision=fp32", "precision.layers_file=layers.yaml")
+    assert build_parts(chosen).precision.loss_scale.kind == "dynamic"

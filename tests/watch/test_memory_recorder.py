@@ -534,3 +534,20 @@ def test_native_products_of_8_bits_are_counted_as_bfloat16_s() -> None:
     native = replace(emulated, execution="native", fp32_fallback="none")
     assert same_step(native, emulated)
     assert same_step(native, plain)
+
+
+def test_what_an_optimizer_makes_anew_is_its_state() -> None:
+    """Some replace their tensors at each step: the old one and the new one are both alive."""
+
+    class Replacing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["sum"] = self.state[p].get("sum", torch.zeros_like(p)) + p.grad
+
+    model = nn.Linear(8, 4, bias=False)
+    found = counted(model, torch.ones(2, 8), Replacing(model.parameters(), lr=0.1))
+    size = 8 * 4 * 4
+    assert (found.timeline["optimizer_state"][0], found.timeline["optimizer_state"][-1]) == (
+        size,
+        2 * size,
+    )

@@ -445,3 +445,25 @@ def test_a_response_counts_lost_steps_in_a_row() -> None:
     assert reason is not None
     assert reason.startswith("2 steps in a row overflowed and were skipped; the last one: overflow")
     assert Response("log", halt_after=1).to(lost).stop_reason is None
+
+
+def test_one_of_two_that_a_scaler_skips() -> None:
+    """Gradients of the second alone overflow: the scale is to blame, and nothing is found."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+    optimizers = [SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with fp_exceptions(model, optimizers, action="halt") as found:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                first, second = (part(X).float().mean() for part in model)
+            scaler.scale(1e-3 * first + 4 * second).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**20
+    assert found.findings == []
+    assert found.expected[0].phase == "backward"
+    assert not [what for what in found.expected[0].reached if "0." in what]
