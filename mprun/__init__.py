@@ -4,7 +4,7 @@
 
     mprun.run("recipe=my.py", precision="bf16_mixed")   # train; a Result, which a notebook shows
     mprun.compare("outputs")     # runs compared: the verdict, a table, plots
-    mprun.check(model, batch, loss)   # does each mode train as it says, with explained errors?
+    mprun.check(model, batch, loss)   # is each mode's error no more than its rounding?
     mprun.load("outputs/DATE/TIME")   # a run's model, configuration and weights
 
 In anyone's own loop:
@@ -17,7 +17,7 @@ In anyone's own loop:
     mprun.assert_explained(kernel, x, reference=f)   # a test without a guessed tolerance
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
     mprun.metrics                # accuracy, F1, perplexity, mean absolute error
-    mprun.optim                  # optimizers that keep parameters and state in 16 bits
+    mprun.optim                  # optimizers that keep parameters and state in 16 or 8 bits
     mprun.numerics               # a close look at one training step
 
 Importing this package is cheap: torch is imported when one of these names is first used.

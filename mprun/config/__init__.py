@@ -7,7 +7,7 @@ docs).
 
 How data goes through: Hydra merges the files of `conf/`, those of `--config-dir` and the overrides;
 the result is checked against the schema and becomes a typed `Config`. `train/assemble` turns it
-into plain typed objects: no class further up sees a configuration.
+into a plan, and the plan into objects that take plain typed parameters.
 """
 
 from mprun.config.compose import Composed, compose

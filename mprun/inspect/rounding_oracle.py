@@ -1,4 +1,4 @@
-"""Is an error only rounding, and if not, is it small enough? Every command asks this module.
+"""Is an error only rounding? `check`, `diff`, the baseline and `assert_explained` ask this module.
 
 *The mean of repeated passes.* Passes with stochastic roundings have errors of mean 0. Student's t
 bounds the mean of n differences, t(n - 1) s / sqrt(n), and of draws around a known value the

@@ -11,11 +11,11 @@ Usable in anyone's own loop:
     optimizer.step()
 
 With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
-compute a step in float32 and round it once, stochastically or with a remainder. Any other optimizer
-gets float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.
+compute a step in float32 and round it once: stochastically, with a remainder, or to nearest. Others
+get float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.
 
 How data goes through: `base.py` hands a parameter, its gradient and state to `engines.py`, which
-takes a formula of `formulas.py` and runs it in C (on a CPU), compiled, or eagerly.
+takes its formula (`optimizers.py`) and runs it in C (on a CPU), compiled, or eagerly.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer

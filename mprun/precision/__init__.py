@@ -2,13 +2,13 @@
 
 For anyone's own loop, too. Doors: `policy("bf16_sr")` (a row of dtypes and roundings, read from
 `conf/precision/`), `Precision` (a policy for one model and its optimizer), `rounding.py`
-(stochastic rounding), `op_lists/` (which op runs in which dtype), `kernels/` (C loops of rounding).
+(stochastic rounding), `op_lists/` (which op runs in which dtype), `kernels/` (loops in C).
 
 How data goes through: `Precision.prepare` casts the model; in a forward pass the caster decides the
-dtype of each op, and the arithmetic whose kernels compute it (PyTorch's, or ones that round); the
-loss is scaled, the backward pass follows, gradients are unscaled and clipped, and the optimizer's
-update is rounded. `_torch.py` has the private interfaces of PyTorch, `devices.py` what each kind of
-device can do, `nested.py` tensors inside batches and outputs.
+dtype of each op, the arithmetic whose kernels compute it (PyTorch's, or ones that round); the
+loss is scaled, the backward pass follows, gradients are unscaled and clipped, and an optimizer of
+`mprun.optim` rounds its update. `_torch.py` has the private interfaces of PyTorch, `devices.py`
+what each kind of device can do, `nested.py` tensors inside batches and outputs.
 """
 
 from mprun.precision._torch_switches import backend_flags, has_tf32

@@ -1,4 +1,4 @@
-"""Every file that mprun reads or writes, and how results are shown. No torch.
+"""Records of runs and of results: how they are read, written and shown. No torch.
 
 Doors: `reader.py` (the one checked reader: files of others are data, never code), `run_record.py`
 (summary.json and metrics.jsonl of a run), `files.py` (files are written whole or not at all),

@@ -6,6 +6,6 @@ Doors: `step_events` (the one source of events: calls of modules, gradients, the
 
 How data goes through: a watcher is a context around a model and its optimizer. It hooks modules and
 optimizer, or is a dispatch mode under which each op passes, and keeps small records of what it saw.
-It never changes a number of the training. `train` uses watchers while a run trains, `inspect` for
-a close look.
+Only the action `skip` of `fp_exceptions` changes a number of the training. `train` uses watchers
+while a run trains, `inspect` for a close look.
 """

@@ -1,8 +1,8 @@
 """Floating-point exceptions: which op first made a NaN or an infinity.
 
-A loss of NaN shows that something went wrong, often many ops and steps earlier. So each op is
-inspected when it runs, in forward pass, loss, backward pass and optimizer. An op that reads finite
-numbers and makes others is the origin of an exception. Later NaN and infinities lead back to it.
+A loss of NaN shows that something went wrong, often many ops and steps earlier. So each op of the
+forward pass, loss and backward pass is inspected when it runs, and the state after the step. An op
+that reads finite numbers and makes others is the origin; later NaN and infinities lead back to it.
 
     fp_exception       the results as plain data: exceptions, verdicts, counts
     nonfinite_watcher  the mode that sees every op, and whether it is an origin, a consequence, or a
