@@ -1,30 +1,20 @@
-"""Checks of what ran elsewhere: a loop that `mprun.observe` recorded, another environment.
+"""Check of a loop that `mprun.observe` recorded.
 
-*Observed.* The record has losses, not a model that can run again: so its losses must fall by more
-than they scatter (Welch's test of their first and last thirds), and beside a baseline of another
-machine a loss may differ by the scatter around its neighbours.
-
-*Another environment.* A run of one step is made here; both environments load its checkpoint and
-take its step on the same batch, and an error in a module beyond the bound of its dtype, on one side
-more than on the other, is a finding, as in `mprun diff`.
+The record has losses, not a model that can run again: so its losses must fall by more than they
+scatter (Welch's test of their first and last thirds), and beside a baseline of another machine a
+loss may differ by the scatter around its neighbours.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-import mprun
-from mprun.errors import MprunError, RunFailedError, UsageError
+from mprun.errors import UsageError
 from mprun.inspect.check.check import against_baseline, check_result
 from mprun.inspect.check.check_baseline import (
     SCHEMA_VERSION,
@@ -34,20 +24,11 @@ from mprun.inspect.check.check_baseline import (
     read_baseline,
 )
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks, kinds
-from mprun.inspect.check.checked_mode import CheckedMode
-from mprun.inspect.divergence import DifferenceRow
-from mprun.inspect.divergence.runs import captured, diff_captures
 from mprun.inspect.rounding_oracle import OBSERVED_LEVEL, chance_of_fall, spread_bound
 from mprun.records.console.formatting import UNITS, size_text
 from mprun.records.result import Result
 from mprun.records.run_record import Summary, read_lines, read_summary
-from mprun.train.run import run
-from mprun.train.signals import StopSignals
 from mprun.watch.audit import KINDS
-
-# Overrides of the runs that two environments load: only their checkpoint is used, so little is
-# evaluated
-ONE_STEP = ("train.max_steps=1", "data.eval_limit=64")
 
 
 def check_observed(folder: Path, settings: CheckSettings, update: bool) -> Result:
@@ -117,75 +98,3 @@ def _observed_baseline(summary: Summary, losses: list[float], peak: dict[str, in
     machine = f"{summary.hardware.name}, {summary.backend.threads} threads"
     modes = {summary.variant: mode}
     return Baseline(SCHEMA_VERSION, summary.recipe, machine, summary.versions, modes=modes)
-
-
-# ---- another environment -------------------------------------------------------------------------
-
-
-def check_environment(
-    modes: Sequence[CheckedMode], settings: CheckSettings, python: Sequence[str]
-) -> Result:
-    """Hold the step of each mode in another environment against this one, module by module.
-
-    Modes are planned with `ONE_STEP`; `python` is the command of the other interpreter.
-
-    Raises:
-        UsageError: it cannot be started, or has no mprun.
-        RunFailedError: a step fails in one of them.
-    """
-    began = time.monotonic()
-    missing = f"{shlex.join(python)} cannot import mprun (pip install mprun)"
-    _ask([*python, "-c", "import mprun"], UsageError, missing)
-    notes: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for number, mode in enumerate(modes):
-            mode.plan.config.run.dir = f"{temporary}/{number}"
-            with StopSignals() as stop:
-                summary, folder = run(mode.plan, mode.planned.composed.resolved, stop)
-            file = folder / "other.json"
-            saved = ["-m", "mprun", "diff", str(folder), "--save", str(file)]
-            _ask([*python, *saved], RunFailedError, f"{mode.checks.label} in the other environment")
-            difference = diff_captures(captured(folder)[0], captured(file)[0])
-            notes += [x for x in difference.notes if x not in notes]
-            mode.checks.findings += map(_parted, filter(None, [difference.first]))
-            mode.checks.done["agrees"] = time.monotonic() - began
-    return check_result(summary, [mode.checks for mode in modes], began, settings, notes)
-
-
-def _parted(first: DifferenceRow) -> Finding:
-    """The first module whose own error is larger in one environment than in the other."""
-    there = first.b.arising > first.a.arising
-    error, where = (first.b, "there") if there else (first.a, "here")
-    text = f"{first.phase}: {where} {error.sentence}"
-    return Finding("larger_error", first.module, text, first.op, at=error.arising)
-
-
-def _ask(command: Sequence[str], failure: type[MprunError], what: str) -> None:
-    """Run a command of the other environment; raise `failure` with its last line of stderr."""
-    try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
-    except OSError as error:
-        text = f"{command[0]} cannot be started: {error.strerror}; give the path of a Python"
-        raise UsageError(text) from None
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise failure(f"{what}: {last}") from None
-
-
-def environment_with(requirement: str) -> list[str]:
-    """The command of an interpreter with this mprun and a package of another version.
-
-    uv makes the environment, and has it in its cache afterwards.
-
-    Raises:
-        UsageError: there is no uv.
-    """
-    uv = shutil.which("uv")
-    if uv is None:
-        raise UsageError(f"--with {requirement} needs uv (pip install uv), or give --python PATH")
-    source = Path(mprun.__file__).parent.parent
-    is_tree = (source / "pyproject.toml").exists()  # a checkout; its version may not be released
-    package = str(source) if is_tree else f"mprun=={mprun.__version__}"
-    # --isolated, --no-project: not the packages of a project that the current folder has
-    asked = ["--python", sys.executable, "--with", package, "--with", requirement]
-    return [uv, "run", "--isolated", "--no-project", "--quiet", *asked, "python"]

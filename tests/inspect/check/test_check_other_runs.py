@@ -1,7 +1,6 @@
-"""Checks of what ran elsewhere: observed loops, and other environments."""
+"""Checks of observed loops."""
 
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +11,9 @@ from torch import nn
 import mprun
 from mprun.cli.main import main
 from mprun.errors import UsageError
-from mprun.inspect.check.check import plan_check
 from mprun.inspect.check.check_baseline import read_baseline
-from mprun.inspect.check.check_other_runs import (
-    ONE_STEP,
-    check_environment,
-    check_observed,
-    environment_with,
-)
-from mprun.inspect.check.check_result import CheckRecord, CheckSettings
+from mprun.inspect.check.check_other_runs import check_observed
+from mprun.inspect.check.check_result import CheckSettings
 from mprun.inspect.rounding_oracle import chance_of_fall
 
 
@@ -125,98 +118,10 @@ def test_a_run_of_mprun_is_no_observed_loop(tmp_path: Path) -> None:
         check_observed(tmp_path / "run", CheckSettings(), update=False)
 
 
-def beside(python: Path, precision: str = "fp32,bf16_mixed") -> CheckRecord:
-    """The record of a check of `linear` in another environment."""
-    settings = CheckSettings()
-    modes = plan_check(["recipe=linear", f"precision={precision}", *ONE_STEP], None, settings)
-    record = check_environment(modes, settings, [str(python)]).record
-    assert isinstance(record, CheckRecord)
-    return record
-
-
-def test_the_same_environment_has_no_finding() -> None:
-    record = beside(Path(sys.executable), "bf16_mixed")
-    assert record.findings == []
-    assert [x.precision for x in record.modes] == ["bf16_mixed"]
-    assert all("agrees" in x.done for x in record.modes)
-    assert not Path("outputs").exists()
-
-
-WRONG = """#!{python}
-import json, pathlib, subprocess, sys
-done = subprocess.run([{python!r}, *sys.argv[1:]])
-if "--save" in sys.argv:
-    path = pathlib.Path(sys.argv[-1])
-    side = json.loads(path.read_text())
-    side["versions"]["torch"] = "2.99"
-    for call in side["calls"]:
-        if call["phase"] == "forward":
-            for error in call["errors"].values():
-                error["arising"] = 0.5
-    path.write_text(json.dumps(side))
-sys.exit(done.returncode)
-"""
-
-
-def test_an_environment_that_computes_something_else_is_found(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(WRONG.format(python=sys.executable))
-    python.chmod(0o755)
-    record = beside(python)
-    assert {x.kind for _, x in record.findings} == {"larger_error"}
-    assert {label for label, _ in record.findings} == {"fp32", "bf16_mixed"}
-    assert any("2.99" in note for note in record.notes)
-
-
-def test_an_environment_without_mprun_is_refused(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no mprun' >&2\nexit 1\n")
-    python.chmod(0o755)
-    with pytest.raises(UsageError, match=r"python cannot import mprun .*pip .*: .*no mprun"):
-        beside(python, "fp32")
-    with pytest.raises(UsageError, match=r"nothing cannot be started: No such file .*Python$"):
-        beside(tmp_path / "nothing", "fp32")
-
-
-UV = """#!/bin/sh
-echo "$@" >> {asked}
-case "$*" in *torch==0*) echo "no such version" >&2; exit 1;; esac
-while [ "$1" != python ]; do shift; done
-shift
-exec {python} "$@"
-"""
-
-
-def test_uv_makes_an_environment_with_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked, uv = tmp_path / "asked.txt", tmp_path / "bin" / "uv"
-    uv.parent.mkdir()
-    uv.write_text(UV.format(asked=asked, python=sys.executable))
-    uv.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{uv.parent}:/usr/bin:/bin")
-    check = ["check", "recipe=linear", "precision=fp32", "run.dir=new", "--with"]
-    assert main([*check, "torch==2.13.0"]) == 0
-    lines = asked.read_text().splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert line.startswith("run --isolated")
-        assert f"--with {Path(mprun.__file__).parent.parent} --with torch==2.13.0 python -" in line
-    assert (tmp_path / "new" / "check.json").exists()
-    capsys.readouterr()
-    assert main([*check[:-2], "--with", "torch==0.1"]) == 2
-    assert "no such version" in capsys.readouterr().err
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match="needs uv"):
-        environment_with("torch==2.12.0")
-
-
 @pytest.mark.parametrize(
     "args",
     [
         ["--observed", "folder", "recipe=linear"],
-        ["recipe=linear", "--python", "p", "--with", "torch==2.13.0"],
-        ["recipe=linear", "--python", "p", "--update"],
         ["--observed", "folder"],
     ],
 )
