@@ -53,7 +53,6 @@ class Arguments(argparse.Namespace):
     save: Path | None = None  # Of diff: where one side is written
     verbose: bool = False  # Of the commands that compare: everything, not the short answer
     update: bool = False  # Of check: whether the baseline is written
-    observed: Path | None = None  # Of check: the folder of a loop that `mprun.observe` recorded
 
 
 def _folder(text: str) -> Path:
@@ -67,7 +66,6 @@ FLAG = {"action": "store_true"}
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
     ("--update",): (FLAG, ("check",)),
-    ("--observed",): ({"type": Path}, ("check",)),
     ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),
