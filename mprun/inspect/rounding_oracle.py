@@ -83,9 +83,6 @@ KINKS = math.sqrt(math.sqrt(2) - 1)
 # Standard deviations of float32's starts that a mode's curve must exceed: over pairs of curves even
 # a rounding of no consequence is significant
 SPREADS = 3
-# Of a slope beside the derivative: slopes of several steps must agree with each other first (kinks
-# make them differ), and a difference of two losses has the roundings of both, over the step
-SLOPE_MARGIN, DIFFERENCE_MARGIN = 10, 100
 
 
 # ---- a boundary of a step ------------------------------------------------------------------------
