@@ -22,6 +22,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # As argparse ends, which reads the options
 EXIT_CONDITION = 3  # Of its own, so that CI tells a worse mode from a failure and from a mistake
+EXIT_OPEN = 4  # Nothing is wrong so far, and a question is left open
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 

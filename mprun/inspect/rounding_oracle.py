@@ -32,7 +32,6 @@ from mprun.precision.policy import dtype_name
 LEVEL = 1e-4  # Of a test of a mode: its curve, and all gradients of its step together
 BASELINE_LEVEL = 1e-5  # Of one figure of a baseline: each module and parameter has one
 KERNEL_LEVEL = 1e-6  # Of a tensor of `assert_explained`: a suite has thousands
-FALL_LEVEL = 0.01  # That noise passes as a fall of the loss, in a check that trains itself
 # A difference with a smaller chance is looked at by more passes, which a curve needs more of
 SUSPECT_STEP, SUSPECT_CURVE = 1e-3, 0.05
 

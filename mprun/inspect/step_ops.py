@@ -62,7 +62,8 @@ class StepOp(NamedTuple):
     """Dtype of each floating input, and the index of the op that made it, or -1."""
     makes: torch.dtype  # Of its largest floating result
     numbers: int  # Of this result
-    by_hand: bool  # Whether it is a cast of code outside of PyTorch and mprun that changes a number
+    by_hand: bool  # Whether it is a cast of code outside of PyTorch and mprun
+    rounds: bool  # Whether such a cast changes a number
     size: float
     """The largest magnitude, without masks and infinities; 0 where it is a constant of the call."""
     vanishes: float
@@ -119,7 +120,7 @@ class StepOps(OpWatcher):
                 x, right = max(made, key=lambda pair: pair[0].numel())
                 line = None if phase == "backward" else current_line()
                 where = phase, module or "", line, read, x.dtype, x.numel()
-                seen = self._is_by_hand(name, args, x), _size(x, call), self._vanishing(call, x)
+                seen = *self._by_hand(name, args, x), _size(x, call), self._vanishing(call, x)
                 before = [self.ops[i] for _, i in read if i >= 0]
                 error = () if right is None else _error(x, right, before)
                 self.ops.append(StepOp(name, *where, *seen, *error))
@@ -146,9 +147,9 @@ class StepOps(OpWatcher):
             self._exact[key] = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage).double()
         self._exact[key].as_strided(x.size(), x.stride(), x.storage_offset()).copy_(exact)
 
-    def _is_by_hand(self, name: str, args: tuple[Any, ...], x: Tensor) -> bool:
+    def _by_hand(self, name: str, args: tuple[Any, ...], x: Tensor) -> tuple[bool, bool]:
         is_asked = name == "_to_copy" and self._calls.is_users and self._calls.name in CASTS
-        return is_asked and bool((x.to(args[0].dtype) != args[0]).any())
+        return is_asked, is_asked and bool((x.to(args[0].dtype) != args[0]).any())
 
     def _vanishing(self, call: OpCall, x: Tensor) -> float:
         takes = self._calls.is_users and call.name.strip("_") in TAKE_CONSTANTS and x.dtype in LOW

@@ -64,7 +64,7 @@ def mprun_check(request: pytest.FixtureRequest) -> Callable[..., Result]:
         errors = []
         for label, x in result.record.findings:
             if x.severity == ERROR:
-                errors.append(f"{label}: {x.with_cure}")
+                errors.append(f"{label}: {x.with_cure(label)}")
             else:
                 request.node.warn(pytest.PytestWarning(f"{label}: {x}"))
         if errors:

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
@@ -73,6 +73,15 @@ def leaves(value: Any) -> Iterator[Any]:
 def all_tensors(value: Any) -> list[Tensor]:
     """The tensors in `value`, in its order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """A copy of a model. Tensors that it keeps with their graph (a balance loss) lose it there.
+
+    `copy.deepcopy` alone refuses such a model.
+    """
+    kept = (x for module in model.modules() for x in all_tensors(list(vars(module).values())))
+    return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept if not x.is_leaf})
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:

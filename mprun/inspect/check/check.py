@@ -18,7 +18,7 @@ from typing import Any
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.errors import EXIT_FAILED, EXIT_OK, RunFailedError, UsageError
+from mprun.errors import EXIT_FAILED, EXIT_OK, EXIT_OPEN, RunFailedError, UsageError, place_of
 from mprun.inspect.check.check_agreement import agrees, trains
 from mprun.inspect.check.check_baseline import (
     Baseline,
@@ -48,6 +48,7 @@ from mprun.study.planned_run import PlannedRun
 from mprun.train.assemble import DataCache, make_plan
 from mprun.train.assemble.parts import variant_label
 from mprun.train.assemble.recipe_loading import given_recipe
+from mprun.train.user_code import described
 
 DEFAULT_MODES = "fp32,bf16_mixed,fp16_mixed"
 # First parts of keys that float32 does not get: they would change it, or be refused beside fp32
@@ -149,14 +150,12 @@ def check_modes(
     answered = {"targets": on_targets} if settings.targets else {}
     examined = {"trains": trains, **compared, **STEPS, **answered}
     for done, mode in enumerate(modes):
-        report(f"checking {mode.checks.label}", done, len(modes))
         # a mode that ends early leaves its time to those after it
         mode.ends = began + settings.budget_s * (done + 1) / len(modes)
-        for name, examine in examined.items():
-            if mode.left_s > 0:
-                _carry_out(mode, name, examine)
-            else:
-                mode.checks.not_done[name] = f"check.budget_s={settings.budget_s:g} was used up"
+        for n, (name, examine) in enumerate(examined.items()):
+            part = done * len(examined) + n
+            report(f"checking {mode.checks.label}: {name}", part, len(modes) * len(examined))
+            _carry_out(mode, name, examine)
         vars(mode).pop("passes", None)  # two models, which later modes do not need
     checks = [mode.checks for mode in modes]
     notes = [*target_lines(settings.targets, checks)]
@@ -197,7 +196,8 @@ def check_result(
     about = summary.recipe, summary.hardware.name, summary.versions
     seconds = time.monotonic() - began
     record = CheckRecord(SCHEMA_VERSION, *about, seconds, settings.budget_s, modes, notes)
-    status = EXIT_FAILED if record.has_errors else EXIT_OK
+    status = EXIT_OPEN if record.is_open and settings.strict else EXIT_OK
+    status = EXIT_FAILED if record.has_errors else status
     files = {"check.json": json_text(record)}
     return Result(record, list(check_parts(record)), files, status=status)
 
@@ -205,15 +205,41 @@ def check_result(
 def _carry_out(
     mode: CheckedMode, name: str, examine: Callable[[CheckedMode], Iterator[Finding]]
 ) -> None:
-    began = time.monotonic()
+    began, checks = time.monotonic(), mode.checks
+    failed = [x for x in checks.findings if x.kind == "step_fails"]
+    failed += [] if failed else mode.once("failure", lambda: [*_failure_in_float32(mode)])
+    if failed and failed[0] not in checks.findings:
+        checks.findings.append(failed[0])
+    if failed:
+        checks.not_done[name] = "the step fails"
+        return
+    if mode.left_s <= 0:
+        checks.not_done[name] = f"check.budget_s={mode.settings.budget_s:g} was used up"
+        return
     try:
         with mode.planned.executing():
             findings = list(examine(mode))
     except RunFailedError as error:
-        if name != "trains":  # `trains` has reported the failing step
-            mode.checks.not_done[name] = str(error)
+        if name != "trains":
+            checks.not_done[name] = str(error)
             return
-        findings = [Finding("step_fails", "", str(error))]
-    mode.checks.findings += sorted(findings, key=lambda x: x.rank)
-    if name not in mode.checks.not_done:  # a check may itself run out of time
-        mode.checks.done[name] = time.monotonic() - began
+        findings = [_step_fails(error, mode.plan.policy.name, "; float32's step runs")]
+    checks.findings += sorted(findings, key=lambda x: x.rank)
+    if name not in checks.not_done:  # a check may itself run out of time
+        checks.done[name] = time.monotonic() - began
+
+
+def _failure_in_float32(mode: CheckedMode) -> Iterator[Finding]:
+    """The error of float32's first step, which no mode can do without."""
+    try:
+        with mode.planned.executing():
+            mode.losses(1, exact=True)
+    except RunFailedError as error:
+        yield _step_fails(error, "", "; in float32 too")
+
+
+def _step_fails(error: RunFailedError, mode: str, end: str) -> Finding:
+    cause = error.__cause__
+    place, text = (None, str(error)) if cause is None else (place_of(cause), described(cause, mode))
+    line = "" if place is None else str(place)
+    return Finding("step_fails", "", text.replace(f" ({line})", "") + end, line=line)

@@ -41,6 +41,11 @@ SUMS = (
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
     *("rms_norm", "index_add", "scatter_add"),
 )
+# Ops that give numbers other places
+MOVES = ("index", "index_select", "gather", "cat", "flip", "clone", "constant_pad_nd", "_to_copy")
+# The error of what is left of a sum that is a finding, as a share of it, and how many times that of
+# the sum: a difference of two numbers that are eight times as large loses three bits of eight
+LOST, CANCELLED = 0.02, 8.0
 # Different values of a tensor below which it may have 16-bit digits by chance: masks, constants
 FEWEST = 32
 
@@ -61,12 +66,12 @@ def dtypes(mode: CheckedMode) -> Iterator[Finding]:
     float32_weights = plan.policy.param_dtype not in ("bfloat16", "float16")
     yield from _first_of_each(x for x in step.stored if float32_weights or x.kind == "lost_update")
     if float32_weights:
-        yield from _first_of_each(_by_hand(step.ops))
-    if plan.policy.casts:
-        yield from _first_of_each(_loss_in_16_bits(step.ops))
-        # otherwise the user may have asked for float32 in a layer
-        if plan.policy.gemms == "none" and plan.op_lists is None and not plan.layers:
-            yield from _first_of_each(_in_float32(mode, step.ops))
+        sums = _cancelling_sums(step.ops) if plan.policy.casts else ()
+        yield from _first_of_each([*_by_hand(step.ops), *sums])
+    # otherwise the user may have asked for float32 in a layer
+    plain = plan.policy.gemms == "none" and plan.op_lists is None and not plan.layers
+    if plan.policy.casts and plain:
+        yield from _first_of_each(_in_float32(mode, step.ops))
 
 
 def robust(mode: CheckedMode) -> Iterator[Finding]:
@@ -205,22 +210,23 @@ def _at(kind: str, op: StepOp, text: str, at: float = 0.0) -> Finding:
 
 def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
     """What the model's code computes of numbers that it makes, or casts, in 16 bits by itself."""
+    used = {index for op in ops for _, index in op.inputs}
     low: set[int] = set()
     """Ops whose numbers have 16 bits by such code alone."""
     for i, op in enumerate(ops):
         made, read = dtype_name(op.makes), [index for dtype, index in op.inputs if dtype in LOW]
         if op.name == "_to_copy" and op.makes == torch.float32:
-            for cast in (ops[index] for index in read if index >= 0 and ops[index].by_hand):
+            for cast in (ops[index] for index in read if index >= 0 and ops[index].rounds):
                 yield _at("cast_undone", cast, f"cast to {dtype_name(cast.makes)} and to {made}")
         if op.phase == "backward" or op.makes not in LOW:
             continue
-        if op.by_hand and read:
+        if op.rounds and read:
             names = f"{dtype_name(op.inputs[0][0])} to {made}"
             yield _at("cast_undone", op, f"a second rounding, {names}")
-        elif op.by_hand and not op.inputs:
+        elif op.rounds and not op.inputs:
             yield _at("lower_dtype", op, f"integers are rounded to {made}")
         is_alone = low.issuperset(read)  # no input has 16 bits by the mode's own casts
-        if is_alone and op.error > 0 and spelled(op.name)[0] in SUMS:
+        if is_alone and op.error > 0 and i in used and spelled(op.name)[0] in SUMS:
             yield _at("lower_dtype", op, f"{made}, by a cast of the code")
         # a product's result has 16 bits by the mode, whatever it reads
         follows = is_alone and (read or not op.inputs) and op.name not in PRODUCTS
@@ -228,18 +234,26 @@ def _by_hand(ops: list[StepOp]) -> Iterator[Finding]:
             low.add(i)
 
 
-def _loss_in_16_bits(ops: list[StepOp]) -> Iterator[Finding]:
-    """Sums in 16 bits of which the loss is made by ops of single numbers."""
-    end = next((i for i, op in enumerate(ops) if op.phase == "backward"), 0)
-    # the loss is the last single number of the forward pass; walk back from it through its inputs
-    single = [i for i, op in enumerate(ops[:end]) if op.numbers == 1 and op.inputs]
-    made_of = set(single[-1:])
-    for i in reversed(single):
-        if i in made_of:
-            read = [index for _, index in ops[i].inputs if index >= 0]
-            made_of.update(read)
-            if ops[i].makes in LOW and any(ops[index].numbers > 1 for index in read):
-                yield _at("lower_dtype", ops[i], f"a sum of the loss in {dtype_name(ops[i].makes)}")
+def _cancelling_sums(ops: list[StepOp]) -> Iterator[Finding]:
+    """Sums in 16 bits, rounded once, of which an op that reads them leaves little.
+
+    A sum whose rounding stays as small as that of any other result is what the mode means.
+    """
+    sums: dict[int, StepOp] = {}
+    """An op to the sum whose numbers it has."""
+    for i, op in enumerate(ops):
+        if op.phase == "backward":
+            continue
+        read = [index for _, index in op.inputs if index >= 0]
+        known = [sums[x] for x in read if x in sums]
+        before = max((ops[x].error for x in read), default=0.0)
+        if op.makes in LOW and spelled(op.name)[0] in SUMS:
+            sums[i] = op
+        elif known and op.name in MOVES:
+            sums[i] = known[0]
+        elif known and op.error > max(LOST, CANCELLED * before):
+            text = f"{dtype_name(known[0].makes)}; an error of {op.error:.1%} is left by {op.name}"
+            yield _at("lower_dtype", known[0], text, op.error)
 
 
 def _in_float32(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:

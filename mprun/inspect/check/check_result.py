@@ -1,7 +1,7 @@
 """What `mprun check` reports: kinds of findings, the record, its lines, reports for CI. No torch.
 
 Each mode has the same checks, in the order of `CHECKS`; a check that did not fit into the budget is
-named as not done and is no success. A finding of severity error ends the command with status 1.
+named as not done and is no success: status 4. A finding of severity error ends the command with 1.
 
 JUnit has no standard; what is written here conforms to Jenkins' schema (junit-10.xsd of its xUnit
 plugin), the strictest in use, and is read by GitLab, Jenkins and Azure. A suite is a mode, a case
@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from operator import attrgetter, methodcaller
@@ -38,7 +38,7 @@ SCHEMA_VERSION = 1
 ERROR, WARNING = "error", "warning"
 # What is checked in each mode; tables, JUnit cases and findings have this order
 CHECKS = {
-    "trains": "the loss is finite and falls by more than its noise",
+    "trains": "the loss is finite, and falls where float32's does",
     "agrees": "loss, gradients and curve differ from float32's by no more than rounding errors",
     "dtypes": "each part runs, and is stored, in the dtype of the mode",
     "robust": "how far numbers are from overflow, and which results are noise",
@@ -53,6 +53,7 @@ TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 CONTROLS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # A line of code as findings name it: `model.py:12 (forward)`, `model.py:12, in forward`
 LINE = re.compile(r"(?P<file>.+?):(?P<number>\d+)(?=\W|$)")
+NUMBER = re.compile(r"\d+")
 NOT_ASKED = "nothing to compare with"
 # Attributes of suites, and the elements that each counts
 COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
@@ -80,6 +81,10 @@ class CheckSettings:
     """The file of a JUnit report, with a case for each mode and check."""
     samples: Count = 64
     """The most samples of a batch."""
+    strict: bool = True
+    """End with status 4 where a check was not done."""
+    fast: bool = False
+    """Leave out the curve of `agrees`, for a hook before a push."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,10 @@ class Finding:
     the kind, so kinds are not compared by it."""
 
     @property
-    def rank(self) -> tuple[bool, int, float]:
-        """Its place among others: errors first, then the order of the checks, then `at`."""
-        return self.severity != ERROR, [*kinds()].index(self.kind), -self.at
+    def rank(self) -> tuple[bool, bool, int, float]:
+        """Its place: errors first, then those with a place, the order of the checks, then `at`."""
+        placed = bool(self.module or self.line)
+        return self.severity != ERROR, not placed, [*kinds()].index(self.kind), -self.at
 
     @property
     def check(self) -> str:
@@ -143,10 +149,10 @@ class Finding:
         line = f" at {self.line}" if self.line else ""
         return f"{self.kind}: {where}{op}{line}: {self.text}"
 
-    @property
-    def with_cure(self) -> str:
-        """The finding, and on a second line what to do."""
-        return f"{self}\n  fix: {kinds()[self.kind].cure}"
+    def with_cure(self, mode: str) -> str:
+        """The finding, and on a second line what to do, if that is known; `mode`: where it is."""
+        cure = kinds()[self.kind].cure.replace("MODE", mode)
+        return f"{self}\n  fix: {cure}" if cure else str(self)
 
 
 @dataclass
@@ -194,20 +200,42 @@ class CheckRecord:
 
     @property
     def merged(self) -> list[tuple[str, Finding]]:
-        """As `findings`, but one finding for a place that several modes share, the largest."""
-        groups: dict[tuple[str, ...], dict[str, Finding]] = {}
+        """As `findings`, but one for a place that modes, or repeated layers, share: the largest."""
+        groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
         for label, x in self.findings:
-            groups.setdefault((x.kind, x.module, x.op, x.line), {}).setdefault(label, x)
+            place = x.kind, NUMBER.sub("#", x.module), x.op, x.line
+            groups.setdefault(place, []).append((label, x))
         labels = [mode.label for mode in self.modes]
-        return [
-            (", ".join(x for x in labels if x in own), max(own.values(), key=lambda x: x.at))
-            for own in groups.values()
-        ]
+        merged = []
+        for group in groups.values():
+            own = {label for label, _ in group}
+            worst = max((x for _, x in group), key=lambda x: x.at)
+            module = together([x.module for _, x in group])
+            merged.append(
+                (", ".join(filter(own.__contains__, labels)), replace(worst, module=module))
+            )
+        return merged
 
     @property
     def has_errors(self) -> bool:
         """Whether the command fails."""
         return any(x.severity == ERROR for _, x in self.findings)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a check was not done."""
+        return any(mode.not_done for mode in self.modes)
+
+
+def together(modules: Sequence[str]) -> str:
+    """Modules that differ in numbers, as one text: `blocks.0 to 3.norm`."""
+    names = [*dict.fromkeys(modules)]
+    columns = [*zip(*(map(int, NUMBER.findall(x)) for x in names), strict=True)]
+    differing = [n for n, column in enumerate(columns) if len({*column}) > 1]
+    if len(differing) != 1:  # one module, or several numbers
+        return ", ".join(names)
+    at, own = [*NUMBER.finditer(names[0])][differing[0]], columns[differing[0]]
+    return f"{names[0][: at.start()]}{min(own)} to {max(own)}{names[0][at.end() :]}"
 
 
 def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
@@ -217,7 +245,7 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
     labels = text_column("mode", cell=attrgetter("label"))
     yield FittedTable("", labels, *columns, rows=record.modes)
     for label, x in record.merged[:SHOWN]:
-        yield from f"{x.severity} in {label}: {x.with_cure}".splitlines()
+        yield from f"{x.severity} in {label}: {x.with_cure(label)}".splitlines()
     if (rest := len(record.merged) - SHOWN) > 0:
         yield f"({counted(rest, 'more finding')} in check.json)"
     left: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -264,10 +292,10 @@ def _case(group: str, mode: ModeChecks, check: str) -> Xml.Element:
     if errors:
         kinds = ",".join(dict.fromkeys(x.kind for x in errors))
         failure = Xml.SubElement(case, "failure", message=str(errors[0]), type=kinds)
-        failure.text = "\n".join(x.with_cure for x in errors)
+        failure.text = "\n".join(x.with_cure(mode.label) for x in errors)
     elif check not in mode.done:
         Xml.SubElement(case, "skipped", message=mode.not_done.get(check, NOT_ASKED))
-    if warnings := [x.with_cure for x in mode.of(check) if x not in errors]:
+    if warnings := [x.with_cure(mode.label) for x in mode.of(check) if x not in errors]:
         Xml.SubElement(case, "system-out").text = "\n".join(f"warning: {x}" for x in warnings)
     return case
 
@@ -283,7 +311,7 @@ def github_commands(record: CheckRecord, workspace: Path) -> Iterator[str]:
     for label, x in record.merged:
         where = _place(x.line, workspace) | {"title": f"mprun check: {x.kind} in {label}"}
         fields = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in where.items())
-        yield f"::{x.severity} {fields}::{_escaped(x.with_cure)}"
+        yield f"::{x.severity} {fields}::{_escaped(x.with_cure(label))}"
 
 
 def _place(line: str, workspace: Path) -> dict[str, str]:

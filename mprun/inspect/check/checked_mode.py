@@ -190,9 +190,9 @@ class StepPasses:
         most = half_step(self.dtype)
         return lambda model: weights_moved(list(model.parameters()), most, seed)
 
-    def in_float64(self) -> Figures:
+    def in_float64(self, scale: float = 1.0) -> Figures:
         """A pass without the casts that the code asks for."""
-        return self.exact(0, exact_arithmetic)
+        return self.exact(0, exact_arithmetic, scale=scale)
 
     def finding(self, kind: str, name: str, text: str, at: float = 0.0) -> Finding:
         """A finding about a parameter, or about `LOSS`."""

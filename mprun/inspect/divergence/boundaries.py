@@ -133,6 +133,11 @@ class Boundaries:
         self.ended: dict[Place, Boundary] = {}
         self._open: list[Boundary] = []
         self._calls: Counter[str] = Counter()
+        self._is_over = False
+        self._began: dict[Place, int] = {}
+        """Calls to how many had ended when they began."""
+        self._derived: set[Place] = set()
+        """Calls whose code took a derivative."""
 
     def begin(self, path: str, module: nn.Module, arguments: Any) -> Any:
         """A module is called; aliases of its arguments."""
@@ -147,14 +152,37 @@ class Boundaries:
             [_copied(x) for x in inputs],
         )
         self._open.append(boundary)
-        return aliased(arguments, boundary.input_gradients)
+        self._began[place] = len(self.ended)
+        return aliased(arguments, boundary.input_gradients, self._on_gradient)
 
     def end(self, path: str, output: Any) -> Any:
         """It returned; an alias of its output."""
         boundary = self._open.pop()
         boundary.outputs = [_copied(x) for x in floating(output)]
+        if boundary.place in self._derived:
+            self._drop(self._began[boundary.place])
         self.ended[boundary.place] = boundary
-        return aliased(output, boundary.output_gradients)
+        return aliased(output, boundary.output_gradients, self._on_gradient)
+
+    def end_forward(self) -> None:
+        """The loss is there: gradients that follow are those of the step."""
+        self._is_over = True
+
+    def _on_gradient(self) -> None:
+        """A gradient arrives: before the loss it is that of a derivative which the model takes.
+
+        The calls in between are then code of their caller: a boundary would cut its graph.
+        """
+        if self._is_over:
+            return
+        if self._open:
+            self._derived.add(self._open[-1].place)
+        else:  # taken by the recipe: there is no call around it
+            self._drop(0)
+
+    def _drop(self, first: int) -> None:
+        for place in [*self.ended][first:]:
+            del self.ended[place]
 
 
 def floating(value: Any) -> list[Tensor]:
@@ -173,14 +201,19 @@ def numbered(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
     return map_tensors(lambda x: change(next(numbers), x) if x.is_floating_point() else x, value)
 
 
-def aliased(value: Any, gradients: dict[int, Tensor]) -> Any:
+def aliased(value: Any, gradients: dict[int, Tensor], arrived: Callable[[], None]) -> Any:
     """`value` with an alias for each floating tensor; `gradients` gets what arrives at them."""
 
     def alias(number: int, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
         same = x.view_as(x)  # shares the memory, so no number changes
-        same.register_hook(lambda g: gradients.update({number: g.detach().clone()}))
+
+        def note(g: Tensor) -> None:
+            gradients[number] = g.detach().clone()
+            arrived()
+
+        same.register_hook(note)
         return same
 
     return numbered(value, alias)
@@ -236,9 +269,10 @@ class Exact(DispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = op_name(func)
-        if name == "_to_copy" and args[0].is_floating_point():
-            dtype = kwargs.get("dtype")
-            kwargs["dtype"] = torch.float64 if dtype and dtype.is_floating_point else dtype
+        dtype = kwargs.get("dtype")
+        # of a cast, of `zeros(dtype=...)` or of `sum(dtype=...)`
+        if dtype is not None and dtype.is_floating_point and not dtype.is_complex:
+            kwargs["dtype"] = torch.float64
         result = func(*args, **kwargs)
         if name in COPIES or not op_spec(func).makes_numbers:
             return result
@@ -322,7 +356,7 @@ def true_outputs(
     set_values(twin, {**side.parameters, **side.buffers})
     noted = Boundaries(None)
     followed = calls_followed(twin.named_modules(), noted.begin, noted.end)
-    with followed, torch.no_grad(), exact_arithmetic(twin):
+    with followed, exact_arithmetic(twin):
         run(twin)
     return {place: boundary.outputs for place, boundary in noted.ended.items()}
 
@@ -427,7 +461,10 @@ class _ForcedRun:
         self, call: ForcedCall, parameters: dict[str, nn.Parameter]
     ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """The gradients at the starts and parameters of a call, with the side's at the starts."""
-        ends = [(x, g) for x, g in call.ends if g is not None and x.requires_grad]
+        # other numbers may be routed elsewhere, and have other shapes
+        ends = [
+            (x, g) for x, g in call.ends if g is not None and x.requires_grad and x.shape == g.shape
+        ]
         if not ends:
             return
         starts = [(name, x, g) for name, x, g in call.starts if g is not None]

@@ -16,7 +16,6 @@ A capture is made where a side runs; two captures are compared anywhere (`mprun 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from mprun.inspect.rounding_oracle import SideError, boundary_error
 from mprun.precision._torch import is_compiled, original_module
 from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
-from mprun.precision.nested import map_tensors
+from mprun.precision.nested import copied_model, map_tensors
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 
 SEED = 0  # Of all passes, so that both sides draw the same random numbers
@@ -236,7 +235,7 @@ class SharedStep:
         # hooks inside a compiled model would break its graph, and so change what is compared
         followed = [("", side.model)] if side.is_compiled else plain.named_modules()
         with ready(plain, SEED), calls_followed(followed, boundaries.begin, boundaries.end):
-            loss = self._take(side)
+            loss = self._take(side, boundaries.end_forward)
             named = dict(plain.named_parameters())
             return Recording(
                 boundaries.ended,
@@ -254,10 +253,11 @@ class SharedStep:
                 self._take(side)
         return watcher.ops
 
-    def _take(self, side: Side) -> float:
+    def _take(self, side: Side, before_backward: Callable[[], None] = lambda: None) -> float:
         with side.around():
             output = self.run(side.device, side.dtype, side.model)
         loss = self._loss(output)
+        before_backward()
         loss.backward()
         return float(loss.detach())
 
@@ -321,7 +321,7 @@ def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
     reasons: list[str] = []
     for side in sides:
         try:
-            twin = copy.deepcopy(original_module(side.model)).double()  # tied weights stay tied
+            twin = copied_model(original_module(side.model)).double()  # tied weights stay tied
             return twin, reasons
         except Exception as error:  # a model may refuse to be copied in any way
             reasons.append(f"{type(side.model).__name__} cannot be copied: {first_line(error)}")

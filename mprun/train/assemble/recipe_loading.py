@@ -15,7 +15,6 @@ can lead to a module in the same folder: it is refused unless the user trusts th
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib
 import importlib.util
@@ -43,7 +42,7 @@ from mprun.config import Config
 from mprun.config.recipe_file import read_source
 from mprun.config.reference import describe_type, quoted
 from mprun.errors import MprunError, UsageError, first_line, hint
-from mprun.precision.nested import all_tensors, map_tensors
+from mprun.precision.nested import all_tensors, copied_model, map_tensors
 from mprun.recipe import Recipe
 from mprun.records.console import note
 from mprun.records.run_folder import FILE
@@ -516,7 +515,7 @@ def given_recipe(
     """
 
     def copied() -> nn.Module:
-        own = copy.deepcopy(model).cpu()  # each mode trains its own; the caller's stays as it is
+        own = copied_model(model).cpu()  # each mode trains its own; the caller's stays as it is
         own.zero_grad(set_to_none=True)
         return own
 
