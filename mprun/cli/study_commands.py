@@ -18,7 +18,7 @@ from mprun.cli.compare_command import check, compared, report
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError
 from mprun.records.console import note, print_line, stderr_console, stdout_console
 from mprun.records.console.formatting import by_reason
-from mprun.records.result import Result, measuring, show
+from mprun.records.result import Result, show
 from mprun.study.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
@@ -100,13 +100,8 @@ def advise_command(args: Sequence[str]) -> int:
 def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
     request = _request_of(DOUBLE, args, CHOSEN)
-    from mprun.study.double import double, largest_batch, new_double_study
+    from mprun.study.double import double, new_double_study
 
-    own = request.settings.double
-    if own.until_oom:
-        with measuring() as part:
-            result = largest_batch(request.overrides, request.config_dir, own.headroom, part)
-        return show(result)
     study = _study_of(request, new_double_study)
     # Without a budget: the question needs every pair of runs
     ran = _run_study(study, _launcher_of(request), Budget(), verbose=request.verbose)
@@ -166,13 +161,12 @@ DOUBLE = Command(
     """`mprun double`: is a doubled batch worth it?
 
         mprun double recipe=mnist precision=bf16_mixed
-        mprun double recipe=fashion_mnist precision=half_sr double.until_oom=true    (CUDA)
 
     Compares the base batch with twice its size and each learning-rate rule, after equal epochs,
-    paired by seed, on validation data. --verbose shows all figures and notes. With
-    `double.until_oom=true` it searches the largest batch that fits.
+    paired by seed, on validation data. --verbose shows all figures and notes. `memory.fits` of `mprun memory`
+    counts the largest batch that fits.
     """,
-    ("double", *STUDY),
+    STUDY,
 )
 
 

@@ -31,7 +31,7 @@ from mprun.config.recipe_file import named_file, with_absolute_paths
 from mprun.config.reference import GROUPS, Field, keys_called, leaves, options, quoted, walk
 from mprun.config.validate import PATHS, check_name, without_inert
 from mprun.errors import UsageError, did_you_mean, first_line, hint
-from mprun.records.policy_columns import Count, Legal, Positive, Share
+from mprun.records.policy_columns import Count, Legal, Positive
 
 T = TypeVar("T")
 
@@ -129,16 +129,6 @@ class AdviseSettings:
 
 
 @dataclass
-class DoubleSettings:
-    """How a doubled batch is judged."""
-
-    until_oom: bool = False
-    """Search the largest batch that fits instead (CUDA)."""
-    headroom: Share = 0.1
-    """Share taken off the largest batch that fits."""
-
-
-@dataclass
 class Settings:
     """The settings of studies, and those that several commands take.
 
@@ -153,8 +143,6 @@ class Settings:
     """Which processes run a study's trials."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
     """How a mode is recommended."""
-    double: DoubleSettings = field(default_factory=DoubleSettings)
-    """How a doubled batch is judged."""
     seeds: Count | None = None
     """Runs of each variant; null for 5, in advise and double 10."""
     first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0

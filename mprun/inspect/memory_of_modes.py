@@ -150,7 +150,7 @@ def _fit(
         batch_size=fit.size,
         peak_bytes=fit.tried.get(fit.size),
         next_peak_bytes=fit.tried.get(fit.size + 1),
-        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+        tried={str(n): peak for n, peak in sorted(fit.tried.items())},
         grows=fit.grows,
     )
 

@@ -259,12 +259,6 @@ def test_double_compares_every_rule_after_equal_epochs(
     assert "samples/s ratio" in output  # steps of two sizes are not compared
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["double", *LINEAR, "double.until_oom=true"]) == 2
-    assert "needs an accelerator that counts its memory" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("own_recipe")
 def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
     capsys: pytest.CaptureFixture[str],
