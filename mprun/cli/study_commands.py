@@ -148,7 +148,7 @@ ADVISE = Command(
         mprun --config-dir outputs/DATE/TIME preset=advised
 
     Beside the preset it writes the advised mode as code for other loops: snippets/pytorch.py,
-    lightning.py, accelerate.py, trainer.py, fsdp2.py.
+    lightning.py, trainer.py.
 
     Trials are short, paired by seed, and judged on validation data. The test set is not used: a set
     that a mode was selected on is no test set any more.
@@ -163,8 +163,8 @@ DOUBLE = Command(
         mprun double recipe=mnist precision=bf16_mixed
 
     Compares the base batch with twice its size and each learning-rate rule, after equal epochs,
-    paired by seed, on validation data. --verbose shows all figures and notes. `memory.fits` of `mprun memory`
-    counts the largest batch that fits.
+    paired by seed, on validation data. --verbose shows all figures and notes. `mprun memory
+    memory.fits=16GiB` counts the largest batch that fits.
     """,
     STUDY,
 )

@@ -224,7 +224,7 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
     assert ("\nnot taken: bf16_mixed (" in output) == (loser == "bf16_mixed")
     assert "in your own loop: a/snippets/pytorch.py, lightning.py" in output
-    for name in ("pytorch", "lightning", "accelerate", "trainer", "fsdp2"):
+    for name in ("pytorch", "lightning", "trainer"):
         text = Path(f"a/snippets/{name}.py").read_text(encoding="utf-8")
         compile(text, name, "exec")
         assert text.startswith(f'"""{taken} for recipe mnist in ')
