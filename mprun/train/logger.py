@@ -45,8 +45,6 @@ class LoggedRun:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, nested."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    store: Path | None = None
-    """The folder of the tracker's files; None for `outputs`, else the run's parent."""
     uri: str | None = None
     """MLflow's store; None for MLFLOW_TRACKING_URI, else a file in `store_folder`."""
     online: bool = False  # Whether W&B sends the data to its server while the run trains
@@ -55,9 +53,7 @@ class LoggedRun:
 
     @property
     def store_folder(self) -> Path:
-        """One folder for the tracker's files of many runs."""
-        if self.store is not None:
-            return self.store
+        """One folder for the tracker's files of many runs: `outputs`, else the run's parent."""
         above = list(self.folder.absolute().parents)
         return next((p for p in above[:STORE_LEVELS] if p.name == STORE), above[0])
 

@@ -126,14 +126,10 @@ def test_a_server_that_is_not_there_costs_one_warning(
     assert sum(line["kind"] == "step" for line in read_lines(run)) == 6
 
 
-def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
+def test_no_copy_of_a_trial_is_a_run(outputs: Path) -> None:
     study = outputs / "day" / "sweep"
     words = ["recipe=linear", "precision=fp32,bf16_mixed", "seeds=1", "train.max_steps=4"]
     assert main(["sweep", *words, "logger=mlflow", f"run.dir={study}"]) == 0
-    has = logged(study, outputs)
-    assert has.info.run_name == "comparison of sweep"
-    copies = {x.path for x in client(outputs).list_artifacts(has.info.run_id)}
-    assert copies >= {"report.html", "comparison.json"}
     trials = [study / "fp32-seed0", study / "bf16_mixed-seed0"]
     assert {logged(x, outputs).info.status for x in trials} == {"FINISHED"}
     runs = find_runs([outputs]).runs
