@@ -136,7 +136,11 @@ def report(
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = (
-        [*shown.footer(comparison), *shown.published_lines(comparison)]
+        [
+            *shown.footer(comparison),
+            # without those of single epochs, which the files have
+            *(shown.published_line(x) for x in shown.published(comparison) if x.epoch is None),
+        ]
         if verbose
         else shown.short_notes(comparison)
     )

@@ -25,7 +25,7 @@ from mprun.inspect.memory import (
 from mprun.inspect.question import Given, Prepared
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.files import json_text
-from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.published_figures import MEMORY_OF_HALF_SR, RATIO_OF_HALF_SR
 from mprun.records.result import Result
 from mprun.records.run_record import BatchRow, ParallelKind, ProcessLayout
 from mprun.study.double import largest_size
@@ -194,13 +194,13 @@ def _published(
     for plan, mode in zip(planned, modes, strict=True):
         recipe = plan.plan.config.recipe.name
         have = (recipe, mode.precision, mode.batch.effective)
-        if have == step and figure.value is not None and mode.ratio is not None:
+        if have == step and mode.ratio is not None:
             return PublishedMemory(
                 recipe=recipe,
                 precision=mode.precision,
                 against=AGAINST,
                 batch_size=mode.batch.effective,
-                ratio=figure.value,
+                ratio=RATIO_OF_HALF_SR,
                 source=f"{figure.source}, on an {figure.hardware}",
                 ratio_here=mode.ratio,
             )

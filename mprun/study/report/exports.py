@@ -32,11 +32,10 @@ from mprun.study.report import answer, cells, tables
 from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
 from mprun.study.report.cells import TONES, plain
 from mprun.study.report.comparison_report import (
-    NOT_JUDGED,
-    PUBLISHED_HEADINGS,
     comparison_table,
     footer,
-    published_rows,
+    published,
+    published_line,
 )
 from mprun.study.report.plots import NAMES, draw
 
@@ -117,8 +116,7 @@ def page(comparison: Comparison, plots: list[Plot]) -> str:
         variants=list(zip(*parts, strict=True)),
         headings=cells.headings(comparison),
         plots=plots,
-        published=published_rows(comparison),
-        published_headings=PUBLISHED_HEADINGS,
+        published=published(comparison),
         memory_names=SHOWN_MEMORY,
         tones=TONES,
         signs=SIGNS,
@@ -217,11 +215,7 @@ def markdown(comparison: Comparison) -> str:
         comparison_table(comparison),
         *answer.advice_lines(comparison)[1:],  # the first is the headline
         *footer(comparison),
-        *(
-            f"{NOT_JUDGED}: {row.what}: {row.published} ({row.hardware}; "
-            f"{row.source}); here: {row.here}"
-            for row in published_rows(comparison)
-        ),
+        *map(published_line, published(comparison)),
     ]
     return Result(comparison, parts).markdown
 
@@ -295,7 +289,10 @@ def json_text(comparison: Comparison) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         **_plain(comparison),
-        "published": _plain(published_rows(comparison)),
+        "published": [
+            {"what": x.what, "published": x.text, "hardware": x.hardware, "source": x.source}
+            for x in published(comparison)
+        ],
     }
     # `jsonable` makes "nan" of a NaN: strict readers of JSON refuse a bare one
     return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
