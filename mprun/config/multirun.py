@@ -4,18 +4,13 @@ Every combination is composed and checked before the first run starts. Hydra's l
 where runs execute (`hydra/launcher=joblib` runs several at once), `hydra.sweep.dir` and
 `hydra.sweep.subdir` where their folders are. After a failed run the others continue.
 
-Another sweeper than Hydra's own (`hydra/sweeper=optuna`) searches: it chooses values by the results
-of runs before. A run returns its metric on validation data, else on training data; NaN if it
-failed.
-
 The jobs of a study (`launch`) are started in the same way. A launcher composes a configuration for
 each job and calls a function with it, in a process that it starts, here or on another machine.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -24,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks  # private, but a HydraContext has to have one
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -48,10 +42,9 @@ from mprun.config.compose import (
     search_path,
     to_composed,
 )
-from mprun.config.reference import GROUPS, override_text, quoted
+from mprun.config.reference import GROUPS, quoted
 from mprun.errors import UsageError, first_line
 from mprun.records.files import dated_folder_if_used
-from mprun.records.run_record import number, read_summary
 
 Job = Callable[[Composed, Path], int]
 
@@ -75,27 +68,28 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, job: Job) -> Path:
             raise UsageError(
                 f"{override.key_or_group} with -m: a sweep has many runs; write {instead}"
             )
+        if override.key_or_group == "hydra/sweeper" and override.value() != "basic":
+            raise UsageError(
+                f"'{override.input_line}': mprun -m runs every combination of the values that are "
+                "listed, and has no other sweeper; leave it out"
+            )
     ours = [o for o in parsed if not is_of_hydra(o)]
     hydras = [o for o in parsed if is_of_hydra(o)]
-    searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
-    if searches:  # what it chooses is known later
-        compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
     # all before the first run: a mistake in the last one must not cost the runs before it
-    for combination in () if searches else combinations(ours):
+    for combination in combinations(ours):
         compose(combination, config_dir)
     for_hydras = [*QUIET, *(str(o.input_line) for o in hydras), *search_path(config_dir)]
     with ExitStack() as stack:
         hydra = stack.enter_context(hydra_here())
         stack.enter_context(_refusals())
-        # a sweeper that searches reads lists and intervals itself
-        texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
+        texts = [_expanded(o) for o in ours]
         if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
             folder = _sweep_folder(hydra, for_hydras)
         else:
             # Hydra's own name, the time to the second, is not unique: sweeps start together
             folder = stack.enter_context(dated_folder_if_used())
             texts.append(f"hydra.sweep.dir={quoted(folder)}")
-        task = _HydraTask(partial(_run_of_sweep, job, searches))
+        task = _HydraTask(partial(_run_of_sweep, job))
         hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)
     return folder
 
@@ -170,27 +164,12 @@ class _HydraTask:
         return self._function(config)
 
 
-def _run_of_sweep(job: Job, searches: bool, raw: DictConfig) -> float:
+def _run_of_sweep(job: Job, raw: DictConfig) -> int:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
     raw.run.dir = str(folder)  # named by hydra.sweep.dir and hydra.sweep.subdir
     given = [parse(text) for text in settings.overrides.task]
-    # a sweeper that searches minimizes or maximizes what is returned; others only report it
-    status = job(to_composed(raw, given), folder)
-    return _objective(folder, status) if searches else status
-
-
-def _objective(folder: Path, status: int) -> float:
-    """A run's metric on validation data, else on training data; NaN if it failed."""
-    if status:
-        return math.nan
-    summary = read_summary(folder)
-    last = summary.history[-1:]
-    for scores in [scores for epoch in last for scores in (epoch.validation, epoch.train)]:
-        value = scores.value(summary.metric.name)
-        if value is not None:
-            return number(value)
-    return math.nan
+    return job(to_composed(raw, given), folder)
 
 
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
@@ -242,22 +221,6 @@ def _returned(job: JobReturn) -> Any:
             return job.return_value
     except Exception as error:
         return error
-
-
-def launcher_fields(name: str) -> Collection[Any]:
-    """The fields of a launcher; empty if it is not installed."""
-    Plugins.instance()  # which reads what is installed
-    try:
-        fields: Collection[Any] = ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node
-    except HydraException:
-        return ()
-    return [*fields]
-
-
-def launcher_override(field: str, value: Any) -> str:
-    """The override that sets a field of the launcher to a plain value."""
-    # an entry of a launcher's mapping does not exist yet, and `+` makes Hydra add it
-    return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
 
 
 @contextmanager

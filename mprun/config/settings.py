@@ -85,33 +85,22 @@ class LauncherSettings:
     """Which processes run a study's trials."""
 
     name: Annotated[str, Legal("local", "joblib", "submitit")] = "local"
-    """What runs the trials: local (this process), joblib (processes here) or submitit (jobs)."""
+    """What runs the trials: local (this process), joblib (processes here) or submitit (jobs on
+    Slurm; without Slurm, here). hydra.launcher.KEY=VALUE sets its fields."""
     processes: Count | None = None
     """Processes of joblib, or jobs of submitit (a job array on Slurm); null for 4."""
-    executor: Annotated[str, Legal("auto", "local", "slurm", "debug")] = "auto"
-    """Of submitit: auto, slurm, local (jobs on this machine) or debug (in this process)."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of submitit, its parameters: {slurm_partition: gpu, timeout_min: 60, gpus_per_node: 1}."""
 
     def check(self) -> None:
-        """Refuse fields that the launcher does not have.
+        """Refuse processes without a launcher that starts some.
 
         Raises:
-            UsageError: there is one.
+            UsageError: there are.
         """
-        executor = None if self.executor == "auto" else self.executor
-        given: dict[str, tuple[Any, tuple[str, ...]]] = {
-            "launcher.processes": (self.processes, ("joblib", "submitit")),
-            "launcher.executor": (executor, ("submitit",)),
-            "launcher.options": (self.options or None, ("submitit",)),
-        }
-        for key, (value, launchers) in given.items():
-            if value is not None and self.name not in launchers:
-                legal = " or ".join(f"launcher={name}" for name in launchers)
-                raise UsageError(
-                    f"{key}={value} has no effect with launcher={self.name}; add {legal}, or "
-                    "leave it out"
-                )
+        if self.processes is not None and self.name == "local":
+            raise UsageError(
+                f"launcher.processes={self.processes} has no effect with launcher=local; add "
+                "launcher=joblib or launcher=submitit, or leave it out"
+            )
 
 
 @dataclass
