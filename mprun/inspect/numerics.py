@@ -23,8 +23,7 @@ from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.inspect.tolerance import Deviation, Tolerance
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text
-from mprun.records.mode_names import FURTHER_FORMATS
-from mprun.records.policy_columns import Count, Legal, NotNegative, Number
+from mprun.records.policy_columns import Count, NotNegative, Number
 from mprun.records.run_record import Float32Gradients, LostShares, Reference
 
 
@@ -42,10 +41,6 @@ class NumericsSettings:
     """How many times larger gradients may become before one overflows at the recommended scale."""
     needed_db: NotNegative = 20.0
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
-    try_scales: bool = False
-    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
-    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
-    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
     top: Count = 20
     """Rows of the table, the worst first; all are in numerics.json."""
     plots: bool = True
@@ -121,8 +116,6 @@ class LossScaleResult:
     where: str
     headroom: float
     verdicts: list[ScaleVerdict]
-    tried_db: dict[str, float]  # Loss scale, as text, to the SQNR of the gradients, in dB
-    best_tried: float | None
 
 
 @dataclass(frozen=True)
@@ -221,8 +214,7 @@ class NumericsRow:
     fp16: RangeShares
     bf16: RangeShares
     sqnr_db: dict[str, float]
-    """Format to the SQNR of rounding to it, in dB; names with per-tensor scaling end in
-    `_scaled`."""
+    """Format to the SQNR of rounding to it, in dB."""
     verdict: str | None
     """Range or precision; None for updates and for rows that are only rounding errors."""
     held: HeldValues | None
@@ -239,7 +231,9 @@ class NumericsResult:
     rows: list[NumericsRow] = field(default_factory=list)
 
 
-SCHEMA_VERSION = 2  # Version 1 had other names: `really`, `will_do`; it is not shown again
+# Version 1 had other names: `really`, `will_do`; it is not shown again. 2 had loss scales that were
+# tried
+SCHEMA_VERSION = 3
 QUESTION = Question(
     "numerics",
     prepared_by("mprun.inspect.numerics_of_steps"),
@@ -266,23 +260,20 @@ ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
 
 
-def numerics_parts(
-    result: NumericsResult, top: int, further: Sequence[str] = ()
-) -> Iterator[FittedTable | str]:
+def numerics_parts(result: NumericsResult, top: int) -> Iterator[FittedTable | str]:
     """What the terminal shows, in this order: sentences, loss scales, rows, lost updates.
 
     Args:
         result: the measurements.
         top: the most rows.
-        further: formats beside those that are always shown.
     """
     yield from sentences(result)
     yield scales_table(result)
-    yield rows_table(result, top, further)
+    yield rows_table(result, top)
     yield lost_table(result, top // 2)  # half: the first table is the one that decides
 
 
-def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
+def rows_table(result: NumericsResult, top: int) -> FittedTable:
     """The `top` rows that decide most: first what decides, then the noise of the format alone.
 
     A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
@@ -291,7 +282,6 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
     Args:
         result: the statistics.
         top: how many rows.
-        further: names in `sqnr_db` of formats that get a column, too.
     """
     judged = [row for row in result.rows if row.verdict is not None]
 
@@ -316,14 +306,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         figure_column("bf16 pass dB", 10, of_pass("bf16")),
         text_column("verdict", cell=lambda row: row.verdict or ""),
         figure_column("fp16 dB", 8, lambda row: f"{fp16_db(row):.0f}"),
-        *(
-            figure_column(f"{heading} dB", importance, partial(_rounded_db, name))
-            for heading, importance, name in (
-                ("bf16", 7, "bf16"),
-                ("e4m3", 3, "e4m3_scaled"),  # float8 is used with a scale per tensor
-                *((name, 2, name) for name in further),
-            )
-        ),
+        figure_column("bf16 dB", 7, lambda row: f"{row.sqnr_db.get('bf16', math.inf):.0f}"),
         figure_column("zero", 1, lambda row: share_text(row.histogram.zero / row.histogram.total)),
         figure_column("lose bits", 5, lambda row: share_text(_in_run(row).below_normal)),
         figure_column("to 0", 6, lambda row: share_text(_in_run(row).becoming_zero)),
@@ -331,10 +314,6 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         rows=rows[:top],
         elsewhere=ELSEWHERE,
     )
-
-
-def _rounded_db(name: str, row: NumericsRow) -> str:
-    return f"{row.sqnr_db.get(name, math.inf):.0f}"
 
 
 def _in_run(row: NumericsRow) -> RangeShares:
@@ -459,8 +438,6 @@ def sentences(result: NumericsResult) -> list[str]:
     is_needed = scale.needed is not False
     label = "recommended loss scale" if is_needed else "the largest loss scale that fits"
     lines.append(f"{label}: {scale.reason}")
-    if scale.best_tried is not None:
-        lines.append(_best_tried(scale, scale.best_tried))
     return [*lines, *_lost(result.lost_updates.all)]
 
 
@@ -493,15 +470,6 @@ def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Refere
             f"are only rounding errors were detected with {reference.name}"
         )
     return lines
-
-
-def _best_tried(advice: LossScaleResult, best: float) -> str:
-    tried = {float(scale): db for scale, db in advice.tried_db.items()}
-    text = f"of {len(tried)} powers of two tried, {number(min(tried))} to {number(max(tried))}, "
-    text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
-    known = None if advice.recommended is None else tried.get(advice.recommended)
-    which = "recommended" if advice.needed else "largest that fits"
-    return text if known is None else f"{text}; the {which} has {known:.2f} dB"
 
 
 def number(scale: float) -> str:

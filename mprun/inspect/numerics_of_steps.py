@@ -30,8 +30,6 @@ from mprun.inspect.histograms import largest_power
 from mprun.inspect.measurements import (
     FROM_THE_RUN,
     ROWS_BY_POWER,
-    FormatPasses,
-    GradientErrors,
     Measurements,
     gradient_errors,
     variances_of_halves,
@@ -44,7 +42,7 @@ from mprun.inspect.numerics import (
 )
 from mprun.inspect.passes import in_float64
 from mprun.inspect.question import Given, Prepared, of_run
-from mprun.precision.formats import BY_NAME, FP16
+from mprun.precision.formats import FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
@@ -64,7 +62,6 @@ from mprun.watch.updates import (
 # How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it
 ATTEMPTS = 6
 LOWER = 16.0
-BELOW, ABOVE = 20, 8  # How many powers of two on each side of a fitting loss scale are tried
 MIN_HALF = 2  # Samples in half a batch: batch normalisation takes no fewer
 
 
@@ -184,8 +181,7 @@ def recipe_numerics(
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
         title += f"{len(inspected.steps)} steps measured"
         files |= numerics_plot(inspected.result, title)
-    further = settings.formats
-    parts = list(numerics_parts(inspected.result, settings.top, further))
+    parts = list(numerics_parts(inspected.result, settings.top))
     steps, skipped = inspected.steps, inspected.skipped
     parts.append(f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped")
     if inspected.ended is None:
@@ -236,13 +232,12 @@ class _StepInspector:
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
         model, loss_scale = self._exact_probe.model, parts.precision.loss_scale
-        further = [BY_NAME[name] for name in settings.formats]
         formats = ("activations", *GRADIENTS)
         self.measured = Measurements(
             settings,
             loss_scale.kind,
-            Statistics(parts.model, parts.optimizer, loss_scale, FROM_THE_RUN, further=further),
-            exact=Statistics(model, formats=formats, further=further),
+            Statistics(parts.model, parts.optimizer, loss_scale, FROM_THE_RUN),
+            exact=Statistics(model, formats=formats),
             float64=Statistics(model, formats=(), kinds=ROWS_BY_POWER),
         )
         self._variances: dict[str, float] | None = None
@@ -272,10 +267,9 @@ class _StepInspector:
         errors = gradient_errors(exact, low, self._variances)
         seen.passes["bf16"].add(errors, self._bf16_probe.loss, loss, self._deviation)
         scale = self._fitting_scale(batch)
-        errors = self._errors_at(scale, exact, batch)
+        low = self._fp16_probe.gradients(self._run, batch, scale)
+        errors = gradient_errors(exact, low, self._variances)
         seen.passes["fp16"].add(errors, self._fp16_probe.loss, loss, self._deviation, scale)
-        if self._settings.try_scales:
-            self._try_scales(scale, exact, batch, loss)
 
     def after(self, number: int, result: StepResult) -> None:
         """The run has taken step `number`."""
@@ -333,11 +327,6 @@ class _StepInspector:
         # the standard deviation of a half is sqrt(2) of the batch's, that of their difference 2
         self._deviation = abs(losses[0] - losses[1]) / 2
 
-    def _errors_at(self, scale: float, exact: Mapping[str, Tensor], batch: Batch) -> GradientErrors:
-        """The errors of float16 gradients at a loss scale."""
-        low = self._fp16_probe.gradients(self._run, batch, scale)
-        return gradient_errors(exact, low, self._variances)
-
     def _fitting_scale(self, batch: Batch) -> float:
         """The loss scale for this step alone; also notes the largest gradient."""
         size, place = self.measured.exact.largest.worst()
@@ -360,15 +349,3 @@ class _StepInspector:
         if not 0 < size < math.inf:
             return 1.0
         return largest_power(FP16.largest / self._settings.headroom / size)
-
-    def _try_scales(
-        self, scale: float, exact: Mapping[str, Tensor], batch: Batch, loss: float
-    ) -> None:
-        if not self.measured.tried:  # the powers are those around the first step's
-            middle = round(math.log2(scale))
-            # min(0, ...): 1, which is no loss scale, is always among them
-            powers = range(min(0, middle - BELOW), middle + ABOVE + 1)
-            self.measured.tried = {2.0**n: FormatPasses() for n in powers}
-        for tried, passes in self.measured.tried.items():
-            errors = self._errors_at(tried, exact, batch)
-            passes.add(errors, self._fp16_probe.loss, loss, scale=tried)
