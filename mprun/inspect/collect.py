@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from mprun.precision._torch import (
     viewed,
     write_count,
 )
+from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
 from mprun.watch.updates import (
@@ -198,14 +199,20 @@ class LayerStatistics:
     noise: Noise = field(default_factory=Noise)
     """The noise of rounding to other formats; the signal alone where formats were not asked for."""
 
-    def add(self, x: Tensor, scale: float = 1.0, formats: bool = True) -> None:
-        """Count one more tensor, divided by `scale`."""
+    def add(
+        self,
+        x: Tensor,
+        scale: float = 1.0,
+        formats: bool = True,
+        further: Sequence[Format | BlockFormat] = (),
+    ) -> None:
+        """Count one more tensor, divided by `scale`; `further` formats as in `noise_of`."""
         self.dtypes.add(x.dtype)
         if scale != 1:  # in float64: small gradients would be rounded, or flushed, once more
             x = x.detach().double() / scale
         counts = histogram(x)
         self.histogram += counts
-        self.noise += noise_of(x, counts) if formats else Noise(power(x))
+        self.noise += noise_of(x, counts, further) if formats else Noise(power(x))
 
 
 class Statistics(StepListener):
@@ -218,6 +225,7 @@ class Statistics(StepListener):
             mprun's loss scales, or a function that gives it.
         formats: kinds whose noise in other formats is wanted; it takes most of the time.
         kinds: kinds that are measured.
+        further: formats that `formats` are measured in, beside those that always are.
     """
 
     def __init__(
@@ -227,13 +235,14 @@ class Statistics(StepListener):
         loss_scale: Any = 1.0,
         formats: Collection[str] = KINDS,
         kinds: Collection[str] = KINDS,
+        further: Sequence[Format | BlockFormat] = (),
     ) -> None:
         self.rows: dict[tuple[str, str], LayerStatistics] = {}
         self.lost: dict[str, LostUpdates] = {}
         self.scales: list[float] = []  # of each measured forward pass
         self.largest = LargestGradients(lambda: self.scales[-1])
         self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
-        self._formats, self._kinds = formats, kinds
+        self._formats, self._kinds, self._further = formats, kinds, further
         self._names = {p: name for name, p in model.named_parameters()}
         self._active = self._new_step = False
         # This call's outputs by id, with their writes; a freed tensor's id is given out again
@@ -356,7 +365,7 @@ class Statistics(StepListener):
             return
         row = self.rows.setdefault((kind, name), LayerStatistics(kind, name))
         with outside_of_modes():
-            row.add(x, scale, kind in self._formats)
+            row.add(x, scale, kind in self._formats, self._further)
 
 
 def scale_of(loss_scale: Any) -> float:

@@ -9,13 +9,16 @@ power of two only shifts the histogram. Some limits belong to the side above, so
 (2^-25 becomes 0 in float16, 2^-24 does not), so exact powers of two are also counted separately.
 
 The noise that rounding to a format adds to a tensor is compared with the signal as a power ratio
-(`tolerance.py`).
+(`tolerance.py`). float8 and float16 are also judged with *per-tensor scaling*, which is how float8
+is used: values are multiplied by the power of two that brings the largest of them closest to the
+format's largest number, from below, and divided by it afterwards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +26,17 @@ from torch import Tensor
 
 from mprun.inspect.numerics import Histogram, ScaleVerdict
 from mprun.inspect.tolerance import NEEDED_DB
-from mprun.precision.formats import BF16, FP16, Format, exponent, quantise
+from mprun.precision.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    TF32,
+    BlockFormat,
+    Format,
+    exponent,
+    quantise,
+)
 from mprun.precision.rounding import ratio_db
 
 BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
@@ -53,52 +66,65 @@ def histogram(x: Tensor) -> Histogram:
         return Histogram()
     x = x.detach()
     x = x if x.dtype in _INTEGER else x.float()  # exact
-    bits, bias = _MANTISSA_BITS[x.dtype], _BIAS[x.dtype]
+    bits = _MANTISSA_BITS[x.dtype]
     patterns = x.reshape(-1).view(_INTEGER[x.dtype])
-    infinity = (2 * bias + 1) << bits  # the last field without mantissa; with one it is NaN
-    lowest = 1 - bias - bits  # the exponent of the smallest number
-    exponents = torch.zeros(bias - lowest + 1, dtype=torch.int64, device=x.device)
-    powers, largest = torch.zeros_like(exponents), patterns.new_zeros(1)
-    zero = infinite = nan = 0
+    fields = 2 * (_BIAS[x.dtype] + 1)  # how many values the exponent's field has
+    infinity = (fields - 1) << bits  # the last field without mantissa; with one it is NaN
+    counts = torch.zeros(2 * fields, dtype=torch.int64, device=x.device)
+    largest, small = patterns.new_zeros(1), []
     # On a GPU all at once: each block would start some kernels
     for block in patterns.split(BLOCK if x.device.type == "cpu" else len(patterns)):
         magnitude = block & ((1 << (8 * x.element_size() - 1)) - 1)  # without the sign's bit
+        # Even: values of an exponent's field; odd: those of them without mantissa.
+        index = (magnitude >> bits) * 2 + ((magnitude & ((1 << bits) - 1)) == 0)
+        counts += torch.bincount(index, minlength=2 * fields)
         # Bit patterns of positive floats are ordered as the numbers are
-        finite = magnitude[magnitude < infinity]
-        numbers = finite[finite > 0]
-        zero += len(finite) - len(numbers)
-        infinite += int((magnitude == infinity).sum())
-        nan += int((magnitude > infinity).sum())
-        index, is_power = _exponents(numbers, bits)
-        exponents += torch.bincount(index, minlength=len(exponents))
-        powers += torch.bincount(index[is_power], minlength=len(powers))
-        largest = torch.maximum(largest, torch.where(magnitude < infinity, magnitude, 0).max())
+        finite = torch.where(magnitude < infinity, magnitude, 0)
+        largest = torch.maximum(largest, finite.max())
+        small.append(magnitude[index == 0])  # subnormals: their exponent is not in the field
+    exponents, powers = _normal(counts.tolist(), _BIAS[x.dtype])
+    for e, n, exact in _subnormal(torch.cat(small), 1 - _BIAS[x.dtype] - bits):
+        exponents[e] += n
+        powers[e] += exact
     return Histogram(
-        {lowest + n: count for n, count in enumerate(exponents.tolist()) if count},
-        {lowest + n: count for n, count in enumerate(powers.tolist()) if count},
-        zero,
-        infinite,
-        nan,
+        dict(sorted(exponents.items())),
+        {e: n for e, n in sorted(powers.items()) if n},
+        zero=int(counts[1]),  # field 0 without mantissa
+        infinite=int(counts[-1]),
+        nan=int(counts[-2]),
         largest=float(largest.view(x.dtype).item()),
     )
 
 
-def _exponents(patterns: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Exponents over the smallest number's, and whether each number is a power of two."""
-    fields, mantissas = patterns >> bits, patterns & ((1 << bits) - 1)
-    exponents, is_power = fields + bits - 1, mantissas == 0
-    # A subnormal number's exponent is not in its field: it is that of its bits as a whole number.
+def _normal(counts: list[int], bias: int) -> tuple[Counter[int], Counter[int]]:
+    """Counts by exponent, and those of exact powers, from counts by field and mantissa."""
+    exponents, powers = Counter[int](), Counter[int]()
+    for number in range(1, len(counts) // 2 - 1):  # the first is of subnormals, the last of none
+        rest, exact = counts[2 * number : 2 * number + 2]
+        if rest + exact:
+            exponents[number - bias] = rest + exact
+            powers[number - bias] = exact
+    return exponents, powers
+
+
+def _subnormal(patterns: Tensor, unit: int) -> Iterator[tuple[int, int, int]]:
+    """Exponent, count, and count of exact powers, of numbers that are pattern times 2^unit."""
+    if not len(patterns):
+        return
+    mantissas, exponents = torch.frexp(patterns.double())  # exact: at most 52 bits
+    counts = torch.bincount(exponents).tolist()
     # `frexp` has mantissas from 0.5 to 1, so 0.5 is a power of two, and exponents are one too large
-    is_small = fields == 0
-    fractions, places = torch.frexp(mantissas[is_small].double())  # exact: at most 52 bits
-    exponents[is_small] = places.to(exponents.dtype) - 1
-    is_power[is_small] = fractions == 0.5
-    return exponents, is_power
+    exact = torch.bincount(exponents[mantissas == 0.5], minlength=len(counts)).tolist()
+    for e, n in enumerate(counts):
+        if n:
+            yield e - 1 + unit, n, exact[e]
 
 
 # ---- the noise of rounding -----------------------------------------------------------------------
 
-FORMATS = (FP16, BF16)
+FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
+# Formats whose rounding errors depend on per-tensor scaling: bfloat16 and TF32 have float32's range
+SCALED = (FP16, E4M3, E5M2)
 
 
 @dataclass
@@ -107,7 +133,8 @@ class Noise:
 
     signal: float = 0.0  # Sum of squares of the finite values
     noise: dict[str, float] = field(default_factory=dict)
-    """Format to the sum of squared rounding errors."""
+    """Format to the sum of squared rounding errors; names with a scale end in `_scaled`, but for
+    those of further formats, which all have one."""
     above: dict[str, int] = field(default_factory=dict)
     """Format to how many finite values round to more than its largest number."""
 
@@ -123,12 +150,13 @@ class Noise:
         return self
 
 
-def noise_of(x: Tensor, seen: Histogram) -> Noise:
+def noise_of(x: Tensor, seen: Histogram, further: Sequence[Format | BlockFormat] = ()) -> Noise:
     """The noise of rounding a tensor's values to each of `FORMATS`.
 
     Args:
         x: any shape, floating; infinities and NaN are left out.
         seen: its histogram.
+        further: more formats; those without blocks are measured with per-tensor scaling.
     """
     if not seen.nonzero:
         return Noise()
@@ -136,26 +164,46 @@ def noise_of(x: Tensor, seen: Histogram) -> Noise:
     # same, and the square of a gradient of 1e-25 does not vanish. Values more than 2^126 below the
     # largest are taken as 0
     top = exponent(seen.largest)
+    mantissa = seen.largest / 2.0**top  # 1 to 2; all blocks are divided by 2^top
+    shifts = [(f, f.name, top) for f in FORMATS]
+    shifts += [(f, f"{f.name}_scaled", exponent(f.largest / mantissa)) for f in SCALED]
     exceeded = [f for f in FORMATS if seen.largest >= f.limit]
-    powers = torch.zeros(1 + len(FORMATS), dtype=torch.float64, device=x.device)
+    powers = torch.zeros(1 + len(shifts), dtype=torch.float64, device=x.device)
     above = torch.zeros(len(exceeded), dtype=torch.int64, device=x.device)
     for block in _blocks(x.detach(), top, finite=not (seen.infinite or seen.nan)):
         powers[0] += torch.dot(block, block)
-        for n, to in enumerate(FORMATS, start=1):
-            error = quantise(block, to, top, None if to in exceeded else "none").sub_(block)
+        for n, (to, name, shift) in enumerate(shifts, start=1):
+            overflows = to in exceeded and name == to.name
+            error = quantise(block, to, shift, None if overflows else "none").sub_(block)
             powers[n] += torch.dot(error, error)
         for n, to in enumerate(exceeded):
             above[n] += to.too_large(block, 2.0**-top).sum()
     signal, *noise = (p * 2.0**top * 2.0**top for p in powers.tolist())
-    by_name = {f.name: p for f, p in zip(FORMATS, noise, strict=True)}
+    by_name = {name: p for (_, name, _), p in zip(shifts, noise, strict=True)}
+    if further:
+        (whole,) = _blocks(x.detach(), top, not (seen.infinite or seen.nan), size=x.numel())
+        for more in further:
+            power = _further_noise(whole.view(x.shape), more, mantissa)
+            by_name[more.name] = power * 2.0**top * 2.0**top
     counts = {f.name: n for f, n in zip(exceeded, above.tolist(), strict=True)}
     return Noise(signal, by_name, counts)
 
 
-def _blocks(x: Tensor, top: int, finite: bool) -> Iterator[Tensor]:
+def _further_noise(x: Tensor, to: Format | BlockFormat, largest: float) -> float:
+    """The sum of squared rounding errors of `x` (float32), which is at most `largest`."""
+    if isinstance(to, Format):
+        error = quantise(x, to, exponent(to.largest / largest), "none").sub_(x)
+    else:
+        # Blocks lie along the dimension that products sum over: the channels of a convolution
+        rows = x.movedim(1, -1) if x.dim() > 3 else x
+        error = quantise(rows, to).sub_(rows)
+    return float(error.double().square().sum())
+
+
+def _blocks(x: Tensor, top: int, finite: bool, size: int = BLOCK) -> Iterator[Tensor]:
     """The values over 2^top, in float32; infinities and NaN as 0."""
     flat = x.reshape(-1)
-    for block in flat.split(BLOCK if x.device.type == "cpu" else len(flat)):
+    for block in flat.split(size if x.device.type == "cpu" else len(flat)):
         wide = block.float() if block.dtype.itemsize < 4 else block
         wide = wide if finite else torch.nan_to_num(wide, 0.0, 0.0, 0.0)
         if abs(top) > 100:  # 2^top, or its reciprocal, may not be a float32
@@ -174,7 +222,7 @@ def expected_db(seen: Histogram, signal: float, to: Format, scale: float = 1.0) 
     Args:
         seen: the histogram.
         signal: the sum of squares of its finite values.
-        to: float16 or bfloat16.
+        to: float16, bfloat16 or TF32.
         scale: a positive number; if it is no power of two, the power below it is used.
 
     Returns:

@@ -23,7 +23,8 @@ from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.inspect.tolerance import Deviation, Tolerance
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text
-from mprun.records.policy_columns import Count, NotNegative, Number
+from mprun.records.mode_names import FURTHER_FORMATS
+from mprun.records.policy_columns import Count, Legal, NotNegative, Number
 from mprun.records.run_record import Float32Gradients, LostShares, Reference
 
 
@@ -41,6 +42,8 @@ class NumericsSettings:
     """How many times larger gradients may become before one overflows at the recommended scale."""
     needed_db: NotNegative = 20.0
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
+    formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
+    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
     top: Count = 20
     """Rows of the table, the worst first; all are in numerics.json."""
     plots: bool = True
@@ -214,7 +217,8 @@ class NumericsRow:
     fp16: RangeShares
     bf16: RangeShares
     sqnr_db: dict[str, float]
-    """Format to the SQNR of rounding to it, in dB."""
+    """Format to the SQNR of rounding to it, in dB; names with per-tensor scaling end in
+    `_scaled`."""
     verdict: str | None
     """Range or precision; None for updates and for rows that are only rounding errors."""
     held: HeldValues | None
@@ -260,20 +264,23 @@ ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
 
 
-def numerics_parts(result: NumericsResult, top: int) -> Iterator[FittedTable | str]:
+def numerics_parts(
+    result: NumericsResult, top: int, further: Sequence[str] = ()
+) -> Iterator[FittedTable | str]:
     """What the terminal shows, in this order: sentences, loss scales, rows, lost updates.
 
     Args:
         result: the measurements.
         top: the most rows.
+        further: formats beside those that are always shown.
     """
     yield from sentences(result)
     yield scales_table(result)
-    yield rows_table(result, top)
+    yield rows_table(result, top, further)
     yield lost_table(result, top // 2)  # half: the first table is the one that decides
 
 
-def rows_table(result: NumericsResult, top: int) -> FittedTable:
+def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
     """The `top` rows that decide most: first what decides, then the noise of the format alone.
 
     A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
@@ -282,6 +289,7 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
     Args:
         result: the statistics.
         top: how many rows.
+        further: names in `sqnr_db` of formats that get a column, too.
     """
     judged = [row for row in result.rows if row.verdict is not None]
 
@@ -306,7 +314,14 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
         figure_column("bf16 pass dB", 10, of_pass("bf16")),
         text_column("verdict", cell=lambda row: row.verdict or ""),
         figure_column("fp16 dB", 8, lambda row: f"{fp16_db(row):.0f}"),
-        figure_column("bf16 dB", 7, lambda row: f"{row.sqnr_db.get('bf16', math.inf):.0f}"),
+        *(
+            figure_column(f"{heading} dB", importance, partial(_rounded_db, name))
+            for heading, importance, name in (
+                ("bf16", 7, "bf16"),
+                ("e4m3", 3, "e4m3_scaled"),  # float8 is used with a scale per tensor
+                *((name, 2, name) for name in further),
+            )
+        ),
         figure_column("zero", 1, lambda row: share_text(row.histogram.zero / row.histogram.total)),
         figure_column("lose bits", 5, lambda row: share_text(_in_run(row).below_normal)),
         figure_column("to 0", 6, lambda row: share_text(_in_run(row).becoming_zero)),
@@ -314,6 +329,10 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
         rows=rows[:top],
         elsewhere=ELSEWHERE,
     )
+
+
+def _rounded_db(name: str, row: NumericsRow) -> str:
+    return f"{row.sqnr_db.get(name, math.inf):.0f}"
 
 
 def _in_run(row: NumericsRow) -> RangeShares:

@@ -42,7 +42,7 @@ from mprun.inspect.numerics import (
 )
 from mprun.inspect.passes import in_float64
 from mprun.inspect.question import Given, Prepared, of_run
-from mprun.precision.formats import FP16
+from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.result import Result
@@ -181,7 +181,8 @@ def recipe_numerics(
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
         title += f"{len(inspected.steps)} steps measured"
         files |= numerics_plot(inspected.result, title)
-    parts = list(numerics_parts(inspected.result, settings.top))
+    further = settings.formats
+    parts = list(numerics_parts(inspected.result, settings.top, further))
     steps, skipped = inspected.steps, inspected.skipped
     parts.append(f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped")
     if inspected.ended is None:
@@ -232,12 +233,13 @@ class _StepInspector:
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
         model, loss_scale = self._exact_probe.model, parts.precision.loss_scale
+        further = [BY_NAME[name] for name in settings.formats]
         formats = ("activations", *GRADIENTS)
         self.measured = Measurements(
             settings,
             loss_scale.kind,
-            Statistics(parts.model, parts.optimizer, loss_scale, FROM_THE_RUN),
-            exact=Statistics(model, formats=formats),
+            Statistics(parts.model, parts.optimizer, loss_scale, FROM_THE_RUN, further=further),
+            exact=Statistics(model, formats=formats, further=further),
             float64=Statistics(model, formats=(), kinds=ROWS_BY_POWER),
         )
         self._variances: dict[str, float] | None = None

@@ -161,6 +161,9 @@ NVFP4 = BlockFormat("nvfp4", E2M1, 16, "e4m3")
 BLOCK_FORMATS: tuple[BlockFormat, ...] = (FP8_TENSORWISE, FP8_TENSORWISE_E5M2, FP8_ROWWISE, MXFP8)
 BLOCK_FORMATS += (MXFP8_RCEIL, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4)
 
+_ALL: tuple[Format | BlockFormat, ...] = (*FORMATS, *BLOCK_FORMATS)
+BY_NAME = {x.name: x for x in _ALL}
+
 
 def quantise(
     x: Tensor,

@@ -93,3 +93,21 @@ def _plain(name: str) -> str:
 
 
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# Formats that `mprun numerics` measures on demand, beside those that it always does
+FURTHER_FORMATS = (
+    "e4m3fnuz",
+    "e5m2fnuz",
+    "e3m2",
+    "e2m3",
+    "e2m1",
+    "fp8_tensorwise",
+    "fp8_tensorwise_e5m2",
+    "fp8_rowwise",
+    "mxfp8",
+    "mxfp8_rceil",
+    "mxfp8_e5m2",
+    "mxfp6_e3m2",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "nvfp4",
+)

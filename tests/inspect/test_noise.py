@@ -10,8 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.inspect.histograms import FORMATS, Noise, expected_db, histogram, noise_of
-from mprun.precision.formats import FP16
+from mprun.inspect.histograms import FORMATS, SCALED, Noise, expected_db, histogram, noise_of
+from mprun.precision.formats import (
+    E2M1,
+    E3M2,
+    FP8_ROWWISE,
+    FP16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    Format,
+    quantise,
+)
 from mprun.precision.rounding import sqnr_db
 from tests.precision.test_formats import cast
 
@@ -36,6 +47,19 @@ def test_noise_is_that_of_the_casts(spread: float) -> None:
         assert result.db(to.name) == pytest.approx(sqnr_db(x, rounded_x), abs=1e-3)
 
 
+@pytest.mark.parametrize("spread", SPREADS)
+def test_scaled_noise_is_that_of_casts_of_the_scaled_values(spread: float) -> None:
+    x = sample(spread).double()
+    result = noise_of(x.float(), histogram(x.float()))
+    for to in SCALED:
+        scale = 2.0 ** math.floor(math.log2(to.largest / x.float().abs().max().double().item()))
+        scaled = (x.float().double() * scale).float()  # exact but for values 2^126 below
+        assert scaled.abs().max() <= to.largest
+        assert scaled.abs().max() > to.largest / 2
+        wanted = sqnr_db(scaled, cast(scaled, to))
+        assert result.db(f"{to.name}_scaled") == pytest.approx(wanted, abs=1e-3)
+
+
 def test_noise_of_narrow_and_wide_dtypes() -> None:
     half = sample(1.0, torch.float16)
     result = noise_of(half, histogram(half))
@@ -44,6 +68,7 @@ def test_noise_of_narrow_and_wide_dtypes() -> None:
     wide = sample(1e-60, torch.float64)  # below float32's range
     result = noise_of(wide, histogram(wide))
     assert result.db("bf16") == pytest.approx(0.0)
+    assert result.db("e4m3_scaled") == pytest.approx(31.5, abs=0.5)
     assert result.signal == pytest.approx(wide.square().sum().item(), rel=1e-5)
 
 
@@ -56,9 +81,9 @@ def test_infinities_and_nan_are_left_out() -> None:
 
 
 def test_values_too_large_are_counted() -> None:
-    x = torch.tensor([65519.0, 65520.0, -1e6, torch.inf, 3.39e38, 3.4e38])
+    x = torch.tensor([65519.0, 65520.0, -1e6, 448.0, 449.0, 57344.0, torch.inf, 3.39e38, 3.4e38])
     above = noise_of(x, histogram(x)).above
-    assert above == {"fp16": 4, "bf16": 1}
+    assert above == {"fp16": 4, "bf16": 1, "e4m3": 7, "e5m2": 5}
 
 
 def test_nothing_but_zeros_has_no_noise() -> None:
@@ -107,3 +132,29 @@ def test_no_values_break_it(values: list[float]) -> None:
     assert all(n >= 0 for n in result.noise.values())
     assert not any(math.isnan(result.db(name)) for name in result.noise)
     assert expected_db(seen, result.signal, FP16) >= 0 or seen.largest >= FP16.limit
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("to", [E2M1, E3M2, MXFP8, NVFP4, FP8_ROWWISE], ids=lambda f: f.name)
+def test_further_formats_have_a_scale_whatever_the_size(
+    to: Format | BlockFormat, spread: float
+) -> None:
+    x = sample(spread).view(100, 700)
+    db = noise_of(x, histogram(x), [to]).db(to.name)
+    # The same numbers near 1, where nothing under- or overflows; a power of two changes no bit.
+    near = (x.double() * 2.0 ** -math.frexp(x.abs().max().item())[1]).float()
+    low = quantise(near, to)
+    if isinstance(to, Format):  # with the largest power of two at which nothing overflows
+        by = next(p for p in range(10, -10, -1) if near.abs().max() * 2.0**p <= to.largest)
+        low = quantise(near * 2.0**by, to) * 2.0**-by
+    assert db == pytest.approx(sqnr_db(near, low), abs=1e-3)
+
+
+def test_convolutions_have_blocks_along_their_channels() -> None:
+    x = torch.randn(4, 64, 3, 3, generator=torch.Generator().manual_seed(0))
+    x[:, :, 0, 0] *= 1e4  # would spoil its neighbours in a row
+    low = quantise(x.permute(0, 2, 3, 1), MXFP4).permute(0, 3, 1, 2)
+    assert noise_of(x, histogram(x), [MXFP4]).db("mxfp4") == pytest.approx(
+        sqnr_db(x, low), abs=1e-3
+    )
+    assert (low[:, :, 1, 1] != 0).any()

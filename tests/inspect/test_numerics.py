@@ -50,7 +50,7 @@ def row(kind: str, name: str, db: float, verdict: str | None, **more: Any) -> di
         "histogram": histogram(m3=10, p0=5),
         "fp16": shares,
         "bf16": SHARES,
-        "sqnr_db": {"fp16": db, "bf16": 55.0},
+        "sqnr_db": {"fp16": db, "bf16": 55.0, "e4m3_scaled": 31.0},
         "verdict": verdict,
         "held": None,
         "loss_scaled": None,
@@ -167,7 +167,7 @@ def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
     assert "25.0%" in body[0]  # five of twenty zero
     assert "3.12%" in body[0]  # to 0 with the loss scale in use
     assert "needs range: bf16" in body[0]
-    assert body[1].split()[2:7] == ["-", "-", "either", "40", "55"]
+    assert body[1].split()[2:8] == ["-", "-", "either", "40", "55", "31"]
 
 
 def test_loss_scales_and_why_one_will_not_do() -> None:
