@@ -53,9 +53,6 @@ class Arguments(argparse.Namespace):
     save: Path | None = None  # Of diff: where one side is written
     verbose: bool = False  # Of the commands that compare: everything, not the short answer
     update: bool = False  # Of check: whether the baseline is written
-    observed: Path | None = None  # Of check: the folder of a loop that `mprun.observe` recorded
-    python: Path | None = None  # Of check: the interpreter of another environment
-    requirement: str | None = None  # Of check: what another environment has, as `torch==2.13.0`
 
 
 def _folder(text: str) -> Path:
@@ -69,9 +66,6 @@ FLAG = {"action": "store_true"}
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
     ("--update",): (FLAG, ("check",)),
-    ("--observed",): ({"type": Path}, ("check",)),
-    ("--python",): ({"type": Path}, ("check",)),
-    ("--with",): ({"dest": "requirement"}, ("check",)),
     ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),

@@ -33,7 +33,6 @@ LEVEL = 1e-4  # Of a test of a mode: its curve, and all gradients of its step to
 BASELINE_LEVEL = 1e-5  # Of one figure of a baseline: each module and parameter has one
 KERNEL_LEVEL = 1e-6  # Of a tensor of `assert_explained`: a suite has thousands
 FALL_LEVEL = 0.01  # That noise passes as a fall of the loss, in a check that trains itself
-OBSERVED_LEVEL = 1e-3  # The same of a loop's record, which can take no further steps
 # A difference with a smaller chance is looked at by more passes, which a curve needs more of
 SUSPECT_STEP, SUSPECT_CURVE = 1e-3, 0.05
 
@@ -60,21 +59,6 @@ def spread_bound(draws: Sequence[float], middle: float) -> float:
     return float(stdtrit(len(draws), 1 - BASELINE_LEVEL / 2)) * spread * math.sqrt(2)
 
 
-def chance_of_fall(losses: Sequence[float]) -> float:
-    """The chance of such a fall from the first to the last third of losses without a trend.
-
-    Welch's t-test, one-sided; 1 for fewer than six losses, and for losses that are all the same.
-    """
-    from scipy.stats import ttest_ind_from_stats  # half a second to import
-
-    third = len(losses) // 3
-    if third < 2:
-        return 1.0
-    first, last = ((fmean(x), stdev(x), third) for x in (losses[:third], losses[-third:]))
-    test = ttest_ind_from_stats(*first, *last, equal_var=False, alternative="greater")
-    return 1.0 if math.isnan(test.pvalue) else float(test.pvalue)
-
-
 # ---- margins -------------------------------------------------------------------------------------
 
 # By how much the error at a boundary may exceed the largest of the rounded passes. The sums inside
@@ -99,9 +83,6 @@ KINKS = math.sqrt(math.sqrt(2) - 1)
 # Standard deviations of float32's starts that a mode's curve must exceed: over pairs of curves even
 # a rounding of no consequence is significant
 SPREADS = 3
-# Of a slope beside the derivative: slopes of several steps must agree with each other first (kinks
-# make them differ), and a difference of two losses has the roundings of both, over the step
-SLOPE_MARGIN, DIFFERENCE_MARGIN = 10, 100
 
 
 # ---- a boundary of a step ------------------------------------------------------------------------

@@ -3,9 +3,6 @@
     mprun check recipe=my.py
     mprun check recipe=my.py precision=fp32,bf16_mixed check.junit=check.xml
     mprun check recipe=my.py --update                  (writes mprun-baseline.json, for review)
-    mprun check --observed FOLDER                      (what mprun.observe recorded)
-    mprun check recipe=my.py --with torch==2.13.0      (module by module, beside this environment)
-    mprun check recipe=my.py --python PATH             (the same, of an environment that you made)
 
 Takes the overrides of a run, and `check.*` settings. In one process each mode is compared with
 float32, with tolerances that are measured on this model:
@@ -22,51 +19,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mprun.errors import UsageError
 from mprun.inspect.check.check_result import CheckSettings, refuse_folder, write_reports
 from mprun.inspect.question import Given, Measuring, Prepared, Question
 from mprun.records.result import Result
 
 
 def prepare(given: Given) -> Prepared:
-    """What gives the result: modes, a record, or modes beside another environment.
+    """What gives the result: the modes.
 
     Raises:
-        UsageError: the arguments do not fit together, or a mode cannot be planned.
+        UsageError: a setting is not legal, or a mode cannot be planned.
     """
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.inspect.check.check_other_runs import (
-        ONE_STEP,
-        check_environment,
-        check_observed,
-        environment_with,
-    )
 
-    settings, known = given.settings(CheckSettings), given.options
+    settings, update = given.settings(CheckSettings), given.options.update
     refuse_folder(settings.junit)
 
     def report_to_ci(result: Result, _: Path | None) -> None:
         write_reports(result, settings.junit)
 
-    if known.observed is not None:
-        if given.overrides or known.python or known.requirement:
-            raise UsageError("--observed judges a record alone: leave out overrides and --python")
-        return Prepared(
-            lambda _: check_observed(known.observed, settings, known.update),
-            folder=known.observed,
-            after=report_to_ci,
-        )
-    other = known.python or known.requirement
-    if other and (known.update or (known.python and known.requirement)):
-        raise UsageError("--python and --with compare two environments: give one, without --update")
-    texts = [*given.overrides, *(ONE_STEP if other else ())]
-    modes = plan_check(texts, given.config_dir, settings)
-    python = environment_with(known.requirement) if known.requirement else [str(known.python)]
+    modes = plan_check(given.overrides, given.config_dir, settings)
 
     def measure(measuring: Measuring) -> Result:
-        if other:
-            return check_environment(modes, settings, python)
-        return check_modes(modes, settings, known.update, measuring.report)
+        return check_modes(modes, settings, update, measuring.report)
 
     return Prepared(measure, modes[0].planned.composed, after=report_to_ci)
 

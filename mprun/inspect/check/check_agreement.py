@@ -11,9 +11,6 @@ alike in both. This noise cancels within a pair, so the mean difference is what 
 *The whole step.* Passes of the mode with stochastic roundings are compared with float32 passes of
 moved weights: if the means of both differ, it is no rounding. The first passes give the direction
 in which a gradient differs, further ones are compared along it, so one number is tested.
-
-*Derivative.* In float64 the slopes of the loss along a random direction are compared with the
-gradient.
 """
 
 from __future__ import annotations
@@ -41,13 +38,10 @@ from mprun.inspect.divergence.runs import capture_in_mode
 from mprun.inspect.divergence.side_by_side import Captured, compare
 from mprun.inspect.rounding_oracle import (
     ALIKE,
-    COARSEST,
-    DIFFERENCE_MARGIN,
     FALL_LEVEL,
     FLOAT32_ERROR,
     KINKS,
     LEVEL,
-    SLOPE_MARGIN,
     SPREADS,
     SUSPECT_CURVE,
     SUSPECT_STEP,
@@ -76,8 +70,6 @@ VISITS = 3  # Of each batch at least: fewer have no thirds
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
 ROUNDED = 4  # Rounded passes of each module; the largest of their errors counts
 SCALE = 2.0**16  # The first loss scale of PyTorch's GradScaler
-# Of the derivative, as shares of the weights: several, as kinks make slopes differ between steps
-STEPS = (1e-5, 3e-6, 1e-6)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -193,9 +185,6 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
     yield from named
     if passes.is_scaled:
         yield from _scale_changes(passes)
-    if "derivative" not in mode.shared:  # that of float64 is the same in all modes
-        mode.shared["derivative"] = True
-        yield from _wrong_derivative(passes)
 
 
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
@@ -330,7 +319,7 @@ def _difference(passes: StepPasses, n: int) -> Figures:
     return {x: low[x] - exact[x] for x in exact if x in low}
 
 
-# ---- float32 and float64 alone -------------------------------------------------------------------
+# ---- float32 alone -------------------------------------------------------------------------------
 
 
 def _scale_changes(passes: StepPasses) -> Iterator[Finding]:
@@ -350,43 +339,3 @@ def _scale_changes(passes: StepPasses) -> Iterator[Finding]:
         text = f"in float32 a loss scale of {SCALE:g} changes the gradient of {worst} by "
         text += f"{changes[worst]:.1e} of itself"
         yield passes.finding("scale_changes_gradient", worst, text)
-
-
-def _wrong_derivative(passes: StepPasses) -> Iterator[Finding]:
-    """The last part of the model in which the gradient is not the derivative."""
-    try:
-        gradients = passes.in_float64()
-        if _slope(passes, gradients, "") is None:  # one direction through all: most models end here
-            return
-        parts = [f"{name}." for name, _ in passes.model.named_children()]
-        gaps = {x: gap for x in parts if (gap := _slope(passes, gradients, x)) is not None}
-    except Exception:  # a model's own code may fail in float64 in any way
-        return
-    if gaps:
-        part, (slope, derivative) = [*gaps.items()][-1]
-        text = f"along a random direction the loss changes by {slope:.5g}, by the gradient "
-        yield passes.finding("wrong_derivative", part, f"{text}{derivative:.5g}")
-
-
-def _slope(passes: StepPasses, gradients: Figures, part: str) -> tuple[float, float] | None:
-    """Slope and derivative along a direction of the parameters of a part, if they disagree."""
-    generator = torch.Generator().manual_seed(OWN_SEED)
-    move, products = {}, []
-    for name, p in passes.model.named_parameters():
-        if name.startswith(part) and name in gradients:
-            size = math.sqrt(power(p) / max(p.numel(), 1)) or 1.0  # 1: biases begin at 0
-            random = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            move[name] = random.to(p.device) * size
-            products.append(float((move[name] * gradients[name]).sum()))
-    slopes = []
-    for h in STEPS:
-        ends = [passes.in_float64({k: v * x for k, v in move.items()})[LOSS] for x in (h, -h)]
-        slopes.append(float(ends[0] - ends[1]) / (2 * h))
-    # products of random signs cancel: `scale` is the size that their sum has by chance
-    derivative, scale = math.fsum(products), math.hypot(*products)
-    gap = min(abs(slope - derivative) for slope in slopes)
-    rounding = float(gradients[LOSS].abs()) * torch.finfo(torch.float64).eps / STEPS[-1]
-    # slopes must agree with each other before they contradict the gradient: kinks make them differ
-    apart = SLOPE_MARGIN * (max(slopes) - min(slopes))
-    error = apart + DIFFERENCE_MARGIN * rounding + COARSEST * scale
-    return (slopes[-1], derivative) if gap > error else None

@@ -93,7 +93,7 @@ class Baseline:
     versions: dict[str, str | None]
     code: dict[str, str] = field(default_factory=dict)
     """Class of a module to twelve hex digits of its source."""
-    reference: BaselineStep | None = None  # None for an observed loop, whose model is not run again
+    reference: BaselineStep | None = None  # None in the file of an observed loop (0.2.0)
     modes: dict[str, ModeBaseline] = field(default_factory=dict)
 
     def figures(self, mode: str, steps: int) -> dict[str, dict[str, BaselineFigure]]:

@@ -1,44 +1,32 @@
-"""What a mode would do on other hardware, and its first step in the arithmetic used there.
-
-The table of check_targets.yaml has what hardware lacks. Without units for a 16-bit format each op
-is computed in float32 and its result rounded. Where this check computes in another way, the first
-step is taken in that arithmetic too. Its loss and gradients may differ from the check's own by as
-much as repeated stochastic roundings in that arithmetic spread.
-"""
+"""What a mode would do on other hardware, by the table of what that lacks: check_targets.yaml."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mprun.config.validate import loss_scale_kind
-from mprun.inspect.check.check_baseline import DRAWS
 from mprun.inspect.check.check_result import ERROR, Finding, ModeChecks, data_file
-from mprun.inspect.check.checked_mode import LOSS, CheckedMode, is_finite
-from mprun.inspect.rounding_oracle import half_step, spread_bound
+from mprun.inspect.check.checked_mode import CheckedMode
 from mprun.precision._torch import in_backward, op_name, storage_key
-from mprun.precision.arithmetic import Float16Fallback
-from mprun.precision.emulate import Emulated16
 from mprun.precision.layers import layer_precision
 from mprun.precision.nested import all_tensors
-from mprun.precision.policy import dtype_name, torch_dtype
+from mprun.precision.policy import dtype_name
 from mprun.records.console.formatting import UNITS, by_reason, size_text
 from mprun.records.layer_values import product_formats
 from mprun.watch.op_watcher import OpWatcher, RunOp, current_line, tensors_of
 
-IN_FLOAT32, EMULATED, ABSENT = "in float32", "emulated", "absent"
+EMULATED, ABSENT = "emulated", "absent"
 HOW = {
-    IN_FLOAT32: "each result is computed in float32 and rounded",
+    "in float32": "each result is computed in float32 and rounded",
     EMULATED: "mprun emulates it in float32, which is no faster",
 }
 REFUSED = "target_refuses", "it is refused"  # Kind of finding, and its words
-AS_ASKED, NOT_RUN = "as asked", "not run here in that arithmetic"
+AS_ASKED = "as asked"
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,6 @@ class FormatUse(NamedTuple):
     module: str = ""
     line: str = ""
     text: str = ""  # What uses it, if that is not the format itself
-    measured: str = ""  # What its first step gave, where each op is computed in float32 and rounded
 
 
 @dataclass(frozen=True)
@@ -112,9 +99,8 @@ def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
             continue
         refused = lack.how == ABSENT or (lack.how == EMULATED and wanted.native)
         kind, how = REFUSED if refused else ("target_differs", HOW[lack.how])
-        measured = (use.measured or NOT_RUN) if lack.how == IN_FLOAT32 else ""
-        texts = [f"{use.text or format_name}: {lack.why}", how, measured]
-        yield Finding(kind, use.module, "; ".join(filter(None, texts)), line=use.line)
+        text = f"{use.text or format_name}: {lack.why}; {how}"
+        yield Finding(kind, use.module, text, line=use.line)
     # 6e-08 is the smallest subnormal number of float16
     if "float16" in wanted.uses.keys() - target.lacks.keys() and not wanted.scaled:
         text = "float16 without a loss scale: gradients below 6e-08 become 0; leave out "
@@ -145,11 +131,10 @@ def target_lines(targets: Sequence[str], modes: Sequence[ModeChecks]) -> Iterato
         yield f"{name}: {f'runs {AS_ASKED}' if [*labels] == [AS_ASKED] else text}{note}"
 
 
-# ---- a mode, and its first step ------------------------------------------------------------------
+# ---- a mode --------------------------------------------------------------------------------------
 
 # Formats of products by the names of the table of targets; the others are fp8
 FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloat16", "fp32": ""}
-TINY = torch.finfo(torch.float64).tiny  # Instead of a division by 0
 
 
 def on_targets(mode: CheckedMode) -> Iterator[Finding]:
@@ -161,14 +146,11 @@ def on_targets(mode: CheckedMode) -> Iterator[Finding]:
 
 
 def _configuration(mode: CheckedMode) -> Configuration:
-    plan, lacks = mode.plan, [TARGETS[name].lacks for name in mode.settings.targets]
+    plan = mode.plan
     uses: dict[str, FormatUse] = {}
     for name, use in _formats(mode):
         uses.setdefault(name, use)  # the first place of a format is reported
-    low = plan.policy.compute_dtype
-    if low in uses and any(x[low].how == IN_FLOAT32 for x in lacks if low in x):
-        uses[low] = _first_step(mode)
-    is_refused = any("float64" in x for x in lacks)
+    is_refused = any("float64" in TARGETS[name].lacks for name in mode.settings.targets)
     if is_refused and (where := mode.once("float64", lambda: _float64(mode))):
         uses["float64"] = where
     scaled = loss_scale_kind(plan.config, plan.layers.values()) != "none"
@@ -194,39 +176,6 @@ def _formats(mode: CheckedMode) -> Iterator[tuple[str, FormatUse]]:
             yield dtype_name(layer.compute), FormatUse(name)
         for x in (product_formats(value) or {}).values():
             yield FORMATS.get(x, "fp8"), FormatUse(name, text=x)
-
-
-def _first_step(mode: CheckedMode) -> FormatUse:
-    """Whether the first step agrees where each op is computed in float32 and rounded."""
-    plan, policy = mode.plan, mode.plan.policy
-    if policy.gemms != "none":  # `Emulated16` has no formats of 8 bits or fewer
-        return FormatUse()
-    if plan.execution == "emulated" or plan.fp32_fallback == "all":
-        return FormatUse(measured="as in this check")
-    passes, low = mode.passes, torch_dtype(policy.compute_dtype)
-    rounded = partial(Emulated16, overflow=policy.overflow, partials="float32")
-    is_float16 = low == torch.float16
-    here = passes.low()
-    there = passes.low(
-        arithmetic=Float16Fallback(matmuls=True) if is_float16 else rounded("nearest", seed=0)
-    )
-    draws = [passes.low(arithmetic=rounded("stochastic", seed=n)) for n in range(DRAWS)]
-    ratios = {}  # the difference of each tensor, over the most that roundings make
-    for name in here.keys() & there.keys():
-        mine, other = here[name], there[name]
-        spread = spread_bound([float((draw[name] - other).norm()) for draw in draws], 0.0)
-        # this check rounds its own result once more, to the mode's format
-        one_more = float(mine.norm()) * half_step(low)
-        ratio = float((other - mine).norm()) / max(spread + one_more, TINY)
-        lost = is_finite({name: mine}) and not is_finite({name: other})
-        ratios[name] = math.inf if lost else 0.0 if math.isnan(ratio) else ratio
-    worst = max(sorted(ratios), key=lambda name: ratios[name])  # sorted: sets have no fixed order
-    loss = f"loss {float(there[LOSS]):.7g} there and {float(here[LOSS]):.7g} here"
-    if ratios[worst] <= 1:
-        return FormatUse(measured=f"the first step agrees, {loss}")
-    what = f"{worst or 'the loss'} differs by {ratios[worst]:.3g} times the bound of rounding"
-    measured = f"the first step does not agree, {loss}: {what}"
-    return FormatUse(worst.rpartition(".")[0], measured=measured)
 
 
 class _Float64Ops(OpWatcher):

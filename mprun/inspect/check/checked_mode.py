@@ -190,17 +190,9 @@ class StepPasses:
         most = half_step(self.dtype)
         return lambda model: weights_moved(list(model.parameters()), most, seed)
 
-    def in_float64(self, move: Figures | None = None) -> Figures:
-        """A pass without the casts that the code asks for; `move` is added to the weights."""
-
-        @contextmanager
-        def moved(model: nn.Module) -> Iterator[None]:
-            named = dict(model.named_parameters())
-            for name, change in (move or {}).items():
-                named[name].data += change  # those of `exact_arithmetic`, which it discards
-            yield
-
-        return self.exact(0, exact_arithmetic, moved)
+    def in_float64(self) -> Figures:
+        """A pass without the casts that the code asks for."""
+        return self.exact(0, exact_arithmetic)
 
     def finding(self, kind: str, name: str, text: str, at: float = 0.0) -> Finding:
         """A finding about a parameter, or about `LOSS`."""

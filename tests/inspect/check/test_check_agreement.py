@@ -38,18 +38,6 @@ class Changed(nn.Module):
         return self.change(x)
 
 
-class Half(torch.autograd.Function):
-    """The identity, whose backward pass loses a factor of 2."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        return g / 2
-
-
 def planned(mode: str, change: Change, *more: str, loss: Any = F.cross_entropy) -> CheckedMode:
     """The check of a model with a change of its hidden layer in it, called "2.1"."""
     torch.manual_seed(1)
@@ -243,11 +231,6 @@ def test_a_clamp_of_scaled_gradients() -> None:
     ]
     assert finding.module in ("0", "1", "2.0")
     assert disagreeing("bf16_mixed", clamped) == []
-
-
-def test_a_backward_pass_that_loses_a_factor() -> None:
-    (finding,) = disagreeing("fp32", Half.apply)
-    assert (finding.kind, finding.module, finding.severity) == ("wrong_derivative", "2", "warning")
 
 
 def test_how_much_noise_moves_the_mean_of_a_jump() -> None:
