@@ -2,7 +2,6 @@
 
     mprun memory recipe=fashion_mnist precision=fp32,half_sr
     mprun memory recipe=mnist precision=bf16_mixed memory.fits=16GiB
-    mprun memory recipe=char_gpt memory.world_size=8 memory.parallel=fsdp2 memory.checkpointing=true
 
 Takes the overrides of a run; each list of values makes columns. The step runs on fake tensors: no
 data are loaded, and no memory of the model's size is allocated. Writes `memory.json`, `memory.png`
@@ -15,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.records.console.fitted_table import (
@@ -26,14 +25,13 @@ from mprun.records.console.fitted_table import (
     text_column,
 )
 from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
-from mprun.records.policy_columns import Count, Legal, WorldSize
+from mprun.records.policy_columns import Count
 from mprun.records.run_record import (
     MEMORY_CATEGORIES,
     BatchRow,
     MemoryPeak,
     MemoryTimeline,
     ModuleMemory,
-    ProcessLayout,
     StorageMemory,
 )
 
@@ -50,12 +48,6 @@ class MemorySettings:
     """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
     """Whether the plots are drawn."""
-    world_size: WorldSize = 1
-    """Plan one of this many processes; each takes train.batch_size samples."""
-    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
-    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
-    checkpointing: bool = False
-    """Whether the activations of blocks are recomputed in the backward pass, not stored."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +119,6 @@ class MemoryRecord:
     limit_bytes: int | None
     published: PublishedMemory | None
     modes: list[ModeMemory]
-    layout: ProcessLayout = field(default_factory=ProcessLayout)
-    """All sizes are those of one of its processes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Modes that `precision=all` leaves out, with the reason."""
 
@@ -185,15 +175,11 @@ def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTabl
 
 
 def _header(record: MemoryRecord) -> str:
-    batch, layout = record.modes[0].batch, record.layout
+    batch = record.modes[0].batch
     parts = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
-    each = " per process" if layout.parallel else ""
-    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
-    if layout.checkpointing:
-        how += ", blocks checkpointed"
     return (
-        f"recipe {record.recipe}, batch {batch.effective}{parts}{each}, "
-        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
+        f"recipe {record.recipe}, batch {batch.effective}{parts}, "
+        f"{record.modes[0].optimizer.name}, {record.device}; counted on {_kind(record)}"
     )
 
 
