@@ -3,13 +3,11 @@
     mprun trace recipe=mnist op_lists=hmp
 
 Takes the overrides of a run. Prints the totals and a summary by kind of op (with `trace.ops=true`
-every op), and writes two files into the run's folder: `trace.json` with everything, and
-`trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+every op), and writes `trace.json` with everything into the run's folder.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +40,6 @@ COMPUTED_BY_MPRUN = (
     "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
     "them; casts inside them are not counted"
 )
-# Those of `step_events.PHASES`, whose module imports torch
-PHASES = ("forward", "backward", "optimizer", "other")
 ROOT = {"forward": "(root)"}  # The name of the model itself, whose path is empty
 MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
 ELSEWHERE = "trace.json"  # A table that is cut names the file with the rest
@@ -72,7 +68,7 @@ class TraceRow:
     """A call of the model with its kernels, or an op outside of a call."""
 
     op: str  # What Python called; in the backward pass and the optimizer, what ATen ran
-    phase: str  # One of `PHASES`
+    phase: str  # One of `step_events.PHASES`
     module: str
     rule: str  # The cast rule that decided the dtype
     dtypes_in: list[str]
@@ -223,36 +219,6 @@ def totals(record: TraceRecord) -> FittedTable:
         text_column("value", cell=itemgetter(1)),
         rows=rows.items(),
     )
-
-
-def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """The trace in Chrome's event format: a track for each phase, casts as events of their own.
-
-    Source: "Trace Event Format", the Chromium project. Times in microseconds.
-    """
-    events: list[dict[str, Any]] = [
-        # ph: M is metadata, X a complete event with a duration
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": i, "args": {"name": phase}}
-        for i, phase in enumerate(PHASES)
-    ]
-
-    def add(name: str, kind: str, at_us: float, time_ms: float, args: dict[str, Any]) -> None:
-        place = {"ph": "X", "pid": 1, "tid": track, "ts": at_us, "dur": time_ms * 1e3}
-        events.append({"name": name, "cat": kind, **place, "args": args})
-
-    start_ms = min((row.began_ms for row in rows), default=0.0)
-    for row in rows:
-        at_us, track = (row.began_ms - start_ms) * 1e3, PHASES.index(row.phase)
-        # the casts of a row are drawn before its op, though they may lie between its kernels
-        for cast in row.casts:
-            name = f"cast {_short([cast.from_dtype])} to {_short([cast.to_dtype])}"
-            add(name, "cast", at_us, cast.time_ms, msgspec.to_builtins(cast))
-            at_us += cast.time_ms * 1e3
-        if row.kernels:
-            names = ("module", "rule", "dtypes_in", "dtypes_out", "kernels")
-            args = {name: getattr(row, name) for name in names}
-            add(row.op, "op", at_us, row.time_ms, args)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 # ---- rows of the recorded ops --------------------------------------------------------------------
@@ -466,11 +432,7 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
     # casts inside the ops that mprun emulates or substitutes are not counted
     if planned.plan.execution == "emulated" or build_arithmetic(planned.plan).substitutions:
         parts.append(COMPUTED_BY_MPRUN)
-    files = {
-        "trace.json": json_text(record),
-        "trace.chrome.json": json.dumps(chrome(rows), indent=1),
-    }
-    return Result(record, parts, files)
+    return Result(record, parts, {"trace.json": json_text(record)})
 
 
 def trace_step(plan: Plan) -> tuple[list[TraceRow], float]:
