@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mprun.errors import RunFailedError
 from mprun.inspect.question import Given, Prepared, Question, SavedResult, of_run
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.files import json_text
 from mprun.records.mode_names import SHORT_DTYPES
-from mprun.records.result import PartialResultError, Result
+from mprun.records.result import Result
 from mprun.records.run_record import BackendRow, Hardware
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
         with_ops: whether every op is shown, not only kinds of them.
 
     Raises:
-        PartialResultError: the step cannot run; its result has the ops before the failure.
+        RunFailedError: the step cannot run.
     """
     from mprun.train.assemble.parts import build_arithmetic
 
@@ -439,22 +440,19 @@ def trace_step(plan: Plan) -> tuple[list[TraceRow], float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
-        PartialResultError: the step cannot run.
+        RunFailedError: the step cannot run.
     """
     from mprun.inspect.op_trace import StepRecorder
     from mprun.train.user_code import described
 
     recorder = StepRecorder(plan, is_timed=True)
     batch = recorder.first_batch()
-    try:  # recorded, so that the ops before a failure are shown
+    try:  # recorded, so that the op that fails is known
         recorder.record(batch)
     except Exception as error:
         text = described(error, plan.policy.name)
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
-        result = _before_the_failure(trace(recorder.ops, plan.layers), f"{where}{text}")
-        raise PartialResultError(
-            f"the step cannot run, the ops before the failure are above: {where}{text}", result
-        ) from error
+        raise RunFailedError(f"the step cannot run: {where}{text}") from error
     times = [recorder.time_s(batch) for _ in range(WARMUP + REPEATS)]
     traces = [trace(recorder.record(batch), plan.layers) for _ in range(REPEATS)]
     return typical(traces), median(times[WARMUP:])  # medians: single steps are interrupted
@@ -465,16 +463,3 @@ def traced_step(plan: Plan, batch: Batch) -> list[TraceRow]:
     from mprun.inspect.op_trace import StepRecorder
 
     return trace(StepRecorder(plan, is_timed=False).record(batch), plan.layers)
-
-
-def _before_the_failure(rows: list[TraceRow], error: str) -> Result:
-    """What a step that cannot run leaves: a trace.json with these four fields only."""
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "error": error,
-        # no step was timed: the share of casts is that of the recorded ops; not a division by 0
-        "totals": totals_of(rows, _whole_ms(rows) or 1e3),
-        "rows": rows,
-    }
-    parts = [step_table(rows)] if rows else []
-    return Result(content, parts, {"trace.json": json_text(content)})
