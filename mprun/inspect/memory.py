@@ -25,7 +25,6 @@ from mprun.records.console.fitted_table import (
     text_column,
 )
 from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
-from mprun.records.policy_columns import Count
 from mprun.records.run_record import (
     MEMORY_CATEGORIES,
     BatchRow,
@@ -44,8 +43,6 @@ class MemorySettings:
     """Precision mode the others are compared with; null: the first of several, else fp32."""
     fits: str | None = None
     """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
-    depth: Count | None = None
-    """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
     """Whether the plots are drawn."""
 
@@ -129,7 +126,7 @@ QUESTION = Question(
     prepared_by("mprun.inspect.memory_of_modes"),
     (MemorySettings,),
     saved=SavedResult(
-        "memory.json", MemoryRecord, SCHEMA_VERSION, lambda record: memory_parts(record, None)
+        "memory.json", MemoryRecord, SCHEMA_VERSION, lambda record: memory_parts(record)
     ),
 )
 
@@ -158,19 +155,14 @@ IMPORTANCE = (
 ELSEWHERE = "memory.json"  # A table that is cut names the file with the rest
 
 
-def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
-    """What the terminal shows, in this order.
-
-    Args:
-        record: the modes.
-        depth: levels of modules, None for all.
-    """
+def memory_parts(record: MemoryRecord) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order."""
     yield _header(record)
     if (sentence := answer(record)) is not None:
         yield sentence
     yield peak_table(record)
     for mode in detailed_modes(record):
-        yield module_table(mode, record.modes[0], depth)
+        yield module_table(mode, record.modes[0])
     yield from _notes(record)
 
 
@@ -310,9 +302,9 @@ def mode_table(record: MemoryRecord) -> FittedTable:
     return table
 
 
-def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
-    """Memory at the peak by module down to `depth`, and the change against another mode."""
-    rows, before = _by_depth(mode, depth), _by_depth(first, depth)
+def module_table(mode: ModeMemory, first: ModeMemory) -> FittedTable:
+    """Memory at the peak by module, and the change against another mode."""
+    rows, before = _by_path(mode), _by_path(first)
     if len(rows) > MODULES + 1:  # + 1: the row "1 more" would take the place of the row itself
         rows, before = _blocks_added(rows), _blocks_added(before)
     unit = unit_for(first.bytes["peak"])
@@ -341,15 +333,13 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Fitt
     return table
 
 
-def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
-    """Path to bytes by category and in total; modules deeper than `depth` are added up."""
-    rows: dict[str, dict[str, int]] = {}
-    for module in mode.modules:
-        path = ".".join(module.module.split(".")[:depth])
-        sizes = {key: getattr(module, key) for key in (*MEMORY_CATEGORIES, "total")}
-        _add(rows, path, sizes)
-        rows[path]["modules"] = 1
-    return rows
+def _by_path(mode: ModeMemory) -> dict[str, dict[str, int]]:
+    """Path to bytes by category and in total, and a count of 1."""
+    keys = (*MEMORY_CATEGORIES, "total")
+    return {
+        module.module: {**{key: getattr(module, key) for key in keys}, "modules": 1}
+        for module in mode.modules
+    }
 
 
 def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:

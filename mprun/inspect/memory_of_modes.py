@@ -327,4 +327,4 @@ def memory_of_modes(
         from mprun.inspect.measurement_plots import memory_plot  # imports matplotlib
 
         files |= memory_plot(record)
-    return Result(record, list(memory_parts(record, settings.depth)), files)
+    return Result(record, list(memory_parts(record)), files)
