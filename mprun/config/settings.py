@@ -213,16 +213,6 @@ def _called(name: str, known: Mapping[str, Field]) -> list[str]:
     return own and [*own, *keys_called(name, of_run)]
 
 
-def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
-    """A warning for each of these settings that is given, where there is one process."""
-    given = {text.partition("=")[0] for text in overrides}
-    return [
-        f"{key} has no effect: {key.partition('.')[0]}.world_size is 1"
-        for key in keys
-        if key in given
-    ]
-
-
 def _path(key: str) -> str:
     """The place in `Settings` of a key that users type."""
     return LAUNCHER if key == "launcher" else key

@@ -109,14 +109,6 @@ def _picture(caption: str, svg: str | bytes) -> str:
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-class PartialResultError(RunFailedError):
-    """A measurement failed on its way: `result` has what it measured before."""
-
-    def __init__(self, text: str, result: Result) -> None:
-        super().__init__(text)
-        self.result = result
-
-
 def show(result: Result, folder: Path | None = None) -> int:
     """Show a result on standard output, write its files, and name them.
 
@@ -152,14 +144,11 @@ def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
 
     Raises:
         RunFailedError: the one raised inside; with a folder it names the file of the traceback.
-            Of a `PartialResultError` the result is shown and written first.
     """
     try:
         with JobProgress(stderr_console()) as progress:
             yield progress.begin
     except RunFailedError as error:
-        if isinstance(error, PartialResultError):
-            show(error.result, folder)
         if error.__cause__ is None or folder is None:
             raise
         text = traceback_text(error.__cause__)

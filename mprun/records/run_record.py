@@ -459,17 +459,6 @@ def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
 
 # ---- a step: parts of the records of `mprun memory` and `mprun numerics` -------------------------
 
-ParallelKind = Literal["ddp", "fsdp2"]
-
-
-@dataclass(frozen=True)
-class ProcessLayout:
-    """How many processes share a step, and how."""
-
-    world_size: int = 1
-    parallel: ParallelKind | None = None  # None in a single process
-    checkpointing: bool = False  # Whether activations of blocks are recomputed in the backward pass
-
 
 @dataclass(frozen=True)
 class MemoryPeak:
