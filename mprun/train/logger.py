@@ -40,7 +40,7 @@ class LoggedRun:
     """A run as a tracker sees it."""
 
     folder: Path  # The run's folder, with its record
-    project: str = "mprun"  # MLflow's experiment; the project of W&B and trackio
+    project: str = "mprun"  # MLflow's experiment; the project of W&B
     name: str = "run"
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, nested."""

@@ -96,7 +96,6 @@ def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
         ("tensorboard", "TensorBoard"),
         ("mlflow", "MLflow"),
         ("wandb", "Weights & Biases"),
-        ("trackio", "trackio"),
     ],
 )
 def test_without_the_package_no_run_begins(
@@ -121,7 +120,7 @@ def test_without_the_package_no_run_begins(
 def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         check_logger("tensorbord")
-    assert "legal: none, mlflow, tensorboard, trackio, wandb" in str(caught.value)
+    assert "legal: none, mlflow, tensorboard, wandb" in str(caught.value)
     assert "did you mean 'tensorboard'?" in str(caught.value)
 
 

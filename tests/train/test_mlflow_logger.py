@@ -144,4 +144,4 @@ def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
 def test_it_is_imported_only_when_it_is_the_logger(fresh: Fresh, tmp_path: Path) -> None:
     words = [*LINEAR, "train.max_steps=2", "run.dir=run"]
     imported = fresh.imported(words, tmp_path)
-    assert not {"mlflow", "wandb", "trackio"} & imported
+    assert not {"mlflow", "wandb"} & imported
