@@ -116,7 +116,7 @@ def report(
     verbose: bool,
     answer: str = "",
     again: str = "with",
-) -> list[Path]:
+) -> None:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
     Args:
@@ -126,9 +126,6 @@ def report(
         verbose: whether all figures and notes are printed.
         answer: printed first; by default the comparison's own.
         again: the command that shows all of it, without `--verbose`; `with`: the same one.
-
-    Returns:
-        The files of the report; none with `compare.report=false`.
 
     Raises:
         UsageError: the report cannot be written.
@@ -150,14 +147,13 @@ def report(
     if not verbose:
         print_line(stdout_console(), f"{more}all figures {again} --verbose")
     if not settings.report:
-        return []
+        return
     from mprun.study.report.exports import write_report  # imports matplotlib
 
     folder = Path(settings.dir) if settings.dir else folder
     written = write_report(comparison, folder)
     names = ", ".join(x.name for x in written) if verbose else written[0].name
     print_line(stdout_console(), f"written to {folder}: {names}")
-    return written
 
 
 def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:

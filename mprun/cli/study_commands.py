@@ -294,13 +294,10 @@ def _report_study(
     verbose: bool,
     answer: str = "",
 ) -> None:
-    """Show a study's comparison, and give the report to the logger of its trials; see `report`."""
-    from mprun.study.study import log_report
-
+    """Show a study's comparison; see `report`."""
     # The study's command would run it again: `mprun show` reads its records
     again = f"by mprun show {shlex.quote(str(study.folder))}"
-    files = report(comparison, settings, study.folder, verbose, answer, again)
-    log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
+    report(comparison, settings, study.folder, verbose, answer, again)
 
 
 # ---- what advise writes --------------------------------------------------------------------------

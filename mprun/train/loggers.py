@@ -15,11 +15,9 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 from mprun.errors import UsageError, hint
-from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Status
 from mprun.train.logger import LoggedRow, LoggedRun, Logger, Tell, ignore, quiet
 
@@ -31,7 +29,7 @@ class MlflowLogger(Logger):
     """Writes a run into an experiment of MLflow, through its client, which has no thread.
 
     The store is one SQLite file beside the runs, unless `logger.uri` or MLFLOW_TRACKING_URI names
-    another or a server. Copies of the record's files lie beside the SQLite file.
+    another or a server.
     """
 
     NAME = "mlflow"
@@ -79,16 +77,8 @@ class MlflowLogger(Logger):
         """The id of the experiment, which is made if there is none."""
         name = self.run.project
         with suppress(self._mlflow.MlflowException):  # there is one, made by another run perhaps
-            return str(self._client.create_experiment(name, self._artifacts()))
+            return str(self._client.create_experiment(name))
         return str(self._client.get_experiment_by_name(name).experiment_id)
-
-    def _artifacts(self) -> str | None:
-        """The folder of files; None: a server decides. MLflow's own default is ./mlruns."""
-        if not re.match(r"(sqlite|postgresql|mysql|mssql)\b", self.uri):
-            return None
-        _, is_file, path = self.uri.partition("sqlite:///")
-        folder = Path(path).absolute().parent if is_file else self.run.store_folder
-        return (folder / TRACKERS / "mlflow").as_uri()
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
         metrics = [
@@ -107,10 +97,6 @@ class MlflowLogger(Logger):
             batch = {kind: items[first : first + most]}
             # asynchronous, MLflow would write in a thread of its own, during steps
             self._client.log_batch(self._id, **batch, synchronous=True)
-
-    def upload(self, files: Sequence[Path]) -> None:
-        for file in files:
-            self._client.log_artifact(self._id, str(file))
 
     def end(self, status: Status) -> None:
         self._client.set_tag(self._id, "status", status)
@@ -180,8 +166,6 @@ class WandbLogger(Logger):
     MODULE = "wandb"
     FIELDS = (*Logger.FIELDS, "mode")
     VARIABLES: ClassVar = {"WANDB_ERROR_REPORTING": "false"}
-    # W&B keeps these in the home folder otherwise
-    FOLDERS: ClassVar = {"WANDB_DATA_DIR": "wandb/data", "WANDB_CACHE_DIR": "wandb/cache"}
 
     @classmethod
     def check(cls, online: bool = False) -> None:
@@ -225,12 +209,6 @@ class WandbLogger(Logger):
     def write(self, rows: Sequence[LoggedRow]) -> None:
         for row in rows:
             self._run.log({**row.values, "step": row.step})
-
-    def upload(self, files: Sequence[Path]) -> None:
-        artifact = self.load().Artifact(f"record-{self._run.id}", type="record")
-        for file in files:
-            artifact.add_file(str(file))
-        self._run.log_artifact(artifact)
 
     def end(self, status: Status) -> None:
         self._run.summary["status"] = status

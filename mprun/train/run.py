@@ -305,7 +305,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
 
 @contextlib.contextmanager
 def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> Iterator[None]:
-    """At the end of the code inside, the record is complete: the loggers get its files."""
+    """At the end of the code inside, the record is complete: the loggers get its figures."""
     try:
         yield
     finally:
