@@ -8,7 +8,7 @@ Reading someone else's file runs no code: safetensors has none, and see `load_to
 Weights are rounded at most once, and `range_warning` warns if that rounding can cost much.
 
 `mprun export` writes the weights of a run's last checkpoint for other programs, in their dtype, as
-safetensors, as `torch.save(model.state_dict())`, or by the model's own `save_pretrained`.
+safetensors or as `torch.save(model.state_dict())`.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-EXPORTS = "legal is NAME.safetensors, NAME.pt (a state_dict), or a folder for save_pretrained"
+EXPORTS = "legal is NAME.safetensors or NAME.pt (a state_dict)"
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
@@ -308,25 +308,6 @@ def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     write_atomic(path, buffer.getvalue())
-
-
-def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Let a model of Hugging Face's libraries write itself and its configuration into a folder.
-
-    The model takes over the dtypes of its weights, `state`. The folder is new or empty.
-
-    Raises:
-        UsageError: the model cannot do that, or the folder has files in it.
-    """
-    save = getattr(model, "save_pretrained", None)
-    if not callable(save):
-        raise UsageError(
-            f"{folder} is a folder, and {type(model).__name__} has no save_pretrained; {EXPORTS}"
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} has files in it already; choose another folder")
-    fill(model, state)
-    save(folder)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
