@@ -335,7 +335,7 @@ def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None
     for damaged, reason in (
         (whole[: len(whole) // 2], "is damaged: it is not a complete zip archive: "),
         (b"", "is damaged: it is empty; "),
-        (b"no checkpoint", "is damaged, or contains more than tensors"),
+        (b"no checkpoint", "is damaged: it is no archive, as torch.save writes"),
     ):
         Path("file.pt").write_bytes(damaged)
         line = refused(capsys, *LINEAR, "train.init_from=file.pt")
