@@ -181,11 +181,6 @@ class Trainer:
     def _new_metric_pass(self) -> MetricPass:
         return MetricPass(self._metrics, self.parts.train.device, self._ranks)
 
-    @property
-    def batches_to_skip(self) -> int:
-        """Batches of the current epoch that were trained on before the run was resumed."""
-        return self._batches_done if self._in_epoch else 0
-
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
         parts = self.parts

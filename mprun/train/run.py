@@ -230,12 +230,6 @@ def _restore(
     done = trainer.step == plan.planned_steps
     more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
     report(f"resumed at step {trainer.step}{more}")
-    if plan.splits.train.is_stream and trainer.batches_to_skip:
-        report(
-            f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
-            "that this epoch has trained on are read again and dropped; the run repeats its "
-            "numbers only if the stream gives the same samples as before"
-        )
 
 
 def _warn_at_end(run: _StartedRun, recorder: Recorder) -> None:

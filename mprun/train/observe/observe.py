@@ -301,7 +301,6 @@ class Observation(StepListener):
         if self.audit is not None:
             summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
         self._record.close()
-        self._record.report(str(self))
 
     def _on_first_step(self, step: ObservedStep) -> None:
         """Record what is not known before a step: the dtypes of autocast, and the batch size."""
