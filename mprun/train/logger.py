@@ -176,6 +176,8 @@ class Logger(Callback, ABC):
     """The fields of the group `logger` that it uses."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
     """Environment variables while the tracker works, unless the user has set them."""
+    FOLDERS: ClassVar[Mapping[str, str]] = {}
+    """Variables that name folders, below the run's `tracker_folder`."""
     # A tracker takes milliseconds per call. A thread that writes during a step adds to its time.
     WRITE_EVERY_S: ClassVar[float] = 2.0
     HAS_RUNS: ClassVar[bool] = True
@@ -282,8 +284,9 @@ class Logger(Callback, ABC):
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
         """Carry out an action silently; the first one that fails is one warning."""
+        folders = {k: str(self.run.tracker_folder / part) for k, part in self.FOLDERS.items()}
         try:
-            with quiet(self.VARIABLES):
+            with quiet({**self.VARIABLES, **folders}):
                 action(*args)
         except Exception as error:
             if not self._failed:

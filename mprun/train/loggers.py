@@ -166,6 +166,8 @@ class WandbLogger(Logger):
     MODULE = "wandb"
     FIELDS = (*Logger.FIELDS, "mode")
     VARIABLES: ClassVar = {"WANDB_ERROR_REPORTING": "false"}
+    # its own log lies in the home folder otherwise
+    FOLDERS: ClassVar = {"WANDB_CACHE_DIR": "wandb/cache"}
 
     @classmethod
     def check(cls, online: bool = False) -> None:
