@@ -268,6 +268,7 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),
+    (r"^Trying to resize storage that is not resizable", _FORMS),  # of shapes, in a worker
 )
 
 
