@@ -347,7 +347,7 @@ class DamagedArchiveError(ValueError):
 
 
 def check_archive(path: Path) -> None:
-    """Check that a file is a whole archive of `torch.save`, or has an older form.
+    """Check that a file is a whole archive of `torch.save`, of PyTorch 1.6 or later.
 
     PyTorch reads the archive in C++ that trusts the file: a damaged one may end the process without
     a word, and changed bytes become changed weights. It is a zip file whose entries are stored as
@@ -361,11 +361,12 @@ def check_archive(path: Path) -> None:
         start = file.read(len(ZIP))
         if not start:
             raise DamagedArchiveError("it is empty")
-        if start == ZIP:  # an older form, which PyTorch reads in Python, has nothing to check
-            try:
-                _check_zip(file)
-            except Exception as error:  # zipfile raises almost anything for a damaged file
-                raise DamagedArchiveError(f"it is not a complete zip archive: {error}") from None
+        if start != ZIP:
+            raise DamagedArchiveError("it is no archive, as torch.save writes since PyTorch 1.6")
+        try:
+            _check_zip(file)
+        except Exception as error:  # zipfile raises almost anything for a damaged file
+            raise DamagedArchiveError(f"it is not a complete zip archive: {error}") from None
 
 
 def _check_zip(file: BinaryIO) -> None:

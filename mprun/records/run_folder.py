@@ -43,20 +43,15 @@ RECIPE = "recipe.py"  # The copy of a recipe that is a file
 
 GUARD_LAYERS = "guard_layers.yaml"  # The result of `debug.guard`, for `precision.layers_file`
 
-# The files of a record; a logger keeps copies of them
-RECORD_FILES = (
+# What a run reads and writes in its folder
+ENTRIES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
     GUARD_LAYERS,
-)
-
-# What a run reads and writes in its folder
-ENTRIES = (
-    *RECORD_FILES,
     *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard", LOGGER),
 )
 
-TRACKERS = "trackers"  # A folder beside the runs, where loggers keep copies of records
+TRACKERS = "trackers"  # A folder beside the runs, for the files of loggers
 
 
 class RunFolder:

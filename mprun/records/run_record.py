@@ -239,7 +239,7 @@ class Scores:
     loss: Number | None
     accuracy: float | None
     samples: int | None = None
-    """The number of samples if a limit left a part of the set or of the epoch out, else null."""
+    """The samples of an epoch that a limit ended, else null; earlier versions also cut sets off."""
     metrics: dict[str, Number | None] | None = None
     """The recipe's metrics, and the means of the named parts of its loss as `loss.NAME`; null
     without any."""

@@ -265,17 +265,6 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
         "a tensor is float64, as NumPy makes them: use x.float()",
     ),
     (r"(?=.*(Half|BFloat16|float16))(?=.*(same dtype|should be the same|scalar type))", _dtypes),
-    (
-        r"^Expected more than 1 value per channel when training",
-        "a batch of one sample has no deviation to normalise by: take a train.batch_size of 2 or "
-        "more that does not leave one sample for an epoch's last batch, or larger images",
-    ),
-    (
-        r"^DataLoader worker \(pid.*\) (exited unexpectedly|is killed)",
-        "a process that reads data ended itself or was killed, for example because memory or "
-        "shared memory (/dev/shm) ran out: take fewer data.workers; data.workers=0 shows an error "
-        "of its code",
-    ),
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),

@@ -172,14 +172,6 @@ def test_a_run_in_two_parts_is_the_run_in_one(train: str, steps: int) -> None:
     assert torch.equal(a["next_order"], b["next_order"])
 
 
-def test_a_resumed_stream_says_that_it_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(recipe("Stream()"), "train.batch_size=4", "train.max_steps=3")
-    capsys.readouterr()
-    assert main([f"run.resume={folder}", "train.max_steps=5"]) == 0
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert "the training data are a stream: the 3 batches" in shown
-
-
 # ---- kinds of data -------------------------------------------------------------------------------
 
 

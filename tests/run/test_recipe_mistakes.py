@@ -403,13 +403,12 @@ def data():
 """
 
 
-def test_a_worker_that_ends_itself_is_one_line_with_the_likely_reasons(
+def test_a_worker_that_ends_itself_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     status, line, _ = ended(capfd, "data.workers=1", data=KILLED)
     assert status == 1
-    assert "exited unexpectedly; a process that reads data ended itself or was killed" in line
-    assert "data.workers=0 shows" in line
+    assert "exited unexpectedly" in line
     assert not multiprocessing.active_children()
 
 
