@@ -45,7 +45,7 @@ from mprun.records.run_folder import ENTRIES, has_begun
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
-OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "train.optimizer.args.", "logger.tags.")
+OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "logger.tags.")
 """Mappings whose keys are the user's: parameters of a recipe or class, names of modules, tags."""
 
 EPOCHS = 3
@@ -431,6 +431,8 @@ MAY_CHANGE = (
     *("debug.halt_after", "logger.uri", "run.trust"),
 )
 LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
+# Fields of earlier versions, with the value that changes nothing; another value is refused
+GONE = {"train.optimizer.target": None, "train.optimizer.args": {}}
 
 
 def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
@@ -448,7 +450,7 @@ def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping")
         # as text: it was resolved when it was written, so `${oc.env:...}` in it is not mprun's
-        config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
+        config = OmegaConf.merge(OmegaConf.structured(Config), _of_now(as_text(content)))
         assert isinstance(config, DictConfig)
         config.run.trust = False  # the folder cannot vouch for itself: the command line can
         for override in parsed:
@@ -479,6 +481,17 @@ def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
             f"run.resume={folder}: the run's logger.uri={uri} is where its figures go; if the "
             "folder is yours, add run.trust=true, else logger.uri=null or an address of yours"
         )
+    return config
+
+
+def _of_now(content: Any) -> DictConfig:
+    """A run's configuration without the fields that are gone and change nothing."""
+    config = OmegaConf.create(content)
+    for key, default in GONE.items():
+        section, _, name = key.rpartition(".")
+        row = OmegaConf.select(config, section)
+        if isinstance(row, DictConfig) and name in row and row[name] == default:
+            del row[name]
     return config
 
 

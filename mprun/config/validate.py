@@ -165,19 +165,6 @@ def _check_optimizer(config: Config) -> None:
     train = config.train
     if train.min_lr > train.lr:
         raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
-    optimizer, target = train.optimizer, train.optimizer.target
-    if target is not None and not _is_import_path(target):
-        raise UsageError(
-            f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
-            "such as torch.optim.Adagrad"
-        )
-    if config.precision.rounding == "split" and target is not None:
-        raise UsageError(
-            f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
-            "masters; legal: precision.rounding=nearest, or train.optimizer.name"
-        )
-    if target is not None and "lr" in optimizer.args:
-        raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
 
 
 def _is_import_path(text: str) -> bool:
@@ -226,15 +213,9 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):  # one sentence for a field that is given twice
-        field = "train.optimizer.args" if is_argument(key) else key
-        field = "parallel.name" if key == "parallel" else field
+        field = "parallel.name" if key == "parallel" else key
         if field in reasons:
             yield f"{key} has no effect: {reasons[field]}"
-
-
-def is_argument(key: str) -> bool:
-    """Whether a key is an argument of `train.optimizer.target`."""
-    return key.startswith("train.optimizer.args.")
 
 
 NEUTRAL = {
@@ -304,16 +285,10 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
     arguments = OPTIMIZERS[optimizer.name].arguments
-    used = {"name", "target"}.union(*(BETAS.get(x, (x,)) for x in arguments))
-    why = f"{optimizer.name} does not use it"
-    if optimizer.target is not None:
-        used = {"target", "args", "weight_decay"}
-        why = "train.optimizer.target has its arguments in train.optimizer.args"
+    used = {"name"}.union(*(BETAS.get(x, (x,)) for x in arguments))
     for name in vars(optimizer):
-        if name == "args" and optimizer.target is None:
-            yield "train.optimizer.args", "they belong to train.optimizer.target, which is not set"
-        elif name not in used:
-            yield f"train.optimizer.{name}", why
+        if name not in used:
+            yield f"train.optimizer.{name}", f"{optimizer.name} does not use it"
 
 
 def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
@@ -357,10 +332,6 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "precision.rounding", always if low else nothing
     moments = optimizer.stored_moments
     yield from _overflow_reasons(config, low, nothing)
-    if optimizer.target is not None:
-        for key in ("precision.momentum_dtype", "precision.variance_dtype"):
-            yield key, f"{optimizer.target} keeps its state in float32"
-        return
     if "momentum" not in moments:
         yield (
             "precision.momentum_dtype",

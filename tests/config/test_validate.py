@@ -130,7 +130,7 @@ UNUSED = [
     (optimizer, field)
     for optimizer, used in OPTIMIZER_FIELDS.items()
     for field in vars(OPTIMIZER_DEFAULTS)
-    if field not in {*used, "name", "target", "args"}  # of a class by import path
+    if field not in {*used, "name"}
 ]
 
 

@@ -117,11 +117,9 @@ class Snippet:
         return [line for note in self.notes for line in textwrap.wrap(_quoted(note), 98)]
 
     def imports(self, more: Sequence[str]) -> list[str]:
-        """Import lines: torch, mprun where it is used, the module of another optimizer."""
-        module = (self.optimizer or "torch.optim.AdamW").rpartition(".")[0]
+        """Import lines: torch, and mprun where it is used."""
         needed = {
             "import torch": True,
-            f"import {module}": not module.startswith("torch.optim"),
             "import mprun": self.by_mprun,
             "import mprun.precision": self.lists is not None or not self.is_shipped,
             "import dataclasses": bool(self.changes) and self.is_shipped,
