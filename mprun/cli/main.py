@@ -124,15 +124,10 @@ def _is_no_override(text: str) -> bool:
 
 
 def _help(args: list[str]) -> None:
-    from mprun.cli.help import show_command, show_help, show_recipe
-    from mprun.config.recipe_file import named_file
+    from mprun.cli.help import show_command, show_help
 
     command = args[0]
-    recipes = [text.removeprefix("recipe=") for text in args if text.startswith("recipe=")]
-    file = named_file(recipes[-1].strip("'\"")) if recipes else None
-    if file is not None:
-        show_recipe(file)
-    elif command in BY_NAME and command != "train":
+    if command in BY_NAME and command != "train":
         show_command(BY_NAME[command].text, BY_NAME[command].settings)
     else:
         show_help([(c.name, c.summary) for c in COMMANDS])

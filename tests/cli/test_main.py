@@ -208,7 +208,7 @@ for words in sys.argv[1:]:
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     Path("own.py").write_text("import torch\nraise SystemExit\n", encoding="utf-8")
     good = ["--help", "--version", "recipe=mnist --show-config"]
-    good += ["recipe=own.py --help", "new-recipe mine"]
+    good += ["recipe=own.py --show-config", "new-recipe mine"]
     command = [sys.executable, "-c", WITHOUT_TORCH, *good, "recipe=mnits", "train.lr=-1", "--foo"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ends = [line for line in done.stdout.splitlines() if line.startswith("=====")]
