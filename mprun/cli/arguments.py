@@ -75,8 +75,6 @@ OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),
-    # what Hydra's users type for the same
-    ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
 }
 CONFIG_DIR = ("--config-dir", "-cd")  # Of every command that takes the overrides of a run
 

@@ -61,7 +61,7 @@ def record(folder: str, started_at: str, **fields: Any) -> Path:
 def test_a_study_is_one_row_and_its_folder_lists_its_runs(capsys: Capture) -> None:
     assert main([*LINEAR, "precision=bf16_true", "seed=3"]) == 0
     assert main([*SWEEP, "seeds=2", "run.dir=outputs/study"]) == 0
-    assert main(["-m", *LINEAR, "precision=fp32,bf16_true", "hydra.sweep.dir=outputs/multi"]) == 0
+    assert main(["-m", *LINEAR, "precision=fp32,bf16_true", "run.dir=outputs/multi"]) == 0
     multi, study, single = listed(capsys)
     assert [multi["path"], study["path"]] == ["outputs/multi", "outputs/study"]
     assert [x["command"] for x in (multi, study, single)] == ["train -m", "sweep", "train"]
@@ -155,7 +155,7 @@ def test_a_study_is_shown_as_it_was_compared(words: list[str], capsys: Capture) 
 
 
 def test_a_sweep_of_m_and_measurements_are_shown(capsys: Capture) -> None:
-    first, _ = run(capsys, "-m", *LINEAR, "seed=0,1", "hydra.sweep.dir=m")
+    first, _ = run(capsys, "-m", *LINEAR, "seed=0,1", "run.dir=m")
     assert first.endswith(run(capsys, "show", "m")[0])
     for command, options in (
         ("memory", ["precision=fp32,bf16_mixed", "memory.picture=false"]),

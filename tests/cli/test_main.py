@@ -99,7 +99,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Options
     (
         "--foo",
-        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --cfg, --help"],
+        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --help"],
     ),
     ("--config-dir", ["--config-dir/-cd: expected one argument"]),
 ]

@@ -75,7 +75,7 @@ def test_a_run_that_cannot_begin_leaves_the_others_whole(
     [
         (["precision=fp32,nope"], "'precision=nope': precision is one of"),
         (["train.lr=1,-1"], "train.lr=-1.0: legal is above 0"),
-        (["run.dir=x"], "run.dir with -m"),
+        (["run.resume=x"], "run.resume with -m"),
         (["seed=interval(0,1)"], "an interval"),
         (["hydra/launcher=nope"], "Hydra refuses the sweep: "),
         (["--show-config"], "leave out -m"),
