@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -94,9 +94,9 @@ def hint(word: str, known: Iterable[str]) -> str:
     return did_you_mean(get_close_matches(word, list(known), n=1))
 
 
-def did_you_mean(names: Sequence[str], what: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'x', 'y' (what y is) or 'z'?`, or an empty string without names."""
-    texts = [f"'{x}' ({what[x]})" if what and what.get(x) else f"'{x}'" for x in names]
+def did_you_mean(names: Sequence[str]) -> str:
+    """`; did you mean 'x', 'y' or 'z'?`, or an empty string without names."""
+    texts = [f"'{x}'" for x in names]
     if not texts:
         return ""
     return f"; did you mean {' or '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}?"

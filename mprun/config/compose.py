@@ -314,9 +314,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
     if not isinstance(value, str) or value not in known:
         near = hint(str(value), known)
         if group == "precision":  # a word such as `bf16` may mean several modes
-            texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
-            what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
-            near = mode_hint(str(value), known, what)
+            near = mode_hint(str(value), known)
         with suppress(OSError, ValueError):  # the value may be no name of a file at all
             if group == "recipe" and Path(f"{value}.py").is_file():
                 near = f", or the path of a file; did you mean 'recipe={value}.py'?"

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -28,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.compose import compose, parse, single
 from mprun.config.multirun import combinations
 from mprun.config.recipe_file import named_file, with_absolute_paths
-from mprun.config.reference import GROUPS, Field, keys_called, leaves, options, quoted, walk
+from mprun.config.reference import GROUPS, Field, options, quoted, walk
 from mprun.config.validate import PATHS, check_name, without_inert
-from mprun.errors import UsageError, did_you_mean, first_line, hint
+from mprun.errors import UsageError, first_line, hint
 from mprun.records.policy_columns import Count, Legal, Positive, Share
 
 T = TypeVar("T")
@@ -211,8 +210,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for text in overrides:
         name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
-            if near := did_you_mean(_called(name, known) if "=" in text else []):
-                raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
         override = single(parse(text), "a setting has one")
@@ -227,23 +224,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for key, override in given.items():
         _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
-
-
-def _called(name: str, known: Mapping[str, Field]) -> list[str]:
-    """The settings that end in this name, and fields of a run that do; none for a field's key."""
-    of_run = (*GROUPS, *leaves())
-    own = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
-    return own and [*own, *keys_called(name, of_run)]
-
-
-def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
-    """A warning for each of these settings that is given, where there is one process."""
-    given = {text.partition("=")[0] for text in overrides}
-    return [
-        f"{key} has no effect: {key.partition('.')[0]}.world_size is 1"
-        for key in keys
-        if key in given
-    ]
 
 
 def _path(key: str) -> str:
@@ -316,14 +296,11 @@ class StudyRequest:
     resume: Path | None  # `run.resume`
     trust: bool = False  # `run.trust`
     hydra: tuple[str, ...] = ()  # Overrides of Hydra's launcher
-    listed_seeds: tuple[int, ...] = ()  # `seed=0,1,2`; else `seeds` and `first_seed` count them
     verbose: bool = False  # `--verbose`
 
     @property
     def seeds(self) -> Sequence[int]:
         """The seeds of a new study."""
-        if self.listed_seeds:
-            return self.listed_seeds
         first = self.settings.first_seed
         return range(first, first + (self.settings.seeds or SEEDS[self.command]))
 
@@ -343,11 +320,7 @@ def study_request(
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
     """
-    listed = _listing_seeds(overrides)
-    counted = [text for text in overrides if text != listed]
-    settings, rest = take(counted, "compare", "seeds", "first_seed", *sections)
-    if listed is not None:
-        _refuse(counted, ("seed", "seeds", "first_seed"), f"'{listed}' lists the seeds")
+    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     own: dict[str, Any] = {}
     of_runs, hydra = [], []
@@ -375,7 +348,6 @@ def study_request(
         resume=None if resume is None else Path(resume),
         trust=own.get("run.trust", False),
         hydra=tuple(hydra),
-        listed_seeds=() if listed is None else _seeds(listed),
     )
 
 
@@ -404,35 +376,6 @@ def _in_every_folder(override: Override) -> str:
     if key in PATHS and isinstance(value, str):
         return f"{key}={quoted(Path(value).absolute())}"
     return with_absolute_paths(override) if key == "recipe" else str(override.input_line)
-
-
-def _listing_seeds(overrides: Sequence[str]) -> str | None:
-    """The override that lists seeds: `seed=0,1,2`, or the same with `seeds`; None without one."""
-    for text in overrides:
-        if text.partition("=")[0] in ("seed", "seeds"):
-            override = parse(text)
-            if override.is_sweep_override() or isinstance(override.value(), list):
-                return text
-    return None
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """The seeds that an override lists.
-
-    Raises:
-        UsageError: one is no seed, or there is none.
-    """
-    override, field = parse(text), leaves()["seed"]
-    value = override.value()
-    if not isinstance(value, list):
-        value = [parse(one).value() for one in chain(*combinations([override]))]
-    if not value:
-        raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
-    for seed in value:
-        if type(seed) is not int:  # true and false would be 1 and 0
-            raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
-        field.check(seed)
-    return tuple(dict.fromkeys(value))  # a seed that is listed twice is one run
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.settings import of_several_processes, parse_size, with_every_mode
+from mprun.config.settings import parse_size, with_every_mode
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.memory import (
     SCHEMA_VERSION,
@@ -311,14 +311,13 @@ def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
 def prepare(given: Given) -> Prepared:
     """Plan the modes."""
     settings = given.settings(MemorySettings)
-    unused = [] if settings.world_size > 1 else of_several_processes(given.texts, "memory.parallel")
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     planned = plan_modes(given.overrides, given.config_dir, settings.against)
     return Prepared(
         lambda m: memory_of_modes(planned, settings, m.report),
         composed=planned.modes[0].composed,
-        warnings=[*unused, *warnings_of(planned.modes)],
+        warnings=warnings_of(planned.modes),
     )
 
 

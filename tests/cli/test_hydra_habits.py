@@ -22,16 +22,6 @@ def test_a_prefix_of_hydra_s_changes_nothing(capsys: pytest.CaptureFixture[str])
     assert not list(Path().iterdir())
 
 
-def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [*LINEAR, "seed=1", "precision=fp32", "++seed=2", "precision=bf16_mixed"]
-    assert main([*words, "recipe=linear", "--show-config"]) == 0  # the same recipe twice is one
-    shown, told = capsys.readouterr()
-    assert yaml.safe_load(shown)["seed"] == 2
-    assert told == "note: precision is given 2 times; the last one counts: precision=bf16_mixed\n"
-
-
 @pytest.mark.parametrize(
     ("words", "has"),
     [

@@ -55,8 +55,9 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
     ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
     ("optimizer=sgd", ["did you mean 'train.optimizer.name'?"]),
-    ("--batch-size=3", ["no option '--batch-size=3'", "did you mean 'train.batch_size'?"]),
-    (("memory", "fits=16GiB"), ["no field 'fits'", "did you mean 'memory.fits'?"]),
+    ("--batch-size=3", ["no option '--batch-size=3'", "a field is written name=value"]),
+    ("batch_size=3", ["no field 'batch_size'", "did you mean 'train.batch_size'?"]),
+    (("memory", "fits=16GiB"), ["no field 'fits'"]),
     (
         "train.optimizer=adamw",
         ["train.optimizer has fields; set one of them: train.optimizer.name, "],
