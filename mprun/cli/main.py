@@ -36,7 +36,7 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.records.files import Launch, launch_of, leave_if_forked, own_records, reserve_descriptors
+from mprun.records.files import Launch, launch_of
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:
@@ -61,15 +61,11 @@ BY_NAME = {command.name: command for command in COMMANDS}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
     is_process = arguments is None
-    if is_process:
-        reserve_descriptors()  # else the first file would get the number of a closed output
-    own_records()  # a child that user code forks is no owner, and leaves below
     args = list(sys.argv[1:] if arguments is None else arguments)
     with patient_streams() as output:
         # of a process, the time until the first step has its imports
         started_at = process_start() if is_process else time.perf_counter()
         status = in_all_processes(lambda: _status(args, started_at))
-        leave_if_forked()
     return output.status(status)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.errors import first_line, text_of, traceback_text
-from mprun.records.run_record import read_lines, read_summary
+from mprun.records.run_record import read_summary
 from mprun.train.assemble import recipe_loading
 from tests.run.processes import Forking
 
@@ -411,32 +411,3 @@ def test_a_worker_that_ends_itself_is_one_line_with_the_likely_reasons(
     assert "exited unexpectedly; a process that reads data ended itself or was killed" in line
     assert "data.workers=0 shows" in line
     assert not multiprocessing.active_children()
-
-
-IN_CHILDREN = {
-    "fork in forward": {
-        "model": "DONE = []\n" + net(
-            "def forward(self, x):\n    import os\n    if not DONE:\n"
-            "        DONE.append(1)\n        os.fork()\n    return self.layer(x)"
-        )
-    },
-    "closed": {
-        "model": net("def forward(self, x):\n    import os\n    for n in (1, 2):\n        try:\n"
-                     "            os.close(n)\n        except OSError: pass\n"
-                     "    return self.layer(x)")
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", IN_CHILDREN)
-def test_the_record_is_that_of_one_process_with_open_streams(case: str, forking: Forking) -> None:
-    Path("mine.py").write_text("".join((PARTS | IN_CHILDREN[case]).values()), encoding="utf-8")
-    status = forking.run(["recipe=mine.py", *RUN], Path.cwd())
-    assert status == (1 if case.startswith("closed") else 0)  # what is printed is incomplete
-    summary = read_summary(Path("r"))
-    assert (summary.status, summary.steps) == ("completed", 2)
-    steps = [line["step"] for line in read_lines(Path("r")) if "lr" in line]
-    assert steps == [1, 2]
-    log = Path("log.txt").read_text(encoding="utf-8")
-    assert "Traceback" not in log
-    assert "another mprun" not in log
