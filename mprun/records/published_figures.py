@@ -17,7 +17,6 @@ Kind = Literal[
     "validation_accuracy",
     "test_accuracy",
     "test_loss",
-    "validation_loss",
     "accuracy_difference",
     "time_per_sample",
     "speed",
@@ -29,8 +28,6 @@ UNNAMED = "hardware not named"
 PYTORCH = "PyTorch's blog on mixed precision"
 KERAS = "Keras' mixed-precision guide"
 GRAPHCORE = "Graphcore's tutorial on half and mixed precision"
-NANOGPT = "nanoGPT's README"
-ZALANDO = "Zalando's table of FashionMNIST"
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,10 @@ class Figure:
     epoch: int | None = None
     batch_size: int | None = None
     epochs: int | None = None
-    steps: int | None = None
-    data: str | None = None  # The only data set beside which it is shown; None: any
 
 
-def figures(
-    recipes: Collection[str], precisions: Collection[str], data: Collection[str]
-) -> list[Figure]:
-    """The figures for these recipes, modes and data sets.
+def figures(recipes: Collection[str], precisions: Collection[str]) -> list[Figure]:
+    """The figures for these recipes and modes.
 
     Those about a mode alone stand beside mprun's own recipes only, which were made for them.
     """
@@ -66,7 +59,6 @@ def figures(
         for f in FIGURES
         if ({f.recipe} if f.recipe is not None else own) & {*recipes}
         and {*f.precisions} & {*precisions}
-        and f.data in (None, *data)
     ]
 
 
@@ -120,30 +112,6 @@ FIGURES = (
         "accuracy_difference", "test accuracy lost against fp32", "less than 1 point", epochs=10
     ),
     MEMORY_OF_HALF_SR,
-    Figure(
-        "validation_loss",
-        "validation loss",
-        "1.88",
-        precisions=("fp32",),
-        hardware="a CPU",
-        source=NANOGPT,
-        recipe="char_gpt",
-        value=1.88,
-        batch_size=12,
-        steps=2000,
-        data="TinyShakespeare",
-    ),
-    Figure(
-        "test_accuracy",
-        "test accuracy of ResNet-18 with augmented images",
-        "0.949",
-        precisions=("fp32",),
-        hardware=UNNAMED,
-        source=ZALANDO,
-        recipe="resnet",
-        value=0.949,
-        data="FashionMNIST",
-    ),
     _amp("speed", "speed over fp32", "1.5 to 5.5 times", hardware="V100"),
     _amp("other", "speed over AMP on a V100", "a further 1.3 to 2.5 times", hardware="A100"),
     _amp("other", "peak rate of float16 matmuls over fp32's", "16 times", hardware="A100"),

@@ -294,8 +294,7 @@ def published_lines(comparison: Comparison) -> list[str]:
 def _published(comparison: Comparison) -> list[Figure]:
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
     precisions = {variant.precision for variant in comparison.variants}
-    recipes = {summary.recipe for summary in summaries}
-    return figures(recipes, precisions, {summary.data.name for summary in summaries})
+    return figures({summary.recipe for summary in summaries}, precisions)
 
 
 def _measured_here(comparison: Comparison, figure: Figure) -> str:
@@ -308,9 +307,7 @@ def _measured_here(comparison: Comparison, figure: Figure) -> str:
 
 
 def _is_of(summary: Summary, figure: Figure) -> bool:
-    is_recipe = figure.recipe in (None, summary.recipe)
-    is_data = figure.data in (None, summary.data.name)
-    return is_recipe and is_data and summary.precision in figure.precisions
+    return figure.recipe in (None, summary.recipe) and summary.precision in figure.precisions
 
 
 def _settings(summaries: list[Summary], figure: Figure) -> str:
@@ -321,7 +318,6 @@ def _settings(summaries: list[Summary], figure: Figure) -> str:
         settings |= {
             f"batch {s.batch_size}": figure.batch_size not in (None, s.batch_size),
             epochs: s.epochs is not None and figure.epochs not in (None, s.epochs),
-            counted(s.steps, "step"): figure.steps not in (None, s.steps),
         }
     settings["generated data"] = any(s.data.source == "generated" for s in summaries)
     texts = ", ".join(text for text, is_other in settings.items() if is_other)
@@ -355,13 +351,7 @@ def _measured(
     return ""
 
 
-SCORES = (
-    "train_accuracy",
-    "validation_accuracy",
-    "validation_loss",
-    "test_accuracy",
-    "test_loss",
-)
+SCORES = ("train_accuracy", "validation_accuracy", "test_accuracy", "test_loss")
 
 
 def _score(summary: Summary, figure: Figure) -> float | None:
