@@ -90,12 +90,6 @@ def test_rows_are_sorted_limited_and_damage_is_named(capsys: Capture) -> None:
             metrics={"accuracy": scores},
         )
     assert [x["path"] for x in listed(capsys, "o")] == ["o/3", "o/2", "o/1", "o/0"]
-    assert [x["path"] for x in listed(capsys, "o", "ls.sort=metric")] == [
-        "o/2",
-        "o/3",
-        "o/1",
-        "o/0",
-    ]
     out, _ = run(capsys, "ls", "o", "ls.limit=1")
     assert "3 more; ls.limit=4 lists all" in out
     assert "o/2" not in out

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from mprun.cli.main import main
-from mprun.errors import first_line, text_of, traceback_text
+from mprun.errors import first_line
 from mprun.records.run_record import read_summary
 from mprun.train.assemble import recipe_loading
 from tests.run.processes import Forking
@@ -382,12 +382,9 @@ def test_what_is_no_exception_ends_a_plan_in_one_line(
     assert not Path("r").exists()
 
 
-def test_texts_of_records_are_bounded() -> None:
-    error = ValueError("x" * 10**7)
-    assert len(text_of(error)) < 2**17
-    assert len(first_line(error)) < 600
-    assert len(traceback_text(error)) < 2**18
-    assert text_of(ValueError("short")) == first_line(ValueError("short")) == "short"
+def test_a_line_of_a_record_is_bounded() -> None:
+    assert len(first_line(ValueError("x" * 10**7))) < 600
+    assert first_line(ValueError("short")) == "short"
 
 
 KILLED = """
