@@ -12,7 +12,6 @@ without effect is the same variant, so it is left out too.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +245,6 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
 
 
 UNITS = {
-    "B": 1,
     **{f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)},
     **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", start=1)},
 }
@@ -258,14 +256,9 @@ def parse_size(text: str, key: str) -> int:
     Raises:
         UsageError: it is not an amount of memory above zero.
     """
-    by_name = {name.lower(): factor for name, factor in UNITS.items()}
-    match = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
-    factor = by_name.get(match[2].lower() or "b") if match else None
-    try:
-        size = float(match[1]) * factor if match and factor else math.nan
-    except ValueError:
-        size = math.nan
-    if not 1 <= size < 2**63:  # sizes in PyTorch are int64; NaN is refused too
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
+    size = float(match[1]) * UNITS[match[2]] if match else 0
+    if not 1 <= size < 2**63:  # sizes in PyTorch are int64
         raise UsageError(
             f"'{key}={text}': legal is an amount of memory above 0: a number and a unit, one of "
             f"{', '.join(UNITS)} (16GiB, 500MB)"
