@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from mprun.config.reference import as_text, leaves, options, quoted
+from mprun.config.reference import as_text, leaves, quoted
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.reader import open_regular
@@ -29,8 +29,7 @@ from mprun.records.reader import open_regular
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
 FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed.compile")
-"""Further fields that it may set, beside the group `speed`; other groups belong to a run."""
-SPEED = "speed"
+"""Further fields that it may set; groups belong to a run."""
 MAX_BYTES = 4 * 1024**2
 
 
@@ -88,9 +87,6 @@ def option_of(value: str) -> str:
     node: dict[str, Any] = {
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
     }
-    if SPEED in defaults:
-        # _self_ last: further DEFAULTS win over the option's own fields
-        node["defaults"] = [{f"override /{SPEED}": defaults.pop(SPEED)}, "_self_"]
     config = OmegaConf.create(as_text(node))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
@@ -168,10 +164,6 @@ def _defaults_in(tree: ast.Module) -> ast.expr | None:
 def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
     known = [k for k in leaves() if k.startswith(SECTIONS) or k in FIELDS]
     place = f"{path}: DEFAULTS[{key!r}] = {value!r}"
-    if key == SPEED:
-        if value not in options(SPEED):
-            raise UsageError(f"{place}: legal is one of {', '.join(options(SPEED))}")
-        return
     if key not in known:
         raise UsageError(
             f"{place}: legal keys are fields of train, data and debug, and {', '.join(FIELDS)}"
