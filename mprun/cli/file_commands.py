@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
+from mprun.errors import EXIT_OK, MprunError, UsageError, hint
 from mprun.records.console import print_line, stdout_console
 from mprun.records.files import write_new
 from mprun.records.listing import RUNS
@@ -57,12 +57,9 @@ def _parsed(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
         elif text in NAMES:
             names.append(text)
         else:
-            legal = {"data.root": "data.root=...", **{name.lower(): name for name in NAMES}}
-            near_key = nearest(key.lower(), legal)
-            meant = f"; did you mean '{legal[near_key]}'?" if near_key else ""
             raise UsageError(
                 f"mprun data {args[0]} does not take '{text}'; "
-                f"legal: {', '.join(NAMES)}, data.root=FOLDER{meant}"
+                f"legal: {', '.join(NAMES)}, data.root=FOLDER{hint(text, NAMES)}"
             )
     return args[0], tuple(dict.fromkeys(names)) or NAMES, root
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.cli.compare_command import check, compared, report
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError
-from mprun.records.console import note, print_line, stderr_console, stdout_console
+from mprun.records.console import print_line, stderr_console, stdout_console
 from mprun.records.console.formatting import by_reason
 from mprun.records.result import Result, show
 from mprun.study.budget import Budget, BudgetSignals, not_run_text
@@ -182,9 +182,6 @@ def _request_of(command: Command, args: Sequence[str], refused: Sequence[str] = 
     request = study_request(
         command.name, known.overrides, known.config_dir, *sections, refused=refused
     )
-    if request.listed_seeds:  # `seed=1,2` is Hydra's way; a study has a setting of its own
-        seeds = ", ".join(map(str, request.listed_seeds))
-        note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")
     return replace(request, verbose=known.verbose)
 
 

@@ -12,11 +12,9 @@ without effect is the same variant, so it is left out too.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -28,9 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.compose import compose, parse, single
 from mprun.config.multirun import combinations
 from mprun.config.recipe_file import named_file, with_absolute_paths
-from mprun.config.reference import GROUPS, Field, keys_called, leaves, options, quoted, walk
+from mprun.config.reference import GROUPS, Field, options, quoted, walk
 from mprun.config.validate import PATHS, check_name, without_inert
-from mprun.errors import UsageError, did_you_mean, first_line, hint
+from mprun.errors import UsageError, first_line, hint
 from mprun.records.policy_columns import Count, Legal, Positive
 
 T = TypeVar("T")
@@ -188,8 +186,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for text in overrides:
         name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
-            if near := did_you_mean(_called(name, known) if "=" in text else []):
-                raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
         override = single(parse(text), "a setting has one")
@@ -204,13 +200,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for key, override in given.items():
         _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
-
-
-def _called(name: str, known: Mapping[str, Field]) -> list[str]:
-    """The settings that end in this name, and fields of a run that do; none for a field's key."""
-    of_run = (*GROUPS, *leaves())
-    own = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
-    return own and [*own, *keys_called(name, of_run)]
 
 
 def _path(key: str) -> str:
@@ -233,7 +222,6 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
 
 
 UNITS = {
-    "B": 1,
     **{f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)},
     **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", start=1)},
 }
@@ -245,14 +233,9 @@ def parse_size(text: str, key: str) -> int:
     Raises:
         UsageError: it is not an amount of memory above zero.
     """
-    by_name = {name.lower(): factor for name, factor in UNITS.items()}
-    match = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
-    factor = by_name.get(match[2].lower() or "b") if match else None
-    try:
-        size = float(match[1]) * factor if match and factor else math.nan
-    except ValueError:
-        size = math.nan
-    if not 1 <= size < 2**63:  # sizes in PyTorch are int64; NaN is refused too
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
+    size = float(match[1]) * UNITS[match[2]] if match else 0
+    if not 1 <= size < 2**63:  # sizes in PyTorch are int64
         raise UsageError(
             f"'{key}={text}': legal is an amount of memory above 0: a number and a unit, one of "
             f"{', '.join(UNITS)} (16GiB, 500MB)"
@@ -283,14 +266,11 @@ class StudyRequest:
     resume: Path | None  # `run.resume`
     trust: bool = False  # `run.trust`
     hydra: tuple[str, ...] = ()  # Overrides of Hydra's launcher
-    listed_seeds: tuple[int, ...] = ()  # `seed=0,1,2`; else `seeds` and `first_seed` count them
     verbose: bool = False  # `--verbose`
 
     @property
     def seeds(self) -> Sequence[int]:
         """The seeds of a new study."""
-        if self.listed_seeds:
-            return self.listed_seeds
         first = self.settings.first_seed
         return range(first, first + (self.settings.seeds or SEEDS[self.command]))
 
@@ -310,11 +290,7 @@ def study_request(
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
     """
-    listed = _listing_seeds(overrides)
-    counted = [text for text in overrides if text != listed]
-    settings, rest = take(counted, "compare", "seeds", "first_seed", *sections)
-    if listed is not None:
-        _refuse(counted, ("seed", "seeds", "first_seed"), f"'{listed}' lists the seeds")
+    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     own: dict[str, Any] = {}
     of_runs, hydra = [], []
@@ -342,7 +318,6 @@ def study_request(
         resume=None if resume is None else Path(resume),
         trust=own.get("run.trust", False),
         hydra=tuple(hydra),
-        listed_seeds=() if listed is None else _seeds(listed),
     )
 
 
@@ -371,35 +346,6 @@ def _in_every_folder(override: Override) -> str:
     if key in PATHS and isinstance(value, str):
         return f"{key}={quoted(Path(value).absolute())}"
     return with_absolute_paths(override) if key == "recipe" else str(override.input_line)
-
-
-def _listing_seeds(overrides: Sequence[str]) -> str | None:
-    """The override that lists seeds: `seed=0,1,2`, or the same with `seeds`; None without one."""
-    for text in overrides:
-        if text.partition("=")[0] in ("seed", "seeds"):
-            override = parse(text)
-            if override.is_sweep_override() or isinstance(override.value(), list):
-                return text
-    return None
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """The seeds that an override lists.
-
-    Raises:
-        UsageError: one is no seed, or there is none.
-    """
-    override, field = parse(text), leaves()["seed"]
-    value = override.value()
-    if not isinstance(value, list):
-        value = [parse(one).value() for one in chain(*combinations([override]))]
-    if not value:
-        raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
-    for seed in value:
-        if type(seed) is not int:  # true and false would be 1 and 0
-            raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
-        field.check(seed)
-    return tuple(dict.fromkeys(value))  # a seed that is listed twice is one run
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

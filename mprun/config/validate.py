@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from mprun.config.reference import leaves
 from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
-from mprun.records.layer_values import computes_float16, layer_dtypes, product_formats
+from mprun.records.layer_values import computes_float16, layer_dtypes
 from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
@@ -261,11 +261,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         one = "there is one process; torchrun --nproc-per-node=N -m mprun ... starts several"
         yield "parallel.name", one
         yield "precision.reduce_dtype", one
-    if config.run.resume is None:
-        yield "run.trust", "it is about the folder of run.resume"
     source = config.data.source
-    if source == "generated":
-        yield "data.root", "data.source=generated reads no files"
     if source != "auto":
         yield "data.fallback", f"it applies to data.source=auto, and data.source={source}"
     if config.data.fallback == "none" and source == "real":
@@ -274,7 +270,6 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.op_lists.name == "none":
         for key in (*LISTS, "strict", "verbose", "unlisted"):
             yield f"op_lists.{key}", "op_lists=none casts no op by name"
-    yield from _debug_reasons(config)
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     yield from _optimizer_reasons(config)
@@ -291,33 +286,12 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield f"train.optimizer.{name}", f"{optimizer.name} does not use it"
 
 
-def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
-    action = config.debug.fp_exceptions
-    if action in ("off", "log"):
-        yield "debug.halt_after", f"debug.fp_exceptions={action} never ends a run"
-    elif action == "halt" and loss_scale_kind(config) != "dynamic":
-        yield "debug.halt_after", "without a dynamic loss scale the first finding ends the run"
-    if not _may_have_formats(config):
-        for key in GUARD:
-            yield key, no_formats(config.precision.name)
-    elif config.debug.guard == "off":
-        for key in GUARD[1:]:
-            yield key, "debug.guard=off judges nothing"
-
-
 GUARD = ("debug.guard", "debug.guard_underflow", "debug.guard_error")
 
 
 def no_formats(precision: str) -> str:
     """Why the guard of products has no effect."""
     return f"precision={precision} has no products in formats of 8 bits or fewer"
-
-
-def _may_have_formats(config: Config) -> bool:
-    """Whether some products may have a format; `precision.layers_file` is not read here."""
-    row = config.precision
-    named = any(product_formats(str(value)) for value in row.layers.values())
-    return row.gemms != "none" or row.layers_file is not None or named
 
 
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,6 @@ UNNAMED = "hardware not named"
 PYTORCH = "PyTorch's blog on mixed precision"
 KERAS = "Keras' mixed-precision guide"
 GRAPHCORE = "Graphcore's tutorial on half and mixed precision"
-NANOGPT = "nanoGPT's README"
-ZALANDO = "Zalando's table of FashionMNIST"
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,10 @@ class Figure:
     recipe: str | None = None  # The recipe it was measured with; None for a figure about a mode
     epoch: int | None = None  # None: of the whole training
     batch_size: int | None = None
-    data: str | None = None  # The only data set beside which it is shown; None: any
 
 
-def figures(
-    recipes: Collection[str], precisions: Collection[str], data: Collection[str]
-) -> list[Figure]:
-    """The figures for these recipes, modes and data sets.
+def figures(recipes: Collection[str], precisions: Collection[str]) -> list[Figure]:
+    """The figures for these recipes and modes.
 
     Those about a mode alone stand beside mprun's own recipes only, which were made for them.
     """
@@ -47,7 +42,6 @@ def figures(
         for f in FIGURES
         if ({f.recipe} if f.recipe is not None else own) & {*recipes}
         and {*f.precisions} & {*precisions}
-        and f.data in (None, *data)
     ]
 
 
@@ -88,24 +82,6 @@ FIGURES = (
     _graphcore("test accuracy", "about 0.84"),
     _graphcore("test accuracy lost against fp32", "less than 1 point"),
     MEMORY_OF_HALF_SR,
-    Figure(
-        "validation loss",
-        "1.88",
-        precisions=("fp32",),
-        hardware="a CPU",
-        source=NANOGPT,
-        recipe="char_gpt",
-        data="TinyShakespeare",
-    ),
-    Figure(
-        "test accuracy of ResNet-18 with augmented images",
-        "0.949",
-        precisions=("fp32",),
-        hardware=UNNAMED,
-        source=ZALANDO,
-        recipe="resnet",
-        data="FashionMNIST",
-    ),
     _amp("speed over fp32", "1.5 to 5.5 times", hardware="V100"),
     _amp("speed over AMP on a V100", "a further 1.3 to 2.5 times", hardware="A100"),
     _amp("peak rate of float16 matmuls over fp32's", "16 times", hardware="A100"),

@@ -8,6 +8,7 @@ steps: parse the arguments, measure (`mprun.inspect`), show. No torch.
 from __future__ import annotations
 
 import json
+import traceback
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from mprun.errors import EXIT_OK, RunFailedError, traceback_text
+from mprun.errors import EXIT_OK, RunFailedError
 from mprun.records.console import (
     JobProgress,
     ReportPart,
@@ -151,7 +152,7 @@ def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
     except RunFailedError as error:
         if error.__cause__ is None or folder is None:
             raise
-        text = traceback_text(error.__cause__)
+        text = "".join(traceback.format_exception(error.__cause__))
         try:
             write_atomic(folder / TRACEBACK, text.encode(errors="replace"))
             where = f"the traceback is in {folder / TRACEBACK}"

@@ -25,10 +25,8 @@ from filelock import FileLock, Timeout
 from mprun.errors import MachineFailedError, UsageError
 from mprun.records.files import (
     jsonable,
-    leave_if_forked,
     refuse_links,
     remove_leftovers,
-    reserve_descriptors,
     write_atomic,
     write_json,
     write_new,
@@ -69,8 +67,6 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
-        leave_if_forked()
-        reserve_descriptors()
         self.path = path
         self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
         self._metrics: TextIO | None = None
@@ -124,7 +120,6 @@ class RunFolder:
     def lines(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to metrics.jsonl; they are on disk when this returns."""
         assert self._metrics is not None
-        leave_if_forked()
         self._metrics.write(_as_text(lines))
         self._metrics.flush()
 
@@ -140,7 +135,6 @@ class RunFolder:
 
     def restore(self, summary: Summary) -> None:
         """Replace summary.json by one that was there before."""
-        leave_if_forked()
         write_json(self.path / "summary.json", asdict(summary))
 
     def close(self) -> None:

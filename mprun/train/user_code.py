@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -27,7 +28,6 @@ from mprun.errors import (
     is_users,
     place_of,
     text_of,
-    traceback_text,
 )
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RunFolder
@@ -188,7 +188,7 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
 def _write_traceback(error: BaseException, folder: RunFolder) -> str:
     """Write the traceback of an exception; returns a text with its path."""
     try:
-        path = folder.write("traceback.txt", traceback_text(error))
+        path = folder.write("traceback.txt", "".join(traceback.format_exception(error)))
     except OSError:
         return "(its traceback could not be written)"
     return f"(the traceback is in {path})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,31 +14,20 @@ from mprun.records.run_record import read_summary
 LINEAR = ["recipe=linear", "train.max_steps=3"]
 
 
-def test_cfg_job_is_show_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prefix_of_hydra_s_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*LINEAR, "+train.lr=0.5", "++seed=3"]
-    assert main([*words, "--cfg", "job"]) == 0
+    assert main([*words, "--show-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown == compose([*LINEAR, "train.lr=0.5", "seed=3"]).resolved
     assert not list(Path().iterdir())
 
 
-def test_of_two_choices_of_a_group_the_last_counts_and_a_note_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [*LINEAR, "seed=1", "precision=fp32", "++seed=2", "precision=bf16_mixed"]
-    assert main([*words, "recipe=linear", "--show-config"]) == 0  # the same recipe twice is one
-    shown, told = capsys.readouterr()
-    assert yaml.safe_load(shown)["seed"] == 2
-    assert told == "note: precision is given 2 times; the last one counts: precision=bf16_mixed\n"
-
-
 @pytest.mark.parametrize(
     ("words", "has"),
     [
-        (["--cfg", "hydra"], "choose from"),
-        (["--cfg", "job", "--resolve"], "no option '--resolve'; legal: "),
-        (["hydra.run.dir=${nope}"], "Hydra refuses it"),
-        (["hydra/launcher=joblib"], "mprun -m reads Hydra's own settings"),
+        (["--cfg", "job"], "no option '--cfg'; legal: "),
+        (["hydra.run.dir=x"], "run.dir=FOLDER names the folder"),
+        (["hydra/launcher=joblib"], "those of a launcher are legal, with -m"),
         (["~precision"], "leave precision out"),
         (["precision@two=fp32"], "write precision=..."),
     ],
@@ -54,29 +42,16 @@ def test_what_mprun_does_otherwise_is_one_line(
     assert not list(Path().iterdir())
 
 
-def test_hydra_run_dir_is_the_run_s_folder_with_hydra_s_patterns() -> None:
-    given = [*LINEAR, "seed=5", "hydra.run.dir=runs/${oc.env:USERS}/${hydra.job.override_dirname}"]
-    os.environ["USERS"] = "ann"
-    try:
-        assert main(given) == 0
-    finally:
-        del os.environ["USERS"]
-    (summary,) = Path("runs/ann").rglob("summary.json")
-    assert read_summary(summary.parent).seed == 5
-    assert summary.parent.name == "recipe=linear,seed=5,train.max_steps=3"
-
-
-def test_a_sweep_s_folders_are_named_by_hydra(capsys: pytest.CaptureFixture[str]) -> None:
-    named = ["hydra.sweep.dir=all/${now:%Y}", "hydra.sweep.subdir=s/${hydra.job.override_dirname}"]
-    assert main(["-m", *LINEAR, "seed=0,1", *named]) == 0
+def test_a_sweep_s_folder_is_named_by_run_dir(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", *LINEAR, "seed=0,1"]
+    assert main([*words, "run.dir=all"]) == 0
     found = sorted(Path("all").rglob("summary.json"))
     assert [read_summary(path.parent).seed for path in found] == [0, 1]
-    assert all(path.parent.parent.name == "s" for path in found)
+    assert [path.parent for path in found] == [Path("all/0"), Path("all/1")]
     assert "completed" in capsys.readouterr().out.partition("sweep in all")[2]
-    assert main(["-m", *LINEAR, "seed=0,1", *named]) == 2
-    assert "choose another hydra.sweep.dir" in capsys.readouterr().err
-
-
-def test_another_sweeper_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *LINEAR, "train.lr=1e-3,2e-3", "hydra/sweeper=optuna"]) == 2
-    assert "mprun -m runs every combination" in capsys.readouterr().err
+    assert main([*words, "run.dir=all"]) == 2
+    assert "run.dir=all already contains" in capsys.readouterr().err
+    assert main([*words, "run.dir=a,b"]) == 2
+    assert "a sweep has one folder" in capsys.readouterr().err
+    assert main([*words, "hydra/sweeper=optuna"]) == 2
+    assert "those of a launcher are legal, with -m" in capsys.readouterr().err

@@ -138,10 +138,6 @@ UNUSED = [
     ("overrides", "sentence"),
     [
         (
-            ["data.source=generated", "data.root=x"],
-            "data.root has no effect: data.source=generated reads no files",
-        ),
-        (
             ["data.source=real", "data.fallback=generated"],
             "data.fallback has no effect: it applies to data.source=auto, and data.source=real",
         ),

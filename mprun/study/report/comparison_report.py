@@ -256,8 +256,7 @@ def published(comparison: Comparison) -> list[Figure]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
     precisions = {variant.precision for variant in comparison.variants}
-    recipes = {summary.recipe for summary in summaries}
-    return figures(recipes, precisions, {summary.data.name for summary in summaries})
+    return figures({summary.recipe for summary in summaries}, precisions)
 
 
 def published_line(figure: Figure) -> str:

@@ -16,7 +16,7 @@ from mprun.study.report import exports
 from mprun.study.report.comparison_report import published, published_line
 from mprun.study.report.exports import page
 from mprun.study.report.plots import draw
-from tests.study.compare.folders import run_of, runs_of
+from tests.study.compare.folders import runs_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,15 +41,6 @@ def test_figures_of_the_recipe_and_of_its_modes_are_shown_with_their_sources() -
     assert speed["1.5 to 5.5 times"] == "V100"
     half = published(study("fashion_mnist", "half_sr"))
     assert {x.hardware for x in half} == {"IPU"}
-
-
-def test_a_figure_of_one_text_is_shown_beside_that_text_alone() -> None:
-    def texts(data: str) -> set[str]:
-        runs = [run_of("fp32", seed, recipe="char_gpt", data__name=data) for seed in range(3)]
-        return {x.text for x in published(compare(runs, margin=0.005, relative_margin=0.02))}
-
-    assert "1.88" in texts("TinyShakespeare")
-    assert "1.88" not in texts("Python 3.11.7 standard library")
 
 
 def test_a_model_of_ones_own_has_no_published_rows() -> None:
@@ -79,7 +70,7 @@ def test_the_page_on_recipes_has_the_same_figures() -> None:
     rows = re.findall(r"^\| (.*?) \| (.*?) \|", section, re.MULTILINE)
     table = [published_text for _, published_text in rows]
     for what in ("training accuracy", "validation accuracy", "test accuracy", "test loss"):
-        keras = figures({"mnist"}, ("bf16_mixed",), ())
+        keras = figures({"mnist"}, ("bf16_mixed",))
         wanted = [f.text for f in keras if f.what.partition(",")[0] == what]
         places = [table.index(x) for x in wanted]
         assert places == list(range(places[0], places[0] + len(wanted))), what
