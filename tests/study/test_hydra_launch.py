@@ -272,7 +272,7 @@ def test_on_slurm_the_processes_are_a_job_array(
         (["launcher=submitit", "hydra.launcher.timeout_min=a"], "Hydra refuses its fields"),
         (["hydra/launcher=submitit_slurm"], "there is no srun"),
         (["hydra/launcher=nope"], "launcher=nope: Hydra has no such launcher"),
-        (["hydra/launcher=joblib", "launcher=joblib"], "with fields of launcher"),
+        (["hydra/launcher=joblib", "launcher=joblib"], "name a launcher twice"),
         (["hydra.job.name=x"], "those of a launcher are legal"),
     ],
 )
