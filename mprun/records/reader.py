@@ -195,6 +195,7 @@ def _out_of_range(value: object, name: str = "") -> str | None:
 
 
 MAX_BYTES = 2**20  # Of a YAML file
+MAX_VALUES = 10_000
 DEEPEST = 50  # A configuration has some 200 values and is nested four deep
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 # YAML 1.1 asks for a dot, and reads 1e-3 as a text; OmegaConf writes and reads it as a number
@@ -242,6 +243,9 @@ class _PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: igno
             keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
+    def flatten_mapping(self, node: yaml.Node) -> None:
+        """Merge keys (`<<`) are ordinary keys: a few nested ones multiply without end."""
+
 
 _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
 
@@ -251,7 +255,7 @@ def read_yaml(path: Path, most_bytes: int = MAX_BYTES) -> Any:
 
     Raises:
         OSError: it cannot be read, is no regular file, or is too large.
-        NotYamlError: it is not text, not YAML, or nested too deeply.
+        NotYamlError: it is not text, not YAML, or too large or deep.
     """
     return load_yaml(read_text(path, most_bytes))
 
@@ -276,11 +280,11 @@ def load_yaml(text: str) -> Any:
     """The content of a YAML text as plain values.
 
     Raises:
-        NotYamlError: it is not YAML, has aliases or tags of other kinds, or is nested too deeply.
+        NotYamlError: it is not YAML, has tags of other kinds, or is too large or deep.
     """
     try:
-        _check_extent(text)
-        return yaml.load(text, Loader=_PlainLoader)
+        _check_depth(text)
+        content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None)
@@ -290,19 +294,34 @@ def load_yaml(text: str) -> Any:
         raise
     except (ValueError, LookupError) as error:  # a tag whose text has another form: !!int x
         raise NotYamlError(printable(first_line(error))[:80]) from None
+    _check_extent(content)  # aliases make it deeper and larger than its text
+    return content
 
 
-def _check_extent(text: str) -> None:
-    """Refuse aliases, of which a few multiply without end, and what would exhaust the C stack."""
+def _check_depth(text: str) -> None:
+    """Refuse a text that is nested too deeply: the C library's loader would exhaust the stack."""
     depth = 0
     for event in yaml.parse(text, Loader=_PlainLoader):
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent):
-            raise NotYamlError("an alias (*name) is not read; write its value", line)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
+            line = event.start_mark.line + 1
             raise NotYamlError(f"it is nested more than {DEEPEST} deep", line)
+
+
+def _check_extent(content: Any) -> None:
+    """Refuse what no configuration has: too many values, or a depth that aliases make endless."""
+    count, level = 0, [content]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for value in level:
+            parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+            below += parts if isinstance(value, dict | list) else ()
+            if count + len(below) > MAX_VALUES:
+                raise NotYamlError(f"it has more than {MAX_VALUES:,} values")
+        count, level = count + len(below), below
+    if level:
+        raise NotYamlError(f"it is nested more than {DEEPEST} deep")
 
 
 ZIP = b"PK\x03\x04"  # How a zip file begins

@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
     ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
-    ("optimizer=sgd", ["did you mean 'train.optimizer.name'?"]),
+    ("optimizer=sgd", ["no field 'optimizer'", "did you mean 'train.optimizer."]),
     ("--batch-size=3", ["no option '--batch-size=3'", "a field is written name=value"]),
     ("batch_size=3", ["no field 'batch_size'", "did you mean 'train.batch_size'?"]),
     (("memory", "fits=16GiB"), ["no field 'fits'"]),

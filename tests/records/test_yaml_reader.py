@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mprun.config import compose
-from mprun.records.reader import DEEPEST, NotYamlError, load_yaml
+from mprun.records.reader import DEEPEST, MAX_VALUES, NotYamlError, load_yaml
 from tests.fuzz.damage import BROKEN_YAML
 
 PLAIN = ("just text", "- a\n- list", "17")
@@ -56,7 +56,15 @@ def test_deep_nesting_is_refused(opening: str, depth: int) -> None:
         load_yaml(opening * depth)
 
 
-@pytest.mark.parametrize("text", ["a: &a [x]\nb: [*a, *a]\n", "a: &a {x: 1}\nb: {<<: [*a, *a]}\n"])
-def test_aliases_are_refused(text: str) -> None:
-    with pytest.raises(NotYamlError, match=r"^line 2: an alias \(\*name\) is not read"):
+def test_aliases_count_as_often_as_they_are_used() -> None:
+    row = ", ".join(["x"] * 10)
+    text = f"a0: &a0 [{row}]\n"
+    for n in range(1, 40):
+        text += f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n"
+    with pytest.raises(NotYamlError, match=f"more than {MAX_VALUES:,} values"):
         load_yaml(text)
+    merged = "a0: &a0 {x: 1}\n" + "".join(
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 40)
+    )
+    with pytest.raises(NotYamlError):
+        load_yaml(merged)
