@@ -121,8 +121,8 @@ warm-up train/clock.py A run of exactly 100 steps has a short warm-up.
 if steps < MANY_STEPS => if steps <= MANY_STEPS
 shared-metric train/recipe_metrics.py Training and evaluation add to one metric.
 metric = copy.deepcopy(entry.metric) => metric = entry.metric
-test-time train/stopwatch.py A validation may take the time that the test needs.
-self.validation_until = self._ends_at - share * test_s => self.validation_until = self._ends_at
+evaluation-time train/stopwatch.py Training takes the time that evaluation needs.
+self._step_s + evaluation_s >= self._ends_at => self._step_s >= self._ends_at
 worst-epoch train/recorder.py Of a loss the worst epoch is kept as the best.
 score = number(value) if self._metric.higher_is_better else -number(value) => score = number(value)
 range-mixed train/init_from.py Weights that float16 casts harm get no warning.

@@ -1,4 +1,4 @@
-"""A DataLoader whose batches hold strings, trained with an optimizer by its path.
+"""A DataLoader whose batches hold strings, trained with an optimizer of its own.
 
 mprun recipe=examples/strings_adagrad.py precision=bf16_mixed
 """
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-DEFAULTS = {"train.optimizer.target": "torch.optim.Adagrad", "train.lr": 0.1, "train.epochs": 2}
+DEFAULTS = {"train.epochs": 2}
 METRIC = ("accuracy", "max")
 LETTERS, VOWELS = "abcdefghijklmnopqrstuvwxyz", "aeiou"
 
@@ -57,3 +57,7 @@ def loss(output, batch):
 
 def correct(output, batch):
     return (output.argmax(1) == batch["starts_with_vowel"]).sum()
+
+
+def optimizer(model):
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -95,9 +95,9 @@ def hint(word: str, known: Iterable[str]) -> str:
     return did_you_mean(get_close_matches(word, list(known), n=1))
 
 
-def did_you_mean(names: Sequence[str], what: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'x', 'y' (what y is) or 'z'?`, or an empty string without names."""
-    texts = [f"'{x}' ({what[x]})" if what and what.get(x) else f"'{x}'" for x in names]
+def did_you_mean(names: Sequence[str]) -> str:
+    """`; did you mean 'x', 'y' or 'z'?`, or an empty string without names."""
+    texts = [f"'{x}'" for x in names]
     if not texts:
         return ""
     return f"; did you mean {' or '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}?"
@@ -108,35 +108,23 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-MAX_TEXT = 2**16  # Characters of an error's text that are read: its first and last halves
 MAX_LINE = 500  # Characters of a first line in a message
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text, without the middle; the user's own class may fail to give one."""
+    """An error's text; the user's own class may fail to give one."""
     try:
-        return _without_middle(str(error), " ... ")
+        return str(error)
     except (KeyboardInterrupt, EndError):
         raise
     except BaseException as failure:  # whatever user code raises
         return f"its text cannot be shown: __str__ raised {type(failure).__name__}"
 
 
-def _without_middle(text: str, gap: str) -> str:
-    half = MAX_TEXT // 2
-    return text if len(text) <= MAX_TEXT else f"{text[:half]}{gap}{text[-half:]}"
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, not longer than a line may be."""
     line = (text_of(error).strip() or "no message").splitlines()[0]
     return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ... (cut)"
-
-
-def traceback_text(error: BaseException) -> str:
-    """The traceback of an error and of its causes, without the middle of very long texts."""
-    parts = traceback.format_exception(error)
-    return "".join(_without_middle(part, "\n... cut ...\n") for part in parts)
 
 
 def is_from_code(error: BaseException) -> bool:

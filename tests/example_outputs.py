@@ -306,7 +306,6 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "time": time_line,
     "memory": memory,
     "check": checked,
-    "scale-memory": lambda example: in_small(example, "memory.picture=false"),
     "numerics": numerics,
     "trace": lambda example: in_small(example, *LINEAR),
     "search-ops": search_ops,

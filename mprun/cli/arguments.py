@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mprun.errors import UsageError, did_you_mean, hint
+from mprun.errors import UsageError, hint
 from mprun.records.console import note
 from mprun.records.listing import RUNS, STUDIES, resolved_last
 
@@ -69,8 +69,6 @@ OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),
-    # what Hydra's users type for the same
-    ("--cfg", "-c"): ({"dest": "show_config", "choices": ("job",)}, ("train",)),
 }
 CONFIG_DIR = ("--config-dir", "-cd")  # Of every command that takes the overrides of a run
 
@@ -100,37 +98,12 @@ def parse_arguments(command: Command | Question, args: Sequence[str]) -> Argumen
     # intermixed: options may stand between overrides
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
-        _refuse_dashes(parser.prog, unknown[0], CONFIG_DIR in taken)
+        fields = "; a field is written name=value, without dashes" if command.takes_run else ""
         raise UsageError(
             f"{parser.prog} has no option '{unknown[0]}'; legal: {', '.join(legal)}"
-            f"{hint(unknown[0], legal)}"
+            f"{hint(unknown[0], legal)}{fields}"
         )
-    if command.takes_run:
-        _note_repeated(known.overrides)
     return known
-
-
-def _note_repeated(overrides: Sequence[str]) -> None:
-    """Say which of two choices of a group counts: `precision=fp32 precision=bf16_mixed`."""
-    from mprun.config.reference import GROUPS
-
-    for group in GROUPS:
-        # +precision=... is Hydra's form for a group that the defaults lack
-        given = [x for x in overrides if x.lstrip("+").partition("=")[0] == group]
-        if len(set(given)) > 1:
-            note(f"{group} is given {len(given)} times; the last one counts: {given[-1]}")
-
-
-def _refuse_dashes(prog: str, option: str, takes_fields: bool) -> None:
-    """Raise `UsageError` for a field of a run that is written like an option."""
-    from mprun.config.reference import GROUPS, keys_called, leaves
-
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")  # --batch-size is batch_size
-    known = (*GROUPS, *leaves()) if takes_fields else ()
-    if near := did_you_mean([name] if name in known else keys_called(name, known)):
-        raise UsageError(
-            f"{prog} has no option '{option}'; fields are written name=value, without dashes{near}"
-        )
 
 
 def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:

@@ -116,7 +116,7 @@ def report(
     verbose: bool,
     answer: str = "",
     again: str = "with",
-) -> list[Path]:
+) -> None:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
     Args:
@@ -127,9 +127,6 @@ def report(
         answer: printed first; by default the comparison's own.
         again: the command that shows all of it, without `--verbose`; `with`: the same one.
 
-    Returns:
-        The files of the report; none with `compare.report=false`.
-
     Raises:
         UsageError: the report cannot be written.
     """
@@ -139,7 +136,11 @@ def report(
     sentences = map(printable, [answer] if answer else headline(comparison))
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = (
-        [*shown.footer(comparison), *shown.published_lines(comparison)]
+        [
+            *shown.footer(comparison),
+            # without those of single epochs, which the files have
+            *(shown.published_line(x) for x in shown.published(comparison) if x.epoch is None),
+        ]
         if verbose
         else shown.short_notes(comparison)
     )
@@ -150,14 +151,13 @@ def report(
     if not verbose:
         print_line(stdout_console(), f"{more}all figures {again} --verbose")
     if not settings.report:
-        return []
+        return
     from mprun.study.report.exports import write_report  # imports matplotlib
 
     folder = Path(settings.dir) if settings.dir else folder
     written = write_report(comparison, folder)
     names = ", ".join(x.name for x in written) if verbose else written[0].name
     print_line(stdout_console(), f"written to {folder}: {names}")
-    return written
 
 
 def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
+from mprun.errors import EXIT_OK, MprunError, UsageError, hint
 from mprun.records.console import print_line, stdout_console
 from mprun.records.files import write_new
 from mprun.records.listing import RUNS
@@ -57,12 +57,9 @@ def _parsed(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
         elif text in NAMES:
             names.append(text)
         else:
-            legal = {"data.root": "data.root=...", **{name.lower(): name for name in NAMES}}
-            near_key = nearest(key.lower(), legal)
-            meant = f"; did you mean '{legal[near_key]}'?" if near_key else ""
             raise UsageError(
                 f"mprun data {args[0]} does not take '{text}'; "
-                f"legal: {', '.join(NAMES)}, data.root=FOLDER{meant}"
+                f"legal: {', '.join(NAMES)}, data.root=FOLDER{hint(text, NAMES)}"
             )
     return args[0], tuple(dict.fromkeys(names)) or NAMES, root
 
@@ -119,13 +116,11 @@ DATA = Command(
 # ---- export --------------------------------------------------------------------------------------
 
 USAGE = "write mprun export RUN FILE, such as mprun export outputs/DATE/TIME model.safetensors"
-TRUST = "run.trust=true"
 
 
 def export_command(args: Sequence[str]) -> int:
     """Run `mprun export`; the exit status."""
-    given = parse_arguments(EXPORT, args).overrides
-    paths = [text for text in given if text != TRUST]
+    paths = parse_arguments(EXPORT, args).overrides
     if len(paths) != 2:
         raise UsageError(f"mprun export takes a run and a file, not {len(paths)} names; {USAGE}")
     run, target = map(Path, paths)
@@ -133,7 +128,6 @@ def export_command(args: Sequence[str]) -> int:
         raise UsageError(f"{run} is not a run's folder; {USAGE}")
 
     from mprun.records.run_record import read_summary
-    from mprun.study.planned_run import write_folder
     from mprun.train.init_from import weights_of, write_file
 
     summary, state = read_summary(run), weights_of(run)
@@ -145,10 +139,7 @@ def export_command(args: Sequence[str]) -> int:
         "steps": str(summary.steps),
     }
     try:
-        if target.suffix:
-            write_file(state, target, facts)
-        else:
-            write_folder(run, state, target, TRUST in given)
+        write_file(state, target, facts)
     except OSError as error:
         raise UsageError(f"{target} cannot be written ({error.strerror})") from None
     numbers = sum(x.numel() for x in state.values())
@@ -168,12 +159,9 @@ EXPORT = Command(
 
         mprun export outputs/DATE/TIME model.safetensors
         mprun export outputs/DATE/TIME model.pt          a state_dict of PyTorch
-        mprun export outputs/DATE/TIME my_model          a folder, by the model's save_pretrained
 
     The weights are those of the run's last checkpoint, in the dtype that they were stored in, under
-    the model's own names. A folder is written by the model itself (those of Hugging Face's
-    libraries can), so the recipe is loaded; code that lies in the run's folder runs with
-    run.trust=true only.
+    the model's own names. `mprun.load(RUN).model` has a model's own ways to save itself.
     """,
     takes_run=False,
     folders_of=RUNS,

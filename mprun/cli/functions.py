@@ -52,12 +52,10 @@ def run(*overrides: str, **fields: object) -> Result:
         KeyboardInterrupt: a signal stopped it; its record is complete.
     """
     from mprun.config import compose
-    from mprun.records.files import own_records
     from mprun.study.planned_run import plan_or_resume
     from mprun.train.run import run as carry_out
     from mprun.train.signals import SignalReceivedError, StopSignals
 
-    own_records()
     for text in overrides:
         if not issubclass(type(text), str):  # a mistake such as run({"seed": 0})
             kind = type(text).__name__
@@ -148,10 +146,8 @@ def check(
     """
     from mprun.config.settings import take
     from mprun.inspect.check.check import check_modes, plan_check
-    from mprun.records.files import own_records
     from mprun.train.data.random_numbers import untouched
 
-    own_records()
     objects = [x for x in given if not isinstance(x, str)]
     if objects and loss is None and len(objects) > 2:
         *objects, loss = objects

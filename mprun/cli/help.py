@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from shutil import get_terminal_size
 
 from mprun.config import settings
-from mprun.config.recipe_file import RecipeFile, recipe_text
 from mprun.config.reference import GROUPS, leaves, options
-from mprun.records.run_config import yaml_text
 
 # The fields that help lists; docs/reference/configuration.md has all
 COMMON = (
@@ -37,10 +35,7 @@ OTHER_NAMES = """\
   (mixed_bfloat16, mixed_float16, float32, ...) are accepted for these.
 """
 
-OWN_RECIPE = (
-    "Your model, in a file (mprun recipe=my.py --help lists its parameters); my.py:NAME for one "
-    "of several classes"
-)
+OWN_RECIPE = "Your model, in a file; my.py:NAME for one of several classes"
 
 OUTRO = """\
 Options: -m (run every combination of the values listed), --config-dir FOLDER
@@ -77,35 +72,6 @@ def show_command(text: str, sections: Sequence[str | type]) -> None:
     if rows:
         print(_section("Settings and their defaults", rows))
     print("Overrides of a run: mprun --help", end="\n")
-
-
-def show_recipe(file: RecipeFile) -> None:
-    """Print the help of a recipe that is a file: its parameters and its defaults.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    recipe, fields = recipe_text(file), leaves()
-    print(f"{file.name}: {recipe.doc or 'a recipe in ' + str(file.path)}\n")
-    for name, parameters in recipe.classes.items():
-        rows = [
-            (
-                f"recipe.model.{p.name}" + ("" if p.default is None else f" = {p.default}"),
-                f"{p.doc} ({p.type})" if p.doc else f"({p.type})",
-            )
-            for p in parameters
-        ]
-        if rows:
-            print(_section(f"Parameters of {name} and their defaults", rows))
-        else:
-            print(f"{name} has no parameters\n")
-    if not recipe.classes:
-        shown = [name for name in recipe.functions if not name.startswith("_")]
-        print(f"Functions: {', '.join(shown)}; for parameters, make them a class\n")
-    defaults = [(f"{key} = {yaml_text(v)}", fields[key].doc) for key, v in recipe.defaults.items()]
-    if defaults:
-        print(_section("Defaults of this recipe", defaults))
-    print("Other overrides: mprun --help", end="\n")
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -36,7 +36,7 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.records.files import Launch, launch_of, leave_if_forked, own_records, reserve_descriptors
+from mprun.records.files import Launch, launch_of
 from mprun.train.stopwatch import process_start
 
 if TYPE_CHECKING:
@@ -61,15 +61,11 @@ BY_NAME = {command.name: command for command in COMMANDS}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
     is_process = arguments is None
-    if is_process:
-        reserve_descriptors()  # else the first file would get the number of a closed output
-    own_records()  # a child that user code forks is no owner, and leaves below
     args = list(sys.argv[1:] if arguments is None else arguments)
     with patient_streams() as output:
         # of a process, the time until the first step has its imports
         started_at = process_start() if is_process else time.perf_counter()
         status = in_all_processes(lambda: _status(args, started_at))
-        leave_if_forked()
     return output.status(status)
 
 
@@ -124,15 +120,10 @@ def _is_no_override(text: str) -> bool:
 
 
 def _help(args: list[str]) -> None:
-    from mprun.cli.help import show_command, show_help, show_recipe
-    from mprun.config.recipe_file import named_file
+    from mprun.cli.help import show_command, show_help
 
     command = args[0]
-    recipes = [text.removeprefix("recipe=") for text in args if text.startswith("recipe=")]
-    file = named_file(recipes[-1].strip("'\"")) if recipes else None
-    if file is not None:
-        show_recipe(file)
-    elif command in BY_NAME and command != "train":
+    if command in BY_NAME and command != "train":
         show_command(BY_NAME[command].text, BY_NAME[command].settings)
     else:
         show_help([(c.name, c.summary) for c in COMMANDS])

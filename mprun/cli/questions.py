@@ -47,9 +47,7 @@ def _ask(question: Question, args: Sequence[str]) -> int:
         settings, overrides = take(known.overrides, *question.settings)
     given = Given(overrides, known.config_dir, known, known.overrides, settings)
     return interruptible(
-        lambda stop: _answered(question.prepare(given), stop),
-        " before the first result",
-        question.signals(given),
+        lambda stop: _answered(question.prepare(given), stop), " before the first result"
     )
 
 

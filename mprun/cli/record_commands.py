@@ -6,10 +6,9 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
-from operator import attrgetter
+from math import isnan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -31,7 +30,7 @@ from mprun.records.listing import (
     ListedRecord,
     listed,
 )
-from mprun.records.policy_columns import Count, Legal
+from mprun.records.policy_columns import Count
 from mprun.records.reader import read_json
 from mprun.records.result import Result, show
 from mprun.records.run_folder import FILE as STUDY_FILE
@@ -46,8 +45,6 @@ from mprun.study.report.tables import closing
 class LsSettings:
     """What `mprun ls` lists."""
 
-    sort: Annotated[str, Legal("when", "recipe", "mode", "metric", "status")] = "when"
-    """when (newest first), recipe, mode, metric (best first, by recipe) or status."""
     limit: Count = 20
     """The most rows."""
     json: bool = False
@@ -69,8 +66,6 @@ def ls_command(args: Sequence[str]) -> int:
             raise UsageError(f"there is no folder {folder}; write mprun ls FOLDER")
     records = [x for folder in folders or [OUTPUTS] if folder.is_dir() for x in listed(folder)]
     records.sort(key=lambda x: x.started_at, reverse=True)
-    if own.sort != "when":  # a stable sort: equal ones stay newest first
-        records.sort(key=_by_metric if own.sort == "metric" else attrgetter(own.sort))
     result = Result({"schema_version": 1, "records": records}, _parts(records, own.limit))
     if own.json:
         print(result.json, end="")
@@ -130,11 +125,6 @@ def _status(record: ListedRecord) -> str:
     return f"{record.command}: {', '.join([done, *(f'{n} {x}' for x, n in count.items())])}"
 
 
-def _by_metric(record: ListedRecord) -> tuple[str, str, float]:
-    best = next(iter(_values(record)), inf)
-    return record.recipe, record.metric, -best if record.higher_is_better else best
-
-
 LS = Command(
     "ls",
     ls_command,
@@ -142,7 +132,7 @@ LS = Command(
 
         mprun ls                      (below outputs/)
         mprun ls outputs/DATE/TIME    (the runs of a study)
-        mprun ls ls.sort=metric ls.limit=100
+        mprun ls ls.limit=100
 
     A study is one row. `last` names the newest where a command takes a run: mprun show last, mprun
     run.resume=last, mprun export last FILE; the newest study: mprun compare last, mprun sweep

@@ -1,10 +1,9 @@
-"""Standard output and standard error that may be closed, full, or in another encoding.
+"""Standard output and standard error that may be full, or in another encoding.
 
 The reader of a pipe may leave (`mprun ... | head`), the disk behind a redirected output may be
-full, a service may start mprun with its streams closed. None of that is a fault of the run, whose
-record is in files. So the run continues, and what cannot be written is dropped. The user gets
-one line on standard error, unless a reader left, and the exit status is 1 where it would have been
-0, as that of any program whose output is incomplete.
+full. None of that is a fault of the run, whose record is in files. So the run continues, and what
+cannot be written is dropped. The user gets one line on standard error, unless a reader left, and
+the exit status is 1 where it would have been 0, as that of any program whose output is incomplete.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import Command, parse_arguments
 from mprun.cli.compare_command import check, compared, report
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError
-from mprun.records.console import note, print_line, stderr_console, stdout_console
+from mprun.records.console import print_line, stderr_console, stdout_console
 from mprun.records.console.formatting import by_reason
-from mprun.records.result import Result, measuring, show
+from mprun.records.result import Result, show
 from mprun.study.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
@@ -100,13 +100,8 @@ def advise_command(args: Sequence[str]) -> int:
 def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
     request = _request_of(DOUBLE, args, CHOSEN)
-    from mprun.study.double import double, largest_batch, new_double_study
+    from mprun.study.double import double, new_double_study
 
-    own = request.settings.double
-    if own.until_oom:
-        with measuring() as part:
-            result = largest_batch(request.overrides, request.config_dir, own.headroom, part)
-        return show(result)
     study = _study_of(request, new_double_study)
     # Without a budget: the question needs every pair of runs
     ran = _run_study(study, _launcher_of(request), Budget(), verbose=request.verbose)
@@ -153,7 +148,7 @@ ADVISE = Command(
         mprun --config-dir outputs/DATE/TIME preset=advised
 
     Beside the preset it writes the advised mode as code for other loops: snippets/pytorch.py,
-    lightning.py, accelerate.py, trainer.py, fsdp2.py.
+    lightning.py, trainer.py.
 
     Trials are short, paired by seed, and judged on validation data. The test set is not used: a set
     that a mode was selected on is no test set any more.
@@ -166,13 +161,12 @@ DOUBLE = Command(
     """`mprun double`: is a doubled batch worth it?
 
         mprun double recipe=mnist precision=bf16_mixed
-        mprun double recipe=fashion_mnist precision=half_sr double.until_oom=true    (CUDA)
 
     Compares the base batch with twice its size and each learning-rate rule, after equal epochs,
-    paired by seed, on validation data. --verbose shows all figures and notes. With
-    `double.until_oom=true` it searches the largest batch that fits.
+    paired by seed, on validation data. --verbose shows all figures and notes. `mprun memory
+    memory.fits=16GiB` counts the largest batch that fits.
     """,
-    ("double", *STUDY),
+    STUDY,
 )
 
 
@@ -188,9 +182,6 @@ def _request_of(command: Command, args: Sequence[str], refused: Sequence[str] = 
     request = study_request(
         command.name, known.overrides, known.config_dir, *sections, refused=refused
     )
-    if request.listed_seeds:  # `seed=1,2` is Hydra's way; a study has a setting of its own
-        seeds = ", ".join(map(str, request.listed_seeds))
-        note(f"each variant is trained with the seeds {seeds}; seeds=N is short for 0 to N-1")
     return replace(request, verbose=known.verbose)
 
 
@@ -294,13 +285,10 @@ def _report_study(
     verbose: bool,
     answer: str = "",
 ) -> None:
-    """Show a study's comparison, and give the report to the logger of its trials; see `report`."""
-    from mprun.study.study import log_report
-
+    """Show a study's comparison; see `report`."""
     # The study's command would run it again: `mprun show` reads its records
     again = f"by mprun show {shlex.quote(str(study.folder))}"
-    files = report(comparison, settings, study.folder, verbose, answer, again)
-    log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
+    report(comparison, settings, study.folder, verbose, answer, again)
 
 
 # ---- what advise writes --------------------------------------------------------------------------

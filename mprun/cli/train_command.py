@@ -61,7 +61,6 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     """Run `mprun train`; the exit status."""
     # started_at: the `time.perf_counter` at which the user began to wait; None for now
     from mprun.config import compose
-    from mprun.config.compose import with_run_dir
 
     watch = Stopwatch(started_at)
     known = parse_arguments(TRAIN, args)
@@ -69,8 +68,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if known.multirun:
         return _sweep(known)
-    overrides = with_run_dir(known.overrides, known.config_dir)
-    composed = compose(overrides, known.config_dir)
+    composed = compose(known.overrides, known.config_dir)
     if known.show_config:
         from omegaconf import OmegaConf
 
@@ -144,10 +142,7 @@ def show_sweep(folder: Path) -> int:
     from mprun.records.run_folder import TRACKERS
 
     summaries: dict[str, Summary | None] = {}
-    # hydra.sweep.subdir may nest them
-    runs = {path.parent for path in folder.rglob("summary.json")}
-    begun = {p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS}
-    runs |= {p for p in begun if not any(p in (run, *run.parents) for run in runs)}
+    runs = [p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS]
     for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):  # 2 before 10
         name = str(run.relative_to(folder))
         try:

@@ -22,7 +22,6 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -45,7 +44,7 @@ from mprun.records.run_folder import ENTRIES, has_begun
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
-OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "train.optimizer.args.", "logger.tags.")
+OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "logger.tags.")
 """Mappings whose keys are the user's: parameters of a recipe or class, names of modules, tags."""
 
 EPOCHS = 3
@@ -234,11 +233,6 @@ def parse(text: str) -> Override:
     return parse(same) if same else parsed
 
 
-def is_of_hydra(override: Override) -> bool:
-    """Whether it sets something of Hydra's own."""
-    return str(override.key_or_group).startswith(("hydra.", "hydra/"))
-
-
 def single(override: Override, else_: str = "a sweep, which needs -m") -> Override:
     """An override that gives a field, a group or a setting its one value.
 
@@ -263,10 +257,10 @@ def checked(text: str, config_dir: Path | None) -> Override:
     """
     override = parse(text)
     text, key = str(override.input_line), override.key_or_group
-    if is_of_hydra(override):
+    if key.startswith(("hydra.", "hydra/")):
         raise UsageError(
-            f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "
-            "which is run.dir"
+            f"'{text}': of Hydra's own settings those of a launcher are legal, with -m and in "
+            "studies; run.dir=FOLDER names the folder"
         )
     single(override)
     if key in GROUPS:
@@ -320,9 +314,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
     if not isinstance(value, str) or value not in known:
         near = hint(str(value), known)
         if group == "precision":  # a word such as `bf16` may mean several modes
-            texts = {mode: text.partition(" (")[0] for mode, text in options(group).items()}
-            what = {mode: text[:1].lower() + text[1:] for mode, text in texts.items()}
-            near = mode_hint(str(value), known, what)
+            near = mode_hint(str(value), known)
         with suppress(OSError, ValueError):  # the value may be no name of a file at all
             if group == "recipe" and Path(f"{value}.py").is_file():
                 near = f", or the path of a file; did you mean 'recipe={value}.py'?"
@@ -398,29 +390,6 @@ def one_line(error: BaseException) -> str:
     return "; ".join(x.rstrip(".:;") for x in lines if x and not x.startswith(NOISE))
 
 
-def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """The overrides with `run.dir` in place of `hydra.run.dir`, whose patterns Hydra fills in.
-
-    Raises:
-        UsageError: an override is wrong, or the folder's name cannot be resolved.
-    """
-    named = [text for text in overrides if text.lstrip("+").startswith("hydra.run.dir=")]
-    if not named:
-        return list(overrides)
-    others = [text for text in overrides if text not in named]
-    with hydra_here():
-        parsed = [checked(text, config_dir) for text in others]
-        # ${hydra.job.override_dirname} has all overrides, so they go to Hydra too
-        texts = [*map(for_hydra, parsed), *named, *search_path(config_dir)]
-        try:
-            whole = hydra_compose(CONFIG_NAME, overrides=texts, return_hydra_config=True)
-            HydraConfig.instance().set_config(whole)  # ${hydra:...} reads it from there
-            folder = str(whole.hydra.run.dir)
-        except RAISED as error:
-            raise UsageError(f"Hydra refuses it: {one_line(error)}") from None
-    return [*others, f"run.dir={quoted(folder)}"]
-
-
 # ---- the configuration of a resumed run ----------------------------------------------------------
 
 # A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
@@ -431,6 +400,8 @@ MAY_CHANGE = (
     *("debug.halt_after", "logger.uri", "run.trust"),
 )
 LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
+# Fields of earlier versions, with the value that changes nothing; another value is refused
+GONE: dict[str, Any] = {"train.optimizer.target": None, "train.optimizer.args": {}}
 
 
 def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
@@ -448,7 +419,7 @@ def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping")
         # as text: it was resolved when it was written, so `${oc.env:...}` in it is not mprun's
-        config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
+        config = OmegaConf.merge(OmegaConf.structured(Config), _of_now(as_text(content)))
         assert isinstance(config, DictConfig)
         config.run.trust = False  # the folder cannot vouch for itself: the command line can
         for override in parsed:
@@ -479,6 +450,17 @@ def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
             f"run.resume={folder}: the run's logger.uri={uri} is where its figures go; if the "
             "folder is yours, add run.trust=true, else logger.uri=null or an address of yours"
         )
+    return config
+
+
+def _of_now(content: Any) -> DictConfig:
+    """A run's configuration without the fields that are gone and change nothing."""
+    config: DictConfig = OmegaConf.create(content)
+    for key, default in GONE.items():
+        section, _, name = key.rpartition(".")
+        row = OmegaConf.select(config, section)
+        if isinstance(row, DictConfig) and name in row and row[name] == default:
+            del row[name]
     return config
 
 

@@ -1,12 +1,8 @@
 """Sweeps: one run for every combination of the values listed in the overrides, by Hydra's multirun.
 
 Every combination is composed and checked before the first run starts. Hydra's launchers decide
-where runs execute (`hydra/launcher=joblib` runs several at once), `hydra.sweep.dir` and
-`hydra.sweep.subdir` where their folders are. After a failed run the others continue.
-
-Another sweeper than Hydra's own (`hydra/sweeper=optuna`) searches: it chooses values by the results
-of runs before. A run returns its metric on validation data, else on training data; NaN if it
-failed.
+where runs execute (`hydra/launcher=joblib` runs several at once), `run.dir` where their folders
+are. After a failed run the others continue.
 
 The jobs of a study (`launch`) are started in the same way. A launcher composes a configuration for
 each job and calls a function with it, in a process that it starts, here or on another machine.
@@ -14,8 +10,7 @@ each job and calls a function with it, in a process that it starts, here or on a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -24,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks  # private, but a HydraContext has to have one
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -42,60 +36,54 @@ from mprun.config.compose import (
     compose,
     for_hydra,
     hydra_here,
-    is_of_hydra,
     one_line,
     parse,
     search_path,
+    single,
     to_composed,
 )
-from mprun.config.reference import GROUPS, override_text, quoted
+from mprun.config.reference import GROUPS, quoted
 from mprun.errors import UsageError, first_line
-from mprun.records.files import dated_folder_if_used
-from mprun.records.run_record import number, read_summary
+from mprun.records.files import dated_folder_if_used, new_folder
 
 Job = Callable[[Composed, Path], int]
 
 # No log files and no folder .hydra: mprun's record of each run has all
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
-NAMED_BY_SWEEP = {"run.dir": "hydra.sweep.dir", "run.resume": "run.resume without -m"}
+OF_LAUNCHER = ("hydra/launcher", "hydra.launcher.")
 
 
 def sweep(overrides: Sequence[str], config_dir: Path | None, job: Job) -> Path:
     """Run `job` for every combination, in folders 0, 1, ... of a new folder; that folder.
 
-    `new_folder` makes it, after every combination was checked. `job` can be imported, since a
-    launcher may call it in another process. Overrides of Hydra's own settings go to Hydra.
+    It is made after every combination was checked. `job` can be imported, since a launcher may call
+    it in another process. Overrides of the launcher go to Hydra.
 
     Raises:
-        UsageError: a combination is wrong, or Hydra refuses its own settings.
+        UsageError: a combination is wrong, or Hydra refuses the launcher.
     """
     parsed = [parse(text) for text in overrides]
-    for override in parsed:
-        if instead := NAMED_BY_SWEEP.get(override.key_or_group):
-            raise UsageError(
-                f"{override.key_or_group} with -m: a sweep has many runs; write {instead}"
-            )
-    ours = [o for o in parsed if not is_of_hydra(o)]
-    hydras = [o for o in parsed if is_of_hydra(o)]
-    searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
-    if searches:  # what it chooses is known later
-        compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
+    if any(o.key_or_group == "run.resume" for o in parsed):
+        raise UsageError("run.resume with -m: a sweep has many runs; write run.resume without -m")
+    ours = [o for o in parsed if not o.key_or_group.startswith(OF_LAUNCHER)]
+    named = [single(o, "a sweep has one folder") for o in ours if o.key_or_group == "run.dir"]
     # all before the first run: a mistake in the last one must not cost the runs before it
-    for combination in () if searches else combinations(ours):
+    for combination in combinations(ours):
         compose(combination, config_dir)
-    for_hydras = [*QUIET, *(str(o.input_line) for o in hydras), *search_path(config_dir)]
+    launchers = [str(o.input_line) for o in parsed if o not in ours]
+    for_hydras = [*QUIET, *launchers, *search_path(config_dir)]
     with ExitStack() as stack:
         hydra = stack.enter_context(hydra_here())
         stack.enter_context(_refusals())
-        # a sweeper that searches reads lists and intervals itself
-        texts = [str(o.input_line) if searches else _expanded(o) for o in ours]
-        if any(o.key_or_group == "hydra.sweep.dir" for o in hydras):
-            folder = _sweep_folder(hydra, for_hydras)
-        else:
-            # Hydra's own name, the time to the second, is not unique: sweeps start together
+        texts = [_expanded(o) for o in ours if o not in named]
+        # Hydra's own name, the time to the second, is not unique: sweeps start together
+        wanted = next((o.value() for o in named), None)
+        if wanted is None:
             folder = stack.enter_context(dated_folder_if_used())
-            texts.append(f"hydra.sweep.dir={quoted(folder)}")
-        task = _HydraTask(partial(_run_of_sweep, job, searches))
+        else:
+            folder = new_folder(str(wanted))
+        texts.append(f"hydra.sweep.dir={quoted(folder)}")
+        task = _HydraTask(partial(_run_of_sweep, job))
         hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)
     return folder
 
@@ -110,22 +98,6 @@ def _refusals() -> Iterator[None]:
     except OSError as error:  # Hydra writes multirun.yaml there
         reason = error.strerror or one_line(error)
         raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
-
-
-def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
-    """What Hydra makes of `hydra.sweep.dir`, which may have patterns such as the time.
-
-    Raises:
-        UsageError: it has files already.
-    """
-    composed = hydra.compose_config(
-        CONFIG_NAME, overrides, RunMode.MULTIRUN, with_log_configuration=False
-    )
-    folder = Path(str(composed.hydra.sweep.dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise UsageError(f"{folder} has files in it already; choose another hydra.sweep.dir")
-    return folder
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
@@ -170,27 +142,12 @@ class _HydraTask:
         return self._function(config)
 
 
-def _run_of_sweep(job: Job, searches: bool, raw: DictConfig) -> float:
+def _run_of_sweep(job: Job, raw: DictConfig) -> int:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    raw.run.dir = str(folder)  # named by hydra.sweep.dir and hydra.sweep.subdir
+    raw.run.dir = str(folder)
     given = [parse(text) for text in settings.overrides.task]
-    # a sweeper that searches minimizes or maximizes what is returned; others only report it
-    status = job(to_composed(raw, given), folder)
-    return _objective(folder, status) if searches else status
-
-
-def _objective(folder: Path, status: int) -> float:
-    """A run's metric on validation data, else on training data; NaN if it failed."""
-    if status:
-        return math.nan
-    summary = read_summary(folder)
-    last = summary.history[-1:]
-    for scores in [scores for epoch in last for scores in (epoch.validation, epoch.train)]:
-        value = scores.value(summary.metric.name)
-        if value is not None:
-            return number(value)
-    return math.nan
+    return job(to_composed(raw, given), folder)
 
 
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
@@ -242,22 +199,6 @@ def _returned(job: JobReturn) -> Any:
             return job.return_value
     except Exception as error:
         return error
-
-
-def launcher_fields(name: str) -> Collection[Any]:
-    """The fields of a launcher; empty if it is not installed."""
-    Plugins.instance()  # which reads what is installed
-    try:
-        fields: Collection[Any] = ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node
-    except HydraException:
-        return ()
-    return [*fields]
-
-
-def launcher_override(field: str, value: Any) -> str:
-    """The override that sets a field of the launcher to a plain value."""
-    # an entry of a launcher's mapping does not exist yet, and `+` makes Hydra add it
-    return f"{'+' if '.' in field else ''}hydra.launcher.{field}={override_text(value)}"
 
 
 @contextmanager

@@ -1,13 +1,10 @@
 """A recipe in a Python file: `recipe=path/to/my.py`, without YAML.
 
-The file is read as text: composing a configuration, or showing help of the file, runs no code of
-it. So mistakes and `--help` are answered without torch, and a file from someone else is not run
-before the user was told. Two things are read:
-
-- `DEFAULTS`, for composition. They stand above mprun's defaults and below presets and the command
-  line, and are a plain dictionary of values, not computed. The file becomes an option of the group
-  `recipe` in Hydra's store of configurations.
-- docstring, functions and classes with their parameters, for `mprun recipe=my.py --help`.
+The file is read as text: composing a configuration runs no code of it. So mistakes are answered
+without torch, and a file from someone else is not run before the user was told. Its `DEFAULTS` are
+read, which stand above mprun's defaults and below presets and the command line. They are a plain
+dictionary of values, not computed. The file becomes an option of the group `recipe` in Hydra's
+store of configurations.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ import ast
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from mprun.config.reference import as_text, leaves, options, quoted
+from mprun.config.reference import as_text, leaves, quoted
 from mprun.config.schema import Config
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.reader import open_regular
@@ -34,8 +29,7 @@ from mprun.records.reader import open_regular
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
 FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed.compile")
-"""Further fields that it may set, beside the group `speed`; other groups belong to a run."""
-SPEED = "speed"
+"""Further fields that it may set; groups belong to a run."""
 MAX_BYTES = 4 * 1024**2
 
 
@@ -93,9 +87,6 @@ def option_of(value: str) -> str:
     node: dict[str, Any] = {
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
     }
-    if SPEED in defaults:
-        # _self_ last: further DEFAULTS win over the option's own fields
-        node["defaults"] = [{f"override /{SPEED}": defaults.pop(SPEED)}, "_self_"]
     config = OmegaConf.create(as_text(node))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
@@ -173,10 +164,6 @@ def _defaults_in(tree: ast.Module) -> ast.expr | None:
 def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
     known = [k for k in leaves() if k.startswith(SECTIONS) or k in FIELDS]
     place = f"{path}: DEFAULTS[{key!r}] = {value!r}"
-    if key == SPEED:
-        if value not in options(SPEED):
-            raise UsageError(f"{place}: legal is one of {', '.join(options(SPEED))}")
-        return
     if key not in known:
         raise UsageError(
             f"{place}: legal keys are fields of train, data and debug, and {', '.join(FIELDS)}"
@@ -189,98 +176,3 @@ def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
         field.check(OmegaConf.select(schema, key))
     except UsageError as error:
         raise UsageError(f"{path}: DEFAULTS: {error}") from None
-
-
-BASES = {"Recipe", "Classification"}
-"""Classes of mprun that a recipe extends."""
-NEEDED = {"model", "data"}
-"""Methods without which a class is only the base of recipes."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A field of a recipe's class, `recipe.model.<name>`."""
-
-    name: str
-    type: str
-    default: str | None  # As it is written; None where the user has to give a value
-    doc: str
-
-
-@dataclass(frozen=True)
-class RecipeText:
-    """What a recipe's file says about itself."""
-
-    doc: str  # The first paragraph of its docstring
-    functions: tuple[str, ...]
-    # The recipes among its classes, the one that is named or all, with their parameters
-    classes: dict[str, tuple[Parameter, ...]]
-    defaults: dict[str, Any]
-
-
-def recipe_text(file: RecipeFile) -> RecipeText:
-    """Read a recipe's file.
-
-    Raises:
-        UsageError: it cannot be read, or has no such class.
-    """
-    tree = parsed(file.path, read_source(file.path))
-    bodies = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    lineages = {name: _lineage(node, bodies) for name, node in bodies.items()}
-    recipes = [name for name, lineage in lineages.items() if _is_recipe(lineage)]
-    if file.kind:
-        if file.kind not in bodies:
-            legal = f"; legal: {', '.join(recipes)}" if recipes else ""
-            raise UsageError(
-                f"recipe={file.text}: the file has no class {file.kind}"
-                f"{hint(file.kind, bodies)}{legal}"
-            )
-        recipes = [file.kind]
-    return RecipeText(
-        doc=" ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split()),
-        functions=tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef)),
-        classes={name: _parameters(lineages[name]) for name in recipes},
-        defaults=defaults_of(file.path, tree),
-    )
-
-
-def _lineage(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class, and behind it the classes of the file that it extends."""
-    lineage = [node]
-    for one in lineage:  # which grows
-        bases = [known[name] for name in map(_last_name, one.bases) if name in known]
-        lineage += [base for base in bases if base not in lineage]
-    return lineage
-
-
-def _is_recipe(lineage: list[ast.ClassDef]) -> bool:
-    """Whether a class extends one of mprun's, and is more than a base of recipes."""
-    bases = {_last_name(base) for one in lineage for base in one.bases}
-    body = [part for one in lineage for part in one.body]
-    methods = {part.name for part in body if isinstance(part, ast.FunctionDef)}
-    return bool(bases & BASES) and methods >= NEEDED
-
-
-def _last_name(base: ast.expr) -> str:
-    return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
-
-
-def _parameters(lineage: list[ast.ClassDef]) -> tuple[Parameter, ...]:
-    """Those of the class and, before them, of the classes of the file that it extends."""
-    # bases first, so that a class replaces what it inherits, as in Python
-    by_name = {x.name: x for node in reversed(lineage) for x in _own_parameters(node)}
-    return tuple(by_name.values())
-
-
-def _own_parameters(node: ast.ClassDef) -> Iterator[Parameter]:
-    for field, following in zip_longest(node.body, node.body[1:]):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        kind = ast.unparse(field.annotation)
-        if "ClassVar" in kind:  # no field of a dataclass
-            continue
-        default, doc = None if field.value is None else ast.unparse(field.value), ""
-        match following:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                doc = " ".join(text.split())
-        yield Parameter(field.target.id, kind, default, doc)

@@ -198,31 +198,11 @@ def sections() -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "lrate"), "train.lr"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
-    **dict.fromkeys(("steps", "max_iters"), "train.max_steps"),
-    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size"), "train.batch_size"),
-    **dict.fromkeys(("optimizer", "optim"), "train.optimizer.name"),
-    **dict.fromkeys(("wd", "decay"), "train.optimizer.weight_decay"),
-    **dict.fromkeys(("clip", "grad_clip", "gradient_clip_val"), "train.clip_norm"),
-    **dict.fromkeys(("lr_scheduler", "schedule"), "train.scheduler"),
-    **dict.fromkeys(("warmup", "num_warmup_steps"), "train.warmup_steps"),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "train.accumulate"),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "data.workers"),
-    **dict.fromkeys(("model", "task", "experiment"), "recipe"),
-    **dict.fromkeys(("dtype", "mode", "amp"), "precision"),
-    **dict.fromkeys(("output_dir", "out", "out_dir"), "run.dir"),
-}
-"""What fields and groups are called in other programs."""
-
-
 def keys_called(name: str, known: Iterable[str]) -> list[str]:
-    """The keys that end in a name's last part; else the one that other programs call so."""
-    keys, last = list(known), name.rpartition(".")[2]
+    """The keys that end in a name's last part."""
+    last = name.rpartition(".")[2]
     left_out = {name, *(f"{group}.name" for group in GROUPS)}  # an option's name is not set alone
-    same = [key for key in keys if key.rpartition(".")[2] == last and key not in left_out]
-    return same or [key for key in keys if key == ELSEWHERE.get(last)]
+    return [key for key in known if key.rpartition(".")[2] == last and key not in left_out]
 
 
 @cache

@@ -194,10 +194,6 @@ class OptimizerConfig:
 
     name: Annotated[str, Legal(*OPTIMIZERS)] = "adamw"
     """Which optimizer."""
-    target: str | None = None
-    """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of target, but not lr: {lr_decay: 0.1}."""
     # these defaults are those of torch.optim, except AdamW's weight decay of 0.01
     momentum: NotNegative = 0.0
     """Momentum of SGD and RMSprop."""
@@ -216,8 +212,7 @@ class OptimizerConfig:
     def stored_moments(self) -> set[str]:
         """Which of "momentum" and "variance" are stored, in the mode's dtypes."""
         row = OPTIMIZERS[self.name]
-        moments = row.moments if self.target is None else ()
-        return {x for x in moments if x not in row.arguments or getattr(self, x)}
+        return {x for x in row.moments if x not in row.arguments or getattr(self, x)}
 
 
 @dataclass

@@ -12,11 +12,9 @@ without effect is the same variant, so it is left out too.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -28,10 +26,10 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.compose import compose, parse, single
 from mprun.config.multirun import combinations
 from mprun.config.recipe_file import named_file, with_absolute_paths
-from mprun.config.reference import GROUPS, Field, keys_called, leaves, options, quoted, walk
+from mprun.config.reference import GROUPS, Field, options, quoted, walk
 from mprun.config.validate import PATHS, check_name, without_inert
-from mprun.errors import UsageError, did_you_mean, first_line, hint
-from mprun.records.policy_columns import Count, Legal, Positive, Share
+from mprun.errors import UsageError, first_line, hint
+from mprun.records.policy_columns import Count, Legal, Positive
 
 T = TypeVar("T")
 
@@ -85,33 +83,22 @@ class LauncherSettings:
     """Which processes run a study's trials."""
 
     name: Annotated[str, Legal("local", "joblib", "submitit")] = "local"
-    """What runs the trials: local (this process), joblib (processes here) or submitit (jobs)."""
+    """What runs the trials: local (this process), joblib (processes here) or submitit (jobs on
+    Slurm; without Slurm, here). hydra.launcher.KEY=VALUE sets its fields."""
     processes: Count | None = None
     """Processes of joblib, or jobs of submitit (a job array on Slurm); null for 4."""
-    executor: Annotated[str, Legal("auto", "local", "slurm", "debug")] = "auto"
-    """Of submitit: auto, slurm, local (jobs on this machine) or debug (in this process)."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of submitit, its parameters: {slurm_partition: gpu, timeout_min: 60, gpus_per_node: 1}."""
 
     def check(self) -> None:
-        """Refuse fields that the launcher does not have.
+        """Refuse processes without a launcher that starts some.
 
         Raises:
-            UsageError: there is one.
+            UsageError: there are.
         """
-        executor = None if self.executor == "auto" else self.executor
-        given: dict[str, tuple[Any, tuple[str, ...]]] = {
-            "launcher.processes": (self.processes, ("joblib", "submitit")),
-            "launcher.executor": (executor, ("submitit",)),
-            "launcher.options": (self.options or None, ("submitit",)),
-        }
-        for key, (value, launchers) in given.items():
-            if value is not None and self.name not in launchers:
-                legal = " or ".join(f"launcher={name}" for name in launchers)
-                raise UsageError(
-                    f"{key}={value} has no effect with launcher={self.name}; add {legal}, or "
-                    "leave it out"
-                )
+        if self.processes is not None and self.name == "local":
+            raise UsageError(
+                f"launcher.processes={self.processes} has no effect with launcher=local; add "
+                "launcher=joblib or launcher=submitit, or leave it out"
+            )
 
 
 @dataclass
@@ -129,16 +116,6 @@ class AdviseSettings:
 
 
 @dataclass
-class DoubleSettings:
-    """How a doubled batch is judged."""
-
-    until_oom: bool = False
-    """Search the largest batch that fits instead (CUDA)."""
-    headroom: Share = 0.1
-    """Share taken off the largest batch that fits."""
-
-
-@dataclass
 class Settings:
     """The settings of studies, and those that several commands take.
 
@@ -153,8 +130,6 @@ class Settings:
     """Which processes run a study's trials."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
     """How a mode is recommended."""
-    double: DoubleSettings = field(default_factory=DoubleSettings)
-    """How a doubled batch is judged."""
     seeds: Count | None = None
     """Runs of each variant; null for 5, in advise and double 10."""
     first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
@@ -211,8 +186,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for text in overrides:
         name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
-            if near := did_you_mean(_called(name, known) if "=" in text else []):
-                raise UsageError(f"'{text}': there is no field '{name}'{near}")
             rest.append(text)
             continue
         override = single(parse(text), "a setting has one")
@@ -227,23 +200,6 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     for key, override in given.items():
         _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
-
-
-def _called(name: str, known: Mapping[str, Field]) -> list[str]:
-    """The settings that end in this name, and fields of a run that do; none for a field's key."""
-    of_run = (*GROUPS, *leaves())
-    own = [] if name in of_run else [k for k in known if k.rpartition(".")[2] == name]
-    return own and [*own, *keys_called(name, of_run)]
-
-
-def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
-    """A warning for each of these settings that is given, where there is one process."""
-    given = {text.partition("=")[0] for text in overrides}
-    return [
-        f"{key} has no effect: {key.partition('.')[0]}.world_size is 1"
-        for key in keys
-        if key in given
-    ]
 
 
 def _path(key: str) -> str:
@@ -266,7 +222,6 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
 
 
 UNITS = {
-    "B": 1,
     **{f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)},
     **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", start=1)},
 }
@@ -278,14 +233,9 @@ def parse_size(text: str, key: str) -> int:
     Raises:
         UsageError: it is not an amount of memory above zero.
     """
-    by_name = {name.lower(): factor for name, factor in UNITS.items()}
-    match = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
-    factor = by_name.get(match[2].lower() or "b") if match else None
-    try:
-        size = float(match[1]) * factor if match and factor else math.nan
-    except ValueError:
-        size = math.nan
-    if not 1 <= size < 2**63:  # sizes in PyTorch are int64; NaN is refused too
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
+    size = float(match[1]) * UNITS[match[2]] if match else 0
+    if not 1 <= size < 2**63:  # sizes in PyTorch are int64
         raise UsageError(
             f"'{key}={text}': legal is an amount of memory above 0: a number and a unit, one of "
             f"{', '.join(UNITS)} (16GiB, 500MB)"
@@ -316,14 +266,11 @@ class StudyRequest:
     resume: Path | None  # `run.resume`
     trust: bool = False  # `run.trust`
     hydra: tuple[str, ...] = ()  # Overrides of Hydra's launcher
-    listed_seeds: tuple[int, ...] = ()  # `seed=0,1,2`; else `seeds` and `first_seed` count them
     verbose: bool = False  # `--verbose`
 
     @property
     def seeds(self) -> Sequence[int]:
         """The seeds of a new study."""
-        if self.listed_seeds:
-            return self.listed_seeds
         first = self.settings.first_seed
         return range(first, first + (self.settings.seeds or SEEDS[self.command]))
 
@@ -343,11 +290,7 @@ def study_request(
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
     """
-    listed = _listing_seeds(overrides)
-    counted = [text for text in overrides if text != listed]
-    settings, rest = take(counted, "compare", "seeds", "first_seed", *sections)
-    if listed is not None:
-        _refuse(counted, ("seed", "seeds", "first_seed"), f"'{listed}' lists the seeds")
+    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     own: dict[str, Any] = {}
     of_runs, hydra = [], []
@@ -375,7 +318,6 @@ def study_request(
         resume=None if resume is None else Path(resume),
         trust=own.get("run.trust", False),
         hydra=tuple(hydra),
-        listed_seeds=() if listed is None else _seeds(listed),
     )
 
 
@@ -404,35 +346,6 @@ def _in_every_folder(override: Override) -> str:
     if key in PATHS and isinstance(value, str):
         return f"{key}={quoted(Path(value).absolute())}"
     return with_absolute_paths(override) if key == "recipe" else str(override.input_line)
-
-
-def _listing_seeds(overrides: Sequence[str]) -> str | None:
-    """The override that lists seeds: `seed=0,1,2`, or the same with `seeds`; None without one."""
-    for text in overrides:
-        if text.partition("=")[0] in ("seed", "seeds"):
-            override = parse(text)
-            if override.is_sweep_override() or isinstance(override.value(), list):
-                return text
-    return None
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """The seeds that an override lists.
-
-    Raises:
-        UsageError: one is no seed, or there is none.
-    """
-    override, field = parse(text), leaves()["seed"]
-    value = override.value()
-    if not isinstance(value, list):
-        value = [parse(one).value() for one in chain(*combinations([override]))]
-    if not value:
-        raise UsageError(f"'{text}' lists no seed; legal: seeds=0,1,2, or seeds=3 for these")
-    for seed in value:
-        if type(seed) is not int:  # true and false would be 1 and 0
-            raise UsageError(f"'{text}': a seed is {field.legal}, not {str(seed)!r}")
-        field.check(seed)
-    return tuple(dict.fromkeys(value))  # a seed that is listed twice is one run
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from mprun.config.reference import leaves
 from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
 from mprun.errors import UsageError, hint
-from mprun.records.layer_values import computes_float16, layer_dtypes, product_formats
+from mprun.records.layer_values import computes_float16, layer_dtypes
 from mprun.records.policy_columns import COMPENSATED
 from mprun.records.run_config import OWN_TAGS
 
@@ -165,19 +165,6 @@ def _check_optimizer(config: Config) -> None:
     train = config.train
     if train.min_lr > train.lr:
         raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
-    optimizer, target = train.optimizer, train.optimizer.target
-    if target is not None and not _is_import_path(target):
-        raise UsageError(
-            f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
-            "such as torch.optim.Adagrad"
-        )
-    if config.precision.rounding == "split" and target is not None:
-        raise UsageError(
-            f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
-            "masters; legal: precision.rounding=nearest, or train.optimizer.name"
-        )
-    if target is not None and "lr" in optimizer.args:
-        raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
 
 
 def _is_import_path(text: str) -> bool:
@@ -226,15 +213,9 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):  # one sentence for a field that is given twice
-        field = "train.optimizer.args" if is_argument(key) else key
-        field = "parallel.name" if key == "parallel" else field
+        field = "parallel.name" if key == "parallel" else key
         if field in reasons:
             yield f"{key} has no effect: {reasons[field]}"
-
-
-def is_argument(key: str) -> bool:
-    """Whether a key is an argument of `train.optimizer.target`."""
-    return key.startswith("train.optimizer.args.")
 
 
 NEUTRAL = {
@@ -280,11 +261,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         one = "there is one process; torchrun --nproc-per-node=N -m mprun ... starts several"
         yield "parallel.name", one
         yield "precision.reduce_dtype", one
-    if config.run.resume is None:
-        yield "run.trust", "it is about the folder of run.resume"
     source = config.data.source
-    if source == "generated":
-        yield "data.root", "data.source=generated reads no files"
     if source != "auto":
         yield "data.fallback", f"it applies to data.source=auto, and data.source={source}"
     if config.data.fallback == "none" and source == "real":
@@ -293,7 +270,6 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.op_lists.name == "none":
         for key in (*LISTS, "strict", "verbose", "unlisted"):
             yield f"op_lists.{key}", "op_lists=none casts no op by name"
-    yield from _debug_reasons(config)
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     yield from _optimizer_reasons(config)
@@ -304,30 +280,10 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
     arguments = OPTIMIZERS[optimizer.name].arguments
-    used = {"name", "target"}.union(*(BETAS.get(x, (x,)) for x in arguments))
-    why = f"{optimizer.name} does not use it"
-    if optimizer.target is not None:
-        used = {"target", "args", "weight_decay"}
-        why = "train.optimizer.target has its arguments in train.optimizer.args"
+    used = {"name"}.union(*(BETAS.get(x, (x,)) for x in arguments))
     for name in vars(optimizer):
-        if name == "args" and optimizer.target is None:
-            yield "train.optimizer.args", "they belong to train.optimizer.target, which is not set"
-        elif name not in used:
-            yield f"train.optimizer.{name}", why
-
-
-def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
-    action = config.debug.fp_exceptions
-    if action in ("off", "log"):
-        yield "debug.halt_after", f"debug.fp_exceptions={action} never ends a run"
-    elif action == "halt" and loss_scale_kind(config) != "dynamic":
-        yield "debug.halt_after", "without a dynamic loss scale the first finding ends the run"
-    if not _may_have_formats(config):
-        for key in GUARD:
-            yield key, no_formats(config.precision.name)
-    elif config.debug.guard == "off":
-        for key in GUARD[1:]:
-            yield key, "debug.guard=off judges nothing"
+        if name not in used:
+            yield f"train.optimizer.{name}", f"{optimizer.name} does not use it"
 
 
 GUARD = ("debug.guard", "debug.guard_underflow", "debug.guard_error")
@@ -336,13 +292,6 @@ GUARD = ("debug.guard", "debug.guard_underflow", "debug.guard_error")
 def no_formats(precision: str) -> str:
     """Why the guard of products has no effect."""
     return f"precision={precision} has no products in formats of 8 bits or fewer"
-
-
-def _may_have_formats(config: Config) -> bool:
-    """Whether some products may have a format; `precision.layers_file` is not read here."""
-    row = config.precision
-    named = any(product_formats(str(value)) for value in row.layers.values())
-    return row.gemms != "none" or row.layers_file is not None or named
 
 
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
@@ -357,10 +306,6 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "precision.rounding", always if low else nothing
     moments = optimizer.stored_moments
     yield from _overflow_reasons(config, low, nothing)
-    if optimizer.target is not None:
-        for key in ("precision.momentum_dtype", "precision.variance_dtype"):
-            yield key, f"{optimizer.target} keeps its state in float32"
-        return
     if "momentum" not in moments:
         yield (
             "precision.momentum_dtype",

@@ -70,7 +70,7 @@ def assert_explained(
 
     Raises:
         AssertionError: an element's error is too large, or is NaN where float64 is not; the
-            message has the worst element with its errors, and the noisiest op of the reference.
+            message has the worst element with its errors.
         TypeError: an argument has another type than these.
         ValueError: an argument has another value, or the outputs differ in number or shape.
     """
@@ -78,7 +78,7 @@ def assert_explained(
     _check(inputs, dtype, function, passes)
     runs = _Runs(to_dtype(inputs, dtype), dtype, backward, seed)
     tested, function = (_in(f, dtype) for f in (actual, function))
-    exact, ops = runs.exact(function)
+    exact = runs.exact(function)
     results = {"output": tested} if isinstance(tested, Tensor) else runs.results(tested, dtype)
     rounded = [runs.rounded(function, step) for step in (*range(1, passes + 1), None)]
     shapes, expected = ({n: [*x.shape] for n, x in each.items()} for each in (results, exact))
@@ -87,11 +87,6 @@ def assert_explained(
     failures = []
     for name, x in results.items():
         texts = _beyond_bound(x, exact[name], [one[name] for one in rounded], dtype)
-        moved = {op: runs.exact(function, op)[0][name] for op in sorted(ops) if texts}
-        noise = {op: (y - exact[name]).nan_to_num(0, 0, 0).norm() for op, y in moved.items()}
-        if any(noise.values()):
-            noisiest = max(noise, key=noise.__getitem__)
-            texts[-1] += f" (most of the rounding error is from {noisiest})"
         failures += [f"{name}{text}" for text in texts]
     if failures:
         raise AssertionError("\n".join(failures))
@@ -126,11 +121,10 @@ class _Runs:
         with arithmetic.region():
             return self.results(function, self.dtype)
 
-    def exact(self, function: Function, op: str = "") -> tuple[dict[str, Tensor], set[str]]:
-        """The results in float64 of inputs in the dtype, with results of `op` rounded; the ops."""
-        with unfused(), exact_arithmetic(nn.Module()) as mode:
-            mode.dtype, mode.only = (self.dtype if op else None), op
-            return self.results(function, torch.float64), mode.ops
+    def exact(self, function: Function) -> dict[str, Tensor]:
+        """The results in float64 of inputs in the dtype."""
+        with unfused(), exact_arithmetic(nn.Module()):
+            return self.results(function, torch.float64)
 
     def results(self, function: Function, dtype: torch.dtype) -> dict[str, Tensor]:
         """The results in a dtype, by the kernels that the function calls."""

@@ -387,24 +387,3 @@ def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]
         for name, (histogram, noise) in advice.gradients.layers.items()
         if histogram.nonzero
     ]
-
-
-ALIKE_DB = 3.0  # Signal-to-noise ratios no further apart, half a bit, count as the same
-
-
-def best_tried(tried: Mapping[float, float]) -> float | None:
-    """The best of some loss scales that were tried: the largest of those as good as the best.
-
-    Between underflow and overflow there is a plateau on which scales differ by chance (by up to 1.6
-    dB in the cases tried); the largest there leaves the most room below.
-
-    Args:
-        tried: loss scale to the signal-to-noise ratio of the gradients, in dB.
-
-    Returns:
-        None where no scale gave finite gradients.
-    """
-    top = max(tried.values(), default=-math.inf)
-    if top == -math.inf:
-        return None
-    return max(scale for scale, db in tried.items() if db >= top - ALIKE_DB)

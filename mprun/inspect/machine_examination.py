@@ -51,7 +51,6 @@ from mprun.train.machine.doctor_result import (
     Spread,
 )
 from mprun.train.machine.machine import (
-    ALLOWED,
     NEEDED,
     examine_machine,
     git_commit,
@@ -349,6 +348,8 @@ def factor(rate: Rate) -> str:
 
 # Environment variables that limit kernels, to those kernels
 LIMITING = {
+    "ONEDNN_MAX_CPU_ISA": "oneDNN, which computes matmuls and convolutions",
+    "DNNL_MAX_CPU_ISA": "oneDNN, which computes matmuls and convolutions",
     "ATEN_CPU_CAPABILITY": "PyTorch's own kernels (elementwise ops, casts)",
     "MKL_ENABLE_INSTRUCTIONS": "MKL, which computes float32 matmuls",
 }
@@ -387,20 +388,12 @@ def _of_environment(found: Examination) -> Iterator[tuple[str, str]]:
     """What limits the kernels of the device that is examined."""
     machine = found.machine
     if machine.cuda is None:
-        yield from _limited_kernels(machine)
+        for name, kernels in LIMITING.items():
+            if value := machine.variables.get(name):
+                yield "instructions", f"{name}={value} can slow down {kernels}; unset it"
         yield from _shared_cores(machine, found.threads)
     elif machine.variables.get("NVIDIA_TF32_OVERRIDE") == "0":
         yield "tf32", "NVIDIA_TF32_OVERRIDE=0: precision=tf32 computes in float32; unset it"
-
-
-def _limited_kernels(machine: Machine) -> Iterator[tuple[str, str]]:
-    if forbidden := forbidden_instructions(machine):
-        limit = f"{machine.onednn.limit_by}={machine.onednn.limit}"
-        names = ", ".join(forbidden)
-        yield "instructions", f"{limit} keeps oneDNN from {names}, which this CPU has; unset it"
-    for name, kernels in LIMITING.items():
-        if value := machine.variables.get(name):
-            yield "instructions", f"{name}={value} can slow down {kernels}; unset it"
 
 
 def _shared_cores(machine: Machine, threads: int) -> Iterator[tuple[str, str]]:
@@ -429,17 +422,6 @@ def why_slow(format_: Format, machine: Machine) -> str:
             return f"compute capability {cuda.compute_capability} has no tensor cores for it"
         return "the reason is not known"
     needed = NEEDED.get(machine.architecture, {}).get(format_, ())
-    has = [name for name in needed if machine.instructions.get(name)]
     if needed and all(machine.instructions.get(name) is False for name in needed):
         return f"this CPU has no {' or '.join(needed)}"
-    if has and {*has} <= {*forbidden_instructions(machine)}:
-        return f"{machine.onednn.limit_by}={machine.onednn.limit} forbids {', '.join(has)}"
     return "the reason is not known"
-
-
-def forbidden_instructions(machine: Machine) -> list[str]:
-    """The CPU's instruction sets that the environment forbids oneDNN."""
-    limit = machine.onednn.limit
-    if machine.architecture != "x86_64" or limit not in ALLOWED:
-        return []
-    return [n for n, there in machine.instructions.items() if there and n not in ALLOWED[limit]]

@@ -27,7 +27,6 @@ from mprun.inspect.histograms import (
     PUBLISHED,
     LayerGradients,
     ScaleAdvice,
-    best_tried,
     expected_db,
     in_words,
     judge,
@@ -270,8 +269,6 @@ class Measurements:
     """fp16, at a loss scale that fits the step, and bf16."""
     unavoidable: dict[str, FormatPasses] = field(default_factory=_passes)
     """The same with nothing but weights of the format's precision."""
-    tried: dict[float, FormatPasses] = field(default_factory=dict)
-    """Loss scale to float16 passes at it; empty where none was tried."""
     rounding: RoundingErrors = field(default_factory=RoundingErrors)
     """Which gradients are rounding errors, or zero, in float32 already: they decide nothing."""
     float32: Float32Loss | None = None  # A step in which float32 itself was not good enough
@@ -417,7 +414,6 @@ class Measurements:
         advice, used = self.advice, self.of_run.scales
         needed_db, (largest, where) = self.settings.needed_db, max(self.largest)
         needed, reason = (None, NO_ADVICE) if advice is None else need(advice, needed_db)
-        tried = {s: passes.errors(self._unjudged).db for s, passes in sorted(self.tried.items())}
         return LossScaleResult(
             kind=self.scale_kind,
             in_use=self._in_use,
@@ -431,9 +427,6 @@ class Measurements:
             where=where,
             headroom=self.settings.headroom,
             verdicts=[] if advice is None else self._judged_scales(advice),
-            # JSON's keys are texts; 17 digits give the same float64 again
-            tried_db={f"{scale:.17g}": db for scale, db in tried.items()},
-            best_tried=best_tried(tried),
         )
 
     def _judged_scales(self, advice: ScaleAdvice) -> list[ScaleVerdict]:

@@ -2,7 +2,6 @@
 
     mprun memory recipe=fashion_mnist precision=fp32,half_sr
     mprun memory recipe=mnist precision=bf16_mixed memory.fits=16GiB
-    mprun memory recipe=char_gpt memory.world_size=8 memory.parallel=fsdp2 memory.checkpointing=true
 
 Takes the overrides of a run; each list of values makes columns. The step runs on fake tensors: no
 data are loaded, and no memory of the model's size is allocated. Writes `memory.json`, `memory.png`
@@ -15,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.records.console.fitted_table import (
@@ -26,14 +25,12 @@ from mprun.records.console.fitted_table import (
     text_column,
 )
 from mprun.records.console.formatting import UNITS, change_text, joined, size_text, unit_for
-from mprun.records.policy_columns import Count, Legal, WorldSize
 from mprun.records.run_record import (
     MEMORY_CATEGORIES,
     BatchRow,
     MemoryPeak,
     MemoryTimeline,
     ModuleMemory,
-    ProcessLayout,
     StorageMemory,
 )
 
@@ -46,16 +43,8 @@ class MemorySettings:
     """Precision mode the others are compared with; null: the first of several, else fp32."""
     fits: str | None = None
     """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
-    depth: Count | None = None
-    """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
     """Whether the plots are drawn."""
-    world_size: WorldSize = 1
-    """Plan one of this many processes; each takes train.batch_size samples."""
-    parallel: Annotated[str, Legal("ddp", "fsdp2")] = "ddp"
-    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
-    checkpointing: bool = False
-    """Whether the activations of blocks are recomputed in the backward pass, not stored."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +116,6 @@ class MemoryRecord:
     limit_bytes: int | None
     published: PublishedMemory | None
     modes: list[ModeMemory]
-    layout: ProcessLayout = field(default_factory=ProcessLayout)
-    """All sizes are those of one of its processes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Modes that `precision=all` leaves out, with the reason."""
 
@@ -139,7 +126,7 @@ QUESTION = Question(
     prepared_by("mprun.inspect.memory_of_modes"),
     (MemorySettings,),
     saved=SavedResult(
-        "memory.json", MemoryRecord, SCHEMA_VERSION, lambda record: memory_parts(record, None)
+        "memory.json", MemoryRecord, SCHEMA_VERSION, lambda record: memory_parts(record)
     ),
 )
 
@@ -168,32 +155,23 @@ IMPORTANCE = (
 ELSEWHERE = "memory.json"  # A table that is cut names the file with the rest
 
 
-def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
-    """What the terminal shows, in this order.
-
-    Args:
-        record: the modes.
-        depth: levels of modules, None for all.
-    """
+def memory_parts(record: MemoryRecord) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order."""
     yield _header(record)
     if (sentence := answer(record)) is not None:
         yield sentence
     yield peak_table(record)
     for mode in detailed_modes(record):
-        yield module_table(mode, record.modes[0], depth)
+        yield module_table(mode, record.modes[0])
     yield from _notes(record)
 
 
 def _header(record: MemoryRecord) -> str:
-    batch, layout = record.modes[0].batch, record.layout
+    batch = record.modes[0].batch
     parts = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
-    each = " per process" if layout.parallel else ""
-    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
-    if layout.checkpointing:
-        how += ", blocks checkpointed"
     return (
-        f"recipe {record.recipe}, batch {batch.effective}{parts}{each}, "
-        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
+        f"recipe {record.recipe}, batch {batch.effective}{parts}, "
+        f"{record.modes[0].optimizer.name}, {record.device}; counted on {_kind(record)}"
     )
 
 
@@ -324,9 +302,9 @@ def mode_table(record: MemoryRecord) -> FittedTable:
     return table
 
 
-def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
-    """Memory at the peak by module down to `depth`, and the change against another mode."""
-    rows, before = _by_depth(mode, depth), _by_depth(first, depth)
+def module_table(mode: ModeMemory, first: ModeMemory) -> FittedTable:
+    """Memory at the peak by module, and the change against another mode."""
+    rows, before = _by_path(mode), _by_path(first)
     if len(rows) > MODULES + 1:  # + 1: the row "1 more" would take the place of the row itself
         rows, before = _blocks_added(rows), _blocks_added(before)
     unit = unit_for(first.bytes["peak"])
@@ -355,15 +333,13 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Fitt
     return table
 
 
-def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
-    """Path to bytes by category and in total; modules deeper than `depth` are added up."""
-    rows: dict[str, dict[str, int]] = {}
-    for module in mode.modules:
-        path = ".".join(module.module.split(".")[:depth])
-        sizes = {key: getattr(module, key) for key in (*MEMORY_CATEGORIES, "total")}
-        _add(rows, path, sizes)
-        rows[path]["modules"] = 1
-    return rows
+def _by_path(mode: ModeMemory) -> dict[str, dict[str, int]]:
+    """Path to bytes by category and in total, and a count of 1."""
+    keys = (*MEMORY_CATEGORIES, "total")
+    return {
+        module.module: {**{key: getattr(module, key) for key in keys}, "modules": 1}
+        for module in mode.modules
+    }
 
 
 def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.settings import of_several_processes, parse_size, with_every_mode
+from mprun.config.settings import parse_size, with_every_mode
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.inspect.memory import (
     SCHEMA_VERSION,
@@ -25,9 +25,9 @@ from mprun.inspect.memory import (
 from mprun.inspect.question import Given, Prepared
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.files import json_text
-from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.published_figures import MEMORY_OF_HALF_SR, RATIO_OF_HALF_SR
 from mprun.records.result import Result
-from mprun.records.run_record import BatchRow, ParallelKind, ProcessLayout
+from mprun.records.run_record import BatchRow
 from mprun.study.double import largest_size
 from mprun.study.planned_run import unused_fields
 from mprun.train.assemble import (
@@ -44,17 +44,13 @@ from mprun.train.machine.machine import versions
 from mprun.train.user_code import described
 from mprun.watch.memory_recorder import DtypeMismatchError, StepMemory
 
-ONE_PROCESS = ProcessLayout()
-
 AGAINST = "fp32"  # The mode to compare a single one with; the published figure is relative to it
 
 # First parts of keys that change the published step
 CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
 
 
-def _record(
-    planned: PlannedModes, settings: MemorySettings, layout: ProcessLayout, report: ReportPart
-) -> MemoryRecord:
+def _record(planned: PlannedModes, settings: MemorySettings, report: ReportPart) -> MemoryRecord:
     """Count a step of each mode and compare it with the first.
 
     Raises:
@@ -68,7 +64,7 @@ def _record(
     for done, mode in enumerate(planned.modes):
         report(f"memory of {mode.label}", done, len(planned.modes))
         try:
-            counted.append((mode, _mode(mode, counted, limit_bytes, layout)))
+            counted.append((mode, _mode(mode, counted, limit_bytes)))
         except RunFailedError as error:
             # modes that the user named must all be counted; of `precision=all`, at least one
             if planned.left_out is None or (done + 1 == len(planned.modes) and not counted):
@@ -76,7 +72,7 @@ def _record(
             missing[mode.label] = str(error)
     modes = [_compared(memory, counted[0][1]) for _, memory in counted]
     first = planned.modes[0].plan
-    as_published = layout == ONE_PROCESS and len(modes) == len(planned.modes)  # zipped below
+    all_counted = len(modes) == len(planned.modes)  # they are zipped below
     return MemoryRecord(
         schema_version=SCHEMA_VERSION,
         recipe=first.config.recipe.name,
@@ -85,9 +81,8 @@ def _record(
         against=modes[0].label,
         limit=limit,
         limit_bytes=limit_bytes,
-        published=_published(planned.modes, modes) if as_published else None,
+        published=_published(planned.modes, modes) if all_counted else None,
         modes=modes,
-        layout=layout,
         left_out=missing,
     )
 
@@ -96,7 +91,6 @@ def _mode(
     mode: PlannedMode,
     before: Sequence[tuple[PlannedMode, ModeMemory]],
     limit_bytes: int | None,
-    layout: ProcessLayout,
 ) -> ModeMemory:
     """A mode's part, without the ratios to the first mode; equal steps are counted once.
 
@@ -118,7 +112,7 @@ def _mode(
     for other, memory in before:
         if same_step(other.plan, plan):
             return replace(memory, **own, same_as=memory.same_as or memory.label)
-    counted = _counted(label, plan, layout)
+    counted = _counted(label, plan)
     return ModeMemory(
         **own,
         bytes=counted.totals,
@@ -128,13 +122,11 @@ def _mode(
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
         why_real=counted.why_real,
-        fits=None if limit_bytes is None else _fit(mode, counted, limit_bytes, layout),
+        fits=None if limit_bytes is None else _fit(mode, counted, limit_bytes),
     )
 
 
-def _fit(
-    mode: PlannedMode, counted: StepMemory, limit_bytes: int, layout: ProcessLayout
-) -> LargestBatch:
+def _fit(mode: PlannedMode, counted: StepMemory, limit_bytes: int) -> LargestBatch:
     """The largest batch whose step fits in `limit_bytes`."""
     plan = mode.plan
 
@@ -142,7 +134,7 @@ def _fit(
         resized = with_batch_size(plan, size)
         if resized.batch == plan.batch and counted.why_real is None:
             return counted.peak_bytes  # the step that was counted already
-        return _counted(mode.label, resized, layout, real=False).peak_bytes
+        return _counted(mode.label, resized, real=False).peak_bytes
 
     # a sample takes a byte or more: no more than limit_bytes of them fit
     fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
@@ -150,16 +142,16 @@ def _fit(
         batch_size=fit.size,
         peak_bytes=fit.tried.get(fit.size),
         next_peak_bytes=fit.tried.get(fit.size + 1),
-        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+        tried={str(n): peak for n, peak in sorted(fit.tried.items())},
         grows=fit.grows,
     )
 
 
-def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
+def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
     try:
         # real: a model that reads values takes a step on real tensors, for which large batches of a
         # search have no memory
-        return step_memory(plan, real, layout)
+        return step_memory(plan, real)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
     except MprunError:
@@ -194,13 +186,13 @@ def _published(
     for plan, mode in zip(planned, modes, strict=True):
         recipe = plan.plan.config.recipe.name
         have = (recipe, mode.precision, mode.batch.effective)
-        if have == step and figure.value is not None and mode.ratio is not None:
+        if have == step and mode.ratio is not None:
             return PublishedMemory(
                 recipe=recipe,
                 precision=mode.precision,
                 against=AGAINST,
                 batch_size=mode.batch.effective,
-                ratio=figure.value,
+                ratio=RATIO_OF_HALF_SR,
                 source=f"{figure.source}, on an {figure.hardware}",
                 ratio_here=mode.ratio,
             )
@@ -311,33 +303,28 @@ def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
 def prepare(given: Given) -> Prepared:
     """Plan the modes."""
     settings = given.settings(MemorySettings)
-    unused = [] if settings.world_size > 1 else of_several_processes(given.texts, "memory.parallel")
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     planned = plan_modes(given.overrides, given.config_dir, settings.against)
     return Prepared(
         lambda m: memory_of_modes(planned, settings, m.report),
         composed=planned.modes[0].composed,
-        warnings=[*unused, *warnings_of(planned.modes)],
+        warnings=warnings_of(planned.modes),
     )
 
 
 def memory_of_modes(
     planned: PlannedModes, settings: MemorySettings, report: ReportPart = report_nothing
 ) -> Result:
-    """Count a step of each mode, on one of several processes if the settings say so.
+    """Count a step of each mode.
 
     Raises:
         RunFailedError: a model's code does not run on fake tensors.
     """
-    layout = ProcessLayout(checkpointing=settings.checkpointing)
-    if settings.world_size > 1:
-        parallel = cast(ParallelKind, settings.parallel)
-        layout = replace(layout, world_size=settings.world_size, parallel=parallel)
-    record = _record(planned, settings, layout, report)
+    record = _record(planned, settings, report)
     files: dict[str, str | bytes] = {"memory.json": json_text(record)}
     if settings.picture:
         from mprun.inspect.measurement_plots import memory_plot  # imports matplotlib
 
         files |= memory_plot(record)
-    return Result(record, list(memory_parts(record, settings.depth)), files)
+    return Result(record, list(memory_parts(record)), files)

@@ -42,8 +42,6 @@ class NumericsSettings:
     """How many times larger gradients may become before one overflows at the recommended scale."""
     needed_db: NotNegative = 20.0
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
-    try_scales: bool = False
-    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
     formats: list[Annotated[str, Legal(*FURTHER_FORMATS)]] = field(default_factory=list)
     """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
     top: Count = 20
@@ -121,8 +119,6 @@ class LossScaleResult:
     where: str
     headroom: float
     verdicts: list[ScaleVerdict]
-    tried_db: dict[str, float]  # Loss scale, as text, to the SQNR of the gradients, in dB
-    best_tried: float | None
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,9 @@ class NumericsResult:
     rows: list[NumericsRow] = field(default_factory=list)
 
 
-SCHEMA_VERSION = 2  # Version 1 had other names: `really`, `will_do`; it is not shown again
+# Version 1 had other names: `really`, `will_do`; it is not shown again. 2 had loss scales that were
+# tried
+SCHEMA_VERSION = 3
 QUESTION = Question(
     "numerics",
     prepared_by("mprun.inspect.numerics_of_steps"),
@@ -459,8 +457,6 @@ def sentences(result: NumericsResult) -> list[str]:
     is_needed = scale.needed is not False
     label = "recommended loss scale" if is_needed else "the largest loss scale that fits"
     lines.append(f"{label}: {scale.reason}")
-    if scale.best_tried is not None:
-        lines.append(_best_tried(scale, scale.best_tried))
     return [*lines, *_lost(result.lost_updates.all)]
 
 
@@ -493,15 +489,6 @@ def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Refere
             f"are only rounding errors were detected with {reference.name}"
         )
     return lines
-
-
-def _best_tried(advice: LossScaleResult, best: float) -> str:
-    tried = {float(scale): db for scale, db in advice.tried_db.items()}
-    text = f"of {len(tried)} powers of two tried, {number(min(tried))} to {number(max(tried))}, "
-    text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
-    known = None if advice.recommended is None else tried.get(advice.recommended)
-    which = "recommended" if advice.needed else "largest that fits"
-    return text if known is None else f"{text}; the {which} has {known:.2f} dB"
 
 
 def number(scale: float) -> str:

@@ -30,8 +30,6 @@ from mprun.inspect.histograms import largest_power
 from mprun.inspect.measurements import (
     FROM_THE_RUN,
     ROWS_BY_POWER,
-    FormatPasses,
-    GradientErrors,
     Measurements,
     gradient_errors,
     variances_of_halves,
@@ -64,7 +62,6 @@ from mprun.watch.updates import (
 # How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it
 ATTEMPTS = 6
 LOWER = 16.0
-BELOW, ABOVE = 20, 8  # How many powers of two on each side of a fitting loss scale are tried
 MIN_HALF = 2  # Samples in half a batch: batch normalisation takes no fewer
 
 
@@ -272,10 +269,9 @@ class _StepInspector:
         errors = gradient_errors(exact, low, self._variances)
         seen.passes["bf16"].add(errors, self._bf16_probe.loss, loss, self._deviation)
         scale = self._fitting_scale(batch)
-        errors = self._errors_at(scale, exact, batch)
+        low = self._fp16_probe.gradients(self._run, batch, scale)
+        errors = gradient_errors(exact, low, self._variances)
         seen.passes["fp16"].add(errors, self._fp16_probe.loss, loss, self._deviation, scale)
-        if self._settings.try_scales:
-            self._try_scales(scale, exact, batch, loss)
 
     def after(self, number: int, result: StepResult) -> None:
         """The run has taken step `number`."""
@@ -333,11 +329,6 @@ class _StepInspector:
         # the standard deviation of a half is sqrt(2) of the batch's, that of their difference 2
         self._deviation = abs(losses[0] - losses[1]) / 2
 
-    def _errors_at(self, scale: float, exact: Mapping[str, Tensor], batch: Batch) -> GradientErrors:
-        """The errors of float16 gradients at a loss scale."""
-        low = self._fp16_probe.gradients(self._run, batch, scale)
-        return gradient_errors(exact, low, self._variances)
-
     def _fitting_scale(self, batch: Batch) -> float:
         """The loss scale for this step alone; also notes the largest gradient."""
         size, place = self.measured.exact.largest.worst()
@@ -360,15 +351,3 @@ class _StepInspector:
         if not 0 < size < math.inf:
             return 1.0
         return largest_power(FP16.largest / self._settings.headroom / size)
-
-    def _try_scales(
-        self, scale: float, exact: Mapping[str, Tensor], batch: Batch, loss: float
-    ) -> None:
-        if not self.measured.tried:  # the powers are those around the first step's
-            middle = round(math.log2(scale))
-            # min(0, ...): 1, which is no loss scale, is always among them
-            powers = range(min(0, middle - BELOW), middle + ABOVE + 1)
-            self.measured.tried = {2.0**n: FormatPasses() for n in powers}
-        for tried, passes in self.measured.tried.items():
-            errors = self._errors_at(tried, exact, batch)
-            passes.add(errors, self._fp16_probe.loss, loss, scale=tried)

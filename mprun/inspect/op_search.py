@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -42,13 +41,10 @@ from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists,
 from mprun.precision.apply import call
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, LinearGemms, model_gemms
-from mprun.precision.op_lists import Entry
-from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
+from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known
 from mprun.precision.policy import torch_dtype
 from mprun.records.console import ReportPart, report_nothing
-from mprun.records.console.formatting import counted
 from mprun.records.layer_values import PRODUCTS, with_high_products
-from mprun.study.budget import EndedEarlyError, LimitedParts
 from mprun.train.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts
 from mprun.train.assemble.planned_memory import as_native
 from mprun.train.loop import Limits, Trainer, TrainingComponents
@@ -117,13 +113,11 @@ class OpCandidates:
     Args:
         model, inputs: the model, and the inputs of one batch; some forward passes are run on them.
         dtype: the lower one, bfloat16 or float16.
-        always: ops that are always in float32, by any of their names.
         arithmetic: computes the ops; PyTorch's kernels by default.
         forward: gives the model's output for the inputs.
 
     Raises:
-        NotMeasurableError: no op has a name in `always`; or the model fails in the lower dtype and
-            no single op is to blame.
+        NotMeasurableError: the model fails in the lower dtype and no single op is to blame.
     """
 
     kind, slack_db = "op", SLACK_DB
@@ -133,27 +127,19 @@ class OpCandidates:
         model: nn.Module,
         inputs: Any,
         dtype: torch.dtype,
-        always: Sequence[str] = (),
         arithmetic: Arithmetic | None = None,
         forward: Forward = call,
     ) -> None:
-        unknown = op_lists((), [Entry(name, "always") for name in always]).unknown
-        if unknown:
-            raise NotMeasurableError(str(unknown[0]))
         self._dtype, self._arithmetic = dtype, arithmetic or NativeArithmetic()
         self._device_type = next(model.parameters()).device.type
-        self.always: Names = ()
         self.lower: Names = HEAVY
         """Ops on the lower list when everything is lower."""
-        self._movable = Counter(self._movable_ops(model, lambda: forward(model, inputs)))
-        self.always = tuple(name for text in always for name in spelled(text))
-        self.names = {n: count for n, count in self._movable.items() if n not in self.always}
+        self.names = Counter(self._movable_ops(model, lambda: forward(model, inputs)))
 
     def lists(self, fp32: Collection[str] = ()) -> OpLists:
         """These ops on the fp32 list, the others lower."""
-        in_float32 = (*self.always, *fp32)
-        lower = [n for n in self.lower if n not in in_float32]
-        return op_lists(lower, in_float32, promoted())
+        lower = [n for n in self.lower if n not in fp32]
+        return op_lists(lower, tuple(fp32), promoted())
 
     def kept(self, names: Collection[str]) -> CastPlan:
         """These in float32."""
@@ -161,7 +147,7 @@ class OpCandidates:
 
     def alone(self, name: str) -> CastPlan:
         """This one lower."""
-        return self._plan(op_lists([name], [n for n in self._movable if n != name], promoted()))
+        return self._plan(op_lists([name], [n for n in self.names if n != name], promoted()))
 
     def unavoidable(self, probe: CastProbe) -> Deviation:
         """Everything in float32, with weights of the lower dtype's precision."""
@@ -313,7 +299,7 @@ class Fp32List(Selection):
 
 
 class Sensitivity:
-    """Measures candidates one by one, and sets of them; what was measured stays if `report` raises.
+    """Measures candidates one by one, and sets of them.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
@@ -380,7 +366,6 @@ def sensitivity(
     batches: Iterable[Batch],
     dtype: torch.dtype = torch.float16,
     *,
-    always: Sequence[str] = (),
     arithmetic: Arithmetic | None = None,
     loss_scales: Sequence[float] | None = None,
     report: Callable[[str], None] = lambda _: None,
@@ -396,7 +381,6 @@ def sensitivity(
         batches: pairs of inputs and target, on the model's device. Inputs are a tensor, a tuple of
             arguments, or a mapping of named ones. Take validation data, never the test set.
         dtype: float16 or bfloat16.
-        always: ops that are always in float32.
         arithmetic: computes the ops; PyTorch's kernels by default.
         loss_scales: tried in turn until gradients are finite; by default powers of two from 2^16
             down to 1 for float16, and 1 for bfloat16.
@@ -404,13 +388,13 @@ def sensitivity(
 
     Raises:
         ValueError: no batches; no parameters to train, or 16-bit ones; a loss or gradient that is
-            not finite in float32; a name in `always` that no op has; another dtype.
+            not finite in float32; another dtype.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
     passes = Passes(model, loss, batches)
     scales = LOSS_SCALES.get(dtype, (1.0,)) if loss_scales is None else loss_scales
-    candidates = OpCandidates(model, passes.batches[0][0], dtype, always, arithmetic)
+    candidates = OpCandidates(model, passes.batches[0][0], dtype, arithmetic)
     measured = Sensitivity(
         CastProbe(passes, scales), candidates, lambda text, done=0, total=None: report(text)
     )
@@ -423,36 +407,33 @@ def sensitivity(
 SCALE_STEP = 16.0  # Loss scales that are tried are this factor apart: five from 2^16 to 1
 
 
-def search(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: LimitedParts) -> OpSearch:
+def search(low: Plan, float32: Plan, settings: SearchOpsSettings, report: ReportPart) -> OpSearch:
     """Train a few steps in float32, measure each candidate, and search the smallest set."""
     policy, of_ops = low.policy, low.policy.gemms == "none"
     # a plan with formats would round in its layers; they are here put on by the search
     built = build_parts(low if of_ops else as_native(low))
     samples, passes = _passes(low, built, settings.batches)
-    _load_trained(built, float32, settings.warmup_steps, parts)
+    _load_trained(built, float32, settings.warmup_steps, report)
     probe = CastProbe(passes, loss_scales(low))
     candidates: OpCandidates | GemmCandidates
     if of_ops:
         dtype, arithmetic = torch_dtype(policy.compute_dtype), build_arithmetic(low)
         inputs, forward = passes.batches[0][0], passes.forward
-        candidates = OpCandidates(built.model, inputs, dtype, settings.always, arithmetic, forward)
+        candidates = OpCandidates(built.model, inputs, dtype, arithmetic, forward)
         given = CastPlan(build_caster(low), arithmetic=arithmetic)
         given_name = policy.casting if low.op_lists is None else low.config.op_lists.name
     else:
         gemms = model_gemms(built.model, {}, policy.gemms, policy.hadamard)
         candidates = GemmCandidates(gemms, settings.per, low.device.type)
         given, given_name = candidates.kept(candidates.names), "bf16_mixed"
-    measured = Sensitivity(probe, candidates, parts)
-    parts("measuring the casts of the configuration")
+    measured = Sensitivity(probe, candidates, report)
+    report("measuring the casts of the configuration")
     given_deviation = probe.measure(given)
-    asked, answer = Tolerance(settings.tolerance, settings.gradient_db), None
-    with suppress(EndedEarlyError):
-        measured.measure()
-        answer = measured.smallest(asked)
+    asked = Tolerance(settings.tolerance, settings.gradient_db)
+    measured.measure()
+    answer = measured.smallest(asked)
     tolerance = measured.beside(asked)
     rows = [SensitivityRow(**vars(x), harm_alone=tolerance.harm(x.alone)) for x in measured.ops]
-    of = counted(len(candidates.names), candidates.kind)
-    left_open = f"{len(rows)} of {of} measured, and no list of {candidates.kind}s chosen"
     record = OpSearch(
         kind=candidates.kind,
         low=policy.compute_dtype if of_ops else policy.gemms,
@@ -468,13 +449,10 @@ def search(low: Plan, float32: Plan, settings: SearchOpsSettings, parts: Limited
         given_name=given_name,
         rows=rows,
         answer=answer,
-        ended_by=parts.ended_by,
-        unsettled=left_open if parts.ended_by else "",
     )
     if isinstance(candidates, OpCandidates):
-        return replace(record, always=list(candidates.always), lower=list(candidates.lower))
-    high = () if answer is None else answer.high
-    return replace(record, layers=candidates.layers(policy.gemms, high))
+        return replace(record, lower=list(candidates.lower))
+    return replace(record, layers=candidates.layers(policy.gemms, answer.high))
 
 
 def _passes(low: Plan, built: TrainingComponents, count: int) -> tuple[Samples, Passes]:
@@ -487,18 +465,16 @@ def _passes(low: Plan, built: TrainingComponents, count: int) -> tuple[Samples, 
     return samples, Passes(built.model, LossTerms(low.recipe), pairs, forward=low.recipe.forward)
 
 
-def _load_trained(
-    built: TrainingComponents, float32: Plan, steps: int, parts: LimitedParts
-) -> None:
+def _load_trained(built: TrainingComponents, float32: Plan, steps: int, report: ReportPart) -> None:
     """Give the model the weights of a training: drawn weights are only its start."""
-    parts(f"training {steps} steps in float32")
+    report(f"training {steps} steps in float32")
     # validation data are for the search alone, and would take time after each epoch
     without = replace(float32.splits, validation=float32.splits.validation.first(0))
     with float32.backend_flags():  # inside the flags of the mode: float32 is IEEE here
         trained = build_parts(replace(float32, splits=without))
         if steps:
             Trainer(trained, Limits(None, steps, None)).fit()
-    parts("measuring float32")
+    report("measuring float32")
     built.model.load_state_dict(trained.model.state_dict())
 
 

@@ -164,11 +164,6 @@ class StepRecorder:
         return next(self._parts.train.epoch(self._parts.order.draw()))
 
     @property
-    def ops(self) -> list[RecordedOp]:
-        """Those of the last recorded step; of a step that failed, those before the failure."""
-        return list(self._ops)
-
-    @property
     def fault(self) -> OpFault | None:
         """The op that failed; None if the error came from elsewhere."""
         return self._recorder.fault
@@ -178,7 +173,7 @@ class StepRecorder:
         self._ops.clear()
         with self._recorder.following(self._parts.model, self._parts.optimizer), self._recorder:
             self._trainer.optimizer_step(batch)
-        return self.ops
+        return list(self._ops)
 
     def time_s(self, batch: Batch) -> float:
         """Seconds of a training step that is not recorded."""

@@ -90,8 +90,6 @@ class Question:
     folders_of: tuple[str, ...] = ()
     """Of which commands it takes folders: `last` is then the newest of them."""
     saved: SavedResult | None = None
-    signals: Callable[[Given], StopSignals] = lambda given: StopSignals()
-    """Catches the signals; a question with a budget has `BudgetSignals`."""
 
 
 def prepared_by(module: str) -> Callable[[Given], Prepared]:

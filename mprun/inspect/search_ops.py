@@ -1,23 +1,22 @@
 """`mprun search-ops`: which ops must stay in float32, and the op list that keeps them there.
 
     mprun search-ops recipe=mnist precision=fp16_mixed
-    mprun search-ops recipe=mnist search_ops.budget_min=10    (what ten minutes can settle)
 
 Takes the overrides of a run, and settings (`search_ops.tolerance=0.005`). Writes into the run's
 folder `ops.yaml`, which `op_lists.lower_file` and `op_lists.fp32_file` read, or `layers.yaml` for
-`precision.layers_file`, and `search_ops.json` with every measurement. Ctrl-C ends it with what was
-measured. See docs/reference/search-ops.md.
+`precision.layers_file`, and `search_ops.json` with every measurement. See
+docs/reference/search-ops.md.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.errors import RunFailedError, UsageError
+from mprun.errors import UsageError
 from mprun.inspect.numerics import unjudged
 from mprun.inspect.question import Given, Measuring, Prepared, Question, of_run
 from mprun.inspect.search_result import (
@@ -31,16 +30,13 @@ from mprun.inspect.search_result import (
 )
 from mprun.records.console import print_line, stdout_console
 from mprun.records.result import Result
-from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
-from mprun.train.signals import SignalReceivedError, StopSignals
 
 if TYPE_CHECKING:
     from mprun.config import Composed
+    from mprun.records.console import ReportPart
     from mprun.study.planned_run import PlannedRun
 
 SCHEMA_VERSION = 4  # Until 3 modules were searched too, and a budget of bits could be asked for
-HELD_OUT = "data.validation_fraction"  # Set to `SHARE` for a recipe without validation data
-SHARE = 0.1
 # Parts of a configuration that a mixed mode and fp32 do not share
 OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
 
@@ -52,30 +48,22 @@ def prepare(given: Given) -> Prepared:
         UsageError: an override is not legal, or the mode casts no op.
     """
     from mprun.config import compose
+    from mprun.study.planned_run import plan_run
 
     overrides, settings = given.overrides, given.settings(SearchOpsSettings)
     if not {"precision", "op_lists"} & set(map(key_of, overrides)):
         overrides = [*overrides, "precision=bf16_mixed"]
-    low, held_out = _with_validation_data(overrides, given.config_dir)
+    low = plan_run(_composed(overrides, given.config_dir), "search-ops")
     if low.plan.policy.gemms == "none" and settings.per != "gemm":
         raise UsageError(
             f"search_ops.per={settings.per}: precision={low.plan.policy.name} has no format of 8 "
             "bits or fewer; legal: a mode with one, such as precision=mxfp8, or search_ops.per=gemm"
         )
-    shared = [text for text in (*overrides, *held_out) if key_of(text) not in OF_THE_MODE]
+    shared = [text for text in overrides if key_of(text) not in OF_THE_MODE]
     float32 = compose([*shared, "precision=fp32"], given.config_dir)
 
     def measure(m: Measuring) -> Result:
-        stop = m.stop
-        assert isinstance(stop, BudgetSignals)  # those of `_signals`
-        with stop.deferred():  # a signal ends the search at the next part, with what was measured
-            try:
-                return _searched(low, float32, settings, LimitedParts(stop, m.report))
-            except EndedEarlyError:
-                if stop.received is not None:
-                    raise SignalReceivedError from None
-                text = f"{stop.name} ended the search before its first result: give it more time"
-                raise RunFailedError(text) from None
+        return _searched(low, float32, settings, m.report)
 
     def show_use(result: Result, folder: Path | None) -> None:
         files = [name for name in result.files if name != FILE]
@@ -84,22 +72,11 @@ def prepare(given: Given) -> Prepared:
             use = ["mprun", *own, *overrides_with(overrides, folder / files[0])]
             print_line(stdout_console(), f"use it: {shlex.join(use)}")
 
-    return of_run(low, measure, lines=_notes(low, held_out), after=show_use)
-
-
-def _with_validation_data(
-    overrides: Sequence[str], config_dir: Path | None
-) -> tuple[PlannedRun, tuple[str, ...]]:
-    """The planned run, and the override that was added to split off validation data."""
-    from mprun.study.planned_run import plan_run
-
-    low = plan_run(_composed(overrides, config_dir), "search-ops")
-    own = not low.plan.splits.validation.is_empty or HELD_OUT in low.composed.given
-    if own or HELD_OUT in low.plan.recipe.ignores:
-        return low, ()
-    held_out = (f"{HELD_OUT}={SHARE}",)
-    other = plan_run(_composed([*overrides, *held_out], config_dir), "search-ops")
-    return (low, ()) if other.plan.splits.validation.is_empty else (other, held_out)
+    lines = []
+    if low.plan.splits.validation.is_empty:
+        name = low.composed.config.recipe.name
+        lines.append(f"note: recipe={name} has no validation data: measured on training data")
+    return of_run(low, measure, lines=lines, after=show_use)
 
 
 def _composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
@@ -120,21 +97,12 @@ def _composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     return composed
 
 
-def _notes(low: PlannedRun, held_out: Sequence[str]) -> Iterator[str]:
-    name = low.composed.config.recipe.name
-    for override in held_out:
-        yield f"note: recipe={name} has no validation data of its own; {override} is set"
-    if low.plan.splits.validation.is_empty:
-        yield f"note: recipe={name} has no validation data: measured on training data"
-
-
 def _searched(
-    planned: PlannedRun, float32: Composed, settings: SearchOpsSettings, parts: LimitedParts
+    planned: PlannedRun, float32: Composed, settings: SearchOpsSettings, report: ReportPart
 ) -> Result:
-    """Measure and search, as far as it gets.
+    """Measure and search.
 
     Raises:
-        EndedEarlyError: `parts` ended it before its first result.
         UsageError: the model cannot be measured.
         RunFailedError: the model's step cannot run.
     """
@@ -142,17 +110,15 @@ def _searched(
     from mprun.train.assemble import make_plan
 
     with planned.executing():
-        record = search(planned.plan, make_plan(float32.config, ()), settings, parts)
+        record = search(planned.plan, make_plan(float32.config, ()), settings, report)
     names = ("recipe", "precision", "seed", "execution")
     described = planned.described(*names, "hardware", "versions", "backend", "data")
     own = {"settings": asdict(settings), **asdict(record)}
     content = {"schema_version": SCHEMA_VERSION, **described, **own}
     about = f"recipe {planned.plan.config.recipe.name}, precision {planned.plan.policy.name}"
     lines = unjudged(record.unjudged_parameters, record.zero_gradients, record.reference)
-    if record.unsettled:
-        lines.append(f"left open, ended by {record.ended_by}: {record.unsettled}")
     files = {FILE: Result(content).json, **answer_files(record, about)}
-    tables = [rows_table(record), outcome_table(record)] if record.rows else [outcome_table(record)]
+    tables = [rows_table(record), outcome_table(record)]
     return Result(content, [answer_sentence(record), *tables, *lines], files)
 
 
@@ -171,9 +137,4 @@ def key_of(override: str) -> str:
     return override.lstrip("+").partition("=")[0].partition(".")[0]
 
 
-def _signals(given: Given) -> StopSignals:
-    minutes = given.settings(SearchOpsSettings).budget_min
-    return BudgetSignals(Budget("search_ops.budget_min", minutes))
-
-
-QUESTION = Question("search-ops", prepare, (SearchOpsSettings,), signals=_signals)
+QUESTION = Question("search-ops", prepare, (SearchOpsSettings,))

@@ -45,10 +45,6 @@ class SearchOpsSettings:
     """Batches of validation data used for the measurements."""
     warmup_steps: Number = 20
     """Steps trained in float32 before; 0 measures the initial weights."""
-    always: list[str] = field(default_factory=list)
-    """Ops that always stay in float32: [softmax, log]."""
-    budget_min: Positive | None = None
-    """Minutes for the search; measurements that would exceed them are left out. null: no limit."""
 
 
 # ---- the record ----------------------------------------------------------------------------------
@@ -110,13 +106,10 @@ class OpSearch:
     given: Deviation  # The casts of the configuration; beside a format those of bf16_mixed
     given_name: str  # Of these casts: autocast, the mode, or the name of the op lists
     rows: list[SensitivityRow]
-    answer: Selection | None  # None if the search ended before it had one
-    always: list[str] = field(default_factory=list)  # Ops that the user keeps in float32
+    answer: Selection
     lower: list[str] = field(default_factory=list)  # Ops on the lower list when every op is lower
     layers: dict[str, str] = field(default_factory=dict)
     """Layers of the answer as `precision.layers` takes them."""
-    ended_by: str | None = None  # What ended the search early: a signal, or search_ops.budget_min
-    unsettled: str = ""  # What an ended search leaves open
 
 
 # ---- the sentence and the tables -----------------------------------------------------------------
@@ -125,15 +118,13 @@ class OpSearch:
 def answer_sentence(search: OpSearch) -> str:
     """What has to stay in the higher precision, by the measurements."""
     answer, kind, high = search.answer, search.kind, search.high
-    if answer is None:
-        return "No answer yet: the search ended before it had one."
     if not answer.is_within:
         return (
             f"No list of {kind}s is enough: with every {kind} in {high} the difference is still "
             "too large."
         )
     if not answer.high:
-        return f"No {'other ' if search.always else ''}{kind} has to stay in {high}."
+        return f"No {kind} has to stay in {high}."
     if kind != "op" and not search.layers:
         return f"Every {kind} has to stay in {high}: take precision=bf16_mixed."
     plural, have = ("", "has") if len(answer.high) == 1 else ("s", "have")
@@ -163,14 +154,13 @@ def outcome_table(search: OpSearch) -> FittedTable:
     """Everything in the lower precision, the configured casts and the answer, side by side."""
     # rounded weights are measured in float32, which a format's higher precision is not
     rounded = "all" if search.high == "float32" else "float32"
+    names = listed(search.answer.high, MAX_NAMES) or "nothing"
     rows: list[tuple[str, Deviation]] = [
         (f"{rounded}, weights rounded", search.unavoidable),
         ("nothing", search.everything_lower),
         (f"as in {search.given_name}", search.given),
+        (f"{search.kind}s: {names} <-", search.answer.measure),
     ]
-    if (answer := search.answer) is not None:
-        names = listed((*search.always, *answer.high), MAX_NAMES) or "nothing"
-        rows.append((f"{search.kind}s: {names} <-", answer.measure))
     return FittedTable(
         "outcome",
         text_column(f"in {search.high}", cell=itemgetter(0)),
@@ -202,21 +192,19 @@ def decibels(db: float) -> str:
 
 
 def answer_files(search: OpSearch, config: str) -> dict[str, str]:
-    """Name to content of the file that a run takes; nothing without an answer.
+    """Name to content of the file that a run takes; nothing where no layer keeps its format.
 
     Args:
         search: the search.
         config: for the comment at the top: `recipe mnist, precision fp16_mixed`.
     """
     answer = search.answer
-    if answer is None:
-        return {}
     head = f"Written by mprun search-ops: {config}"
     if not answer.is_within:
         head += "\nTHIS EXCEEDS THE TOLERANCE: no list meets it."
     if search.kind != "op":
         return {LAYERS: layers_file(head, search.layers)} if search.layers else {}
-    fp32 = [*answer.high, *search.always]
+    fp32 = list(answer.high)
     lists = {"fp32": fp32, "lower": [name for name in search.lower if name not in fp32]}
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     return {OPS: comment + yaml.safe_dump(lists, sort_keys=False)}

@@ -3,13 +3,11 @@
     mprun trace recipe=mnist op_lists=hmp
 
 Takes the overrides of a run. Prints the totals and a summary by kind of op (with `trace.ops=true`
-every op), and writes two files into the run's folder: `trace.json` with everything, and
-`trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+every op), and writes `trace.json` with everything into the run's folder.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mprun.errors import RunFailedError
 from mprun.inspect.question import Given, Prepared, Question, SavedResult, of_run
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.files import json_text
 from mprun.records.mode_names import SHORT_DTYPES
-from mprun.records.result import PartialResultError, Result
+from mprun.records.result import Result
 from mprun.records.run_record import BackendRow, Hardware
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ COMPUTED_BY_MPRUN = (
     "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
     "them; casts inside them are not counted"
 )
-# Those of `step_events.PHASES`, whose module imports torch
-PHASES = ("forward", "backward", "optimizer", "other")
 ROOT = {"forward": "(root)"}  # The name of the model itself, whose path is empty
 MAX_KINDS = 25  # The most kinds of ops in the summary; the rest are summed in one row
 ELSEWHERE = "trace.json"  # A table that is cut names the file with the rest
@@ -72,7 +69,7 @@ class TraceRow:
     """A call of the model with its kernels, or an op outside of a call."""
 
     op: str  # What Python called; in the backward pass and the optimizer, what ATen ran
-    phase: str  # One of `PHASES`
+    phase: str  # One of `step_events.PHASES`
     module: str
     rule: str  # The cast rule that decided the dtype
     dtypes_in: list[str]
@@ -223,36 +220,6 @@ def totals(record: TraceRecord) -> FittedTable:
         text_column("value", cell=itemgetter(1)),
         rows=rows.items(),
     )
-
-
-def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """The trace in Chrome's event format: a track for each phase, casts as events of their own.
-
-    Source: "Trace Event Format", the Chromium project. Times in microseconds.
-    """
-    events: list[dict[str, Any]] = [
-        # ph: M is metadata, X a complete event with a duration
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": i, "args": {"name": phase}}
-        for i, phase in enumerate(PHASES)
-    ]
-
-    def add(name: str, kind: str, at_us: float, time_ms: float, args: dict[str, Any]) -> None:
-        place = {"ph": "X", "pid": 1, "tid": track, "ts": at_us, "dur": time_ms * 1e3}
-        events.append({"name": name, "cat": kind, **place, "args": args})
-
-    start_ms = min((row.began_ms for row in rows), default=0.0)
-    for row in rows:
-        at_us, track = (row.began_ms - start_ms) * 1e3, PHASES.index(row.phase)
-        # the casts of a row are drawn before its op, though they may lie between its kernels
-        for cast in row.casts:
-            name = f"cast {_short([cast.from_dtype])} to {_short([cast.to_dtype])}"
-            add(name, "cast", at_us, cast.time_ms, msgspec.to_builtins(cast))
-            at_us += cast.time_ms * 1e3
-        if row.kernels:
-            names = ("module", "rule", "dtypes_in", "dtypes_out", "kernels")
-            args = {name: getattr(row, name) for name in names}
-            add(row.op, "op", at_us, row.time_ms, args)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 # ---- rows of the recorded ops --------------------------------------------------------------------
@@ -440,7 +407,7 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
         with_ops: whether every op is shown, not only kinds of them.
 
     Raises:
-        PartialResultError: the step cannot run; its result has the ops before the failure.
+        RunFailedError: the step cannot run.
     """
     from mprun.train.assemble.parts import build_arithmetic
 
@@ -466,33 +433,26 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
     # casts inside the ops that mprun emulates or substitutes are not counted
     if planned.plan.execution == "emulated" or build_arithmetic(planned.plan).substitutions:
         parts.append(COMPUTED_BY_MPRUN)
-    files = {
-        "trace.json": json_text(record),
-        "trace.chrome.json": json.dumps(chrome(rows), indent=1),
-    }
-    return Result(record, parts, files)
+    return Result(record, parts, {"trace.json": json_text(record)})
 
 
 def trace_step(plan: Plan) -> tuple[list[TraceRow], float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
-        PartialResultError: the step cannot run.
+        RunFailedError: the step cannot run.
     """
     from mprun.inspect.op_trace import StepRecorder
     from mprun.train.user_code import described
 
     recorder = StepRecorder(plan, is_timed=True)
     batch = recorder.first_batch()
-    try:  # recorded, so that the ops before a failure are shown
+    try:  # recorded, so that the op that fails is known
         recorder.record(batch)
     except Exception as error:
         text = described(error, plan.policy.name)
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
-        result = _before_the_failure(trace(recorder.ops, plan.layers), f"{where}{text}")
-        raise PartialResultError(
-            f"the step cannot run, the ops before the failure are above: {where}{text}", result
-        ) from error
+        raise RunFailedError(f"the step cannot run: {where}{text}") from error
     times = [recorder.time_s(batch) for _ in range(WARMUP + REPEATS)]
     traces = [trace(recorder.record(batch), plan.layers) for _ in range(REPEATS)]
     return typical(traces), median(times[WARMUP:])  # medians: single steps are interrupted
@@ -503,16 +463,3 @@ def traced_step(plan: Plan, batch: Batch) -> list[TraceRow]:
     from mprun.inspect.op_trace import StepRecorder
 
     return trace(StepRecorder(plan, is_timed=False).record(batch), plan.layers)
-
-
-def _before_the_failure(rows: list[TraceRow], error: str) -> Result:
-    """What a step that cannot run leaves: a trace.json with these four fields only."""
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "error": error,
-        # no step was timed: the share of casts is that of the recorded ops; not a division by 0
-        "totals": totals_of(rows, _whole_ms(rows) or 1e3),
-        "rows": rows,
-    }
-    parts = [step_table(rows)] if rows else []
-    return Result(content, parts, {"trace.json": json_text(content)})

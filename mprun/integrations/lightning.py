@@ -49,7 +49,6 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.begin_step(trainer.global_step + 1)
         if (run := self.running) is not None:
             run.note_batch(batch)
             run.begin_call(batch)
@@ -63,7 +62,7 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
             return
         self._steps = trainer.global_step
         self._log_loss(trainer, pl_module.automatic_optimization)
-        self.end_step(self._steps)
+        self.report_audit()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if (run := self.running) is not None:

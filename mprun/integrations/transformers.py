@@ -46,11 +46,8 @@ class MprunCallback(TrainerRecord, TrainerCallback):
         if state.is_world_process_zero:
             self.begin(kwargs["model"], [kwargs["optimizer"]], args.seed)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin_step(state.global_step + 1)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.end_step(state.global_step)
+        self.report_audit()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any

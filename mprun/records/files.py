@@ -2,7 +2,7 @@
 
 A file is replaced as a whole, so readers see the old content or the new one, never a part of it,
 even after a crash. Of the processes that torchrun starts together the first one keeps the record
-(`Launch`), and only the process that began a command writes (`leave_if_forked`).
+(`Launch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from os import _exit
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +55,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomic(path, f"{text}\n".encode())
 
 
-def reserve_descriptors() -> None:
-    """Open what the process got closed of standard input, output and error, as nothing.
-
-    Otherwise the next file that is opened gets the free number, and whatever writes to standard
-    output writes into that file. User code may close them at any time.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
-
-
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
@@ -87,7 +73,6 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def _draft(path: Path, data: bytes) -> Path:
     """Write `data`, synced, to a file beside `path` that has the name `.NAME.*.tmp`."""
-    reserve_descriptors()
     # a name that cannot be guessed, of no file that exists: a link laid there would lead elsewhere
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     file = draft.open("xb")
@@ -253,21 +238,3 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
         )
     except ValueError:  # another program's variables
         return Launch()
-
-
-_owners: list[int] = []  # The process that began the last command
-
-
-def own_records() -> None:
-    """A command begins in this process."""
-    _owners[:] = [os.getpid()]
-
-
-def leave_if_forked() -> None:
-    """End this process if it was forked off the one that began the command.
-
-    User code may call `os.fork()`. Its child goes on in the middle of the command: it would train
-    the same run and write into the same files.
-    """
-    if _owners and os.getpid() != _owners[0]:
-        _exit(0)  # not sys.exit, which flushes what the parent still has to print

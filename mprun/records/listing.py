@@ -36,7 +36,7 @@ RUNS = ("train",)
 STUDIES = ("sweep", "advise", "double", "train -m")
 MULTIRUN_FILE = "multirun.yaml"
 RUN_FILES = {"summary.json", METRICS}
-NOT_SEARCHED = ("checkpoints", TRACKERS)  # Loggers keep copies of records there
+NOT_SEARCHED = ("checkpoints", TRACKERS)
 
 
 # Not the whole `run_record.Summary`: a list needs few fields, and msgspec skips the others

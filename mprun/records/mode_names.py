@@ -9,13 +9,13 @@ most people mean. No torch, so that mistakes are answered at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from mprun.errors import did_you_mean, nearest
+from mprun.errors import did_you_mean, hint
 from mprun.records.policy_columns import FORMAT_MODES
 from mprun.records.reader import load_yaml
 
@@ -52,15 +52,12 @@ KERAS_NAMES = {
 }
 # Other names, to the mode they stand for
 ALIASES = {**OWN_ALIASES, **LIGHTNING_NAMES, **KERAS_NAMES}
-# Names that fit several modes, or none, to the modes that are suggested, the likeliest first
+# Names that fit several modes, to those that are suggested, the likeliest first
 MEANT = {
     "bf16": ("bf16_mixed", "bf16_true", "bf16_sr"),
-    **dict.fromkeys(("fp16", "16", "half"), ("fp16_mixed", "fp16_true", "half_sr")),
-    **dict.fromkeys(("amp", "autocast", "mixed"), ("bf16_mixed", "fp16_mixed")),
-    **dict.fromkeys(("true", "low"), ("bf16_true", "fp16_true")),
-    **dict.fromkeys(("32", "float", "full", "64", "64_true", "float64", "fp64"), ("fp32",)),
-    **dict.fromkeys(("fp8", "float8", "8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),
-    **dict.fromkeys(("fp4", "float4", "4", "int4"), ("nvfp4",)),
+    **dict.fromkeys(("fp16", "half"), ("fp16_mixed", "fp16_true", "half_sr")),
+    **dict.fromkeys(("amp", "mixed"), ("bf16_mixed", "fp16_mixed")),
+    **dict.fromkeys(("fp8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),
 }
 
 
@@ -69,27 +66,14 @@ def own_label(label: str) -> str:
     return re.sub(r"^[\w-]+", lambda mode: ALIASES.get(mode[0], mode[0]), label)
 
 
-def mode_hint(word: str, known: Iterable[str], what: Mapping[str, str] | None = None) -> str:
+def mode_hint(word: str, known: Collection[str]) -> str:
     """`; did you mean 'x' or 'y'?` for the modes that `word` may mean, or an empty string.
 
     Args:
         word: as it was given.
         known: the modes that are legal.
-        what: describes modes, where several are named.
     """
-    legal = list(known)
-    modes = {_plain(name): [name] for name in legal}
-    others = {**{_plain(name): (mode,) for name, mode in ALIASES.items()}, **MEANT}
-    for name, meant in others.items():
-        if here := [mode for mode in meant if mode in legal]:
-            modes[name] = here
-    key = _plain(word)
-    near = modes.get(key if key in modes else nearest(key, modes) or "", [])
-    return did_you_mean(near, what if len(near) > 1 else None)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "_")
+    return did_you_mean([x for x in MEANT.get(word, ()) if x in known]) or hint(word, known)
 
 
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -11,11 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
-
-from mprun.records.reader import NotYamlError, compose_yaml, read_text
+from mprun.records.reader import NotYamlError, read_text, read_yaml
 
 KINDS = ("lower", "fp32", "promote")  # The lists: lower dtype, float32, widest of the inputs
 
@@ -24,7 +22,7 @@ class Entry(NamedTuple):
     """A name as written, and its place."""
 
     text: str
-    where: str  # `file:line`, or the name of the lists it ships with
+    where: str  # `file:line`, a YAML file, or the name of the lists it ships with
 
 
 MAX_NAME = 200  # Characters; no op of PyTorch has as many
@@ -38,18 +36,17 @@ def read_list(path: Path, kind: str) -> list[Entry]:
         kind: which of `KINDS` is taken from a YAML mapping.
 
     Raises:
-        ValueError: the file cannot be read or contains anything but names; with file and line.
+        ValueError: the file cannot be read or contains anything but names; with the file.
     """
     try:
-        text = read_text(path)
+        if path.suffix in (".yaml", ".yml"):
+            return _from_yaml(path, read_yaml(path), kind)
+        return list(_from_text(path, read_text(path)))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except NotYamlError as error:
-        reason = f"{error.problem}; a list has one op per line"
-        raise ValueError(f"{path}:{error.line}: {reason}") from None
-    if path.suffix in (".yaml", ".yml"):
-        return _from_yaml(path, text, kind)
-    return list(_from_text(path, text))
+        reason = f"{error.problem}; a list has one op per line, or is YAML by its name"
+        raise ValueError(f"{path}:{error.line or 1}: {reason}") from None
 
 
 def _from_text(path: Path, text: str) -> Iterable[Entry]:
@@ -59,33 +56,18 @@ def _from_text(path: Path, text: str) -> Iterable[Entry]:
             yield Entry(_checked(name, f"{path}:{number}"), f"{path}:{number}")
 
 
-def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
-    try:
-        node = compose_yaml(text)
-    except NotYamlError as error:
-        raise ValueError(f"{path}:{error.line or 1}: not YAML ({error.problem})") from None
-    if isinstance(node, yaml.MappingNode):
-        sections = {
-            key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)
-        }
-        if kind not in sections:
+def _from_yaml(path: Path, content: Any, kind: str) -> list[Entry]:
+    if isinstance(content, dict):
+        if kind not in content:
             raise ValueError(
-                f"{path}:1: it has no '{kind}'; legal: a list of names, or a mapping with "
+                f"{path}: it has no '{kind}'; legal: a list of names, or a mapping with "
                 f"{', '.join(KINDS)}"
             )
-        node = sections[kind]
-    if node is None:
-        return []
-    if not isinstance(node, yaml.SequenceNode):
-        raise ValueError(f"{path}:{node.start_mark.line + 1}: not a list of names")
-    return [_yaml_entry(path, item) for item in node.value]
-
-
-def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
-    where = f"{path}:{item.start_mark.line + 1}"
-    if not isinstance(item, yaml.ScalarNode):
-        raise ValueError(f"{where}: not a name")
-    return Entry(_checked(item.value.strip(), where), where)
+        content = content[kind]
+    # `no` and `on` are truth values to YAML
+    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path}: not a list of names; legal: one op per line, or in YAML a list")
+    return [Entry(_checked(name.strip(), str(path)), str(path)) for name in content]
 
 
 def _checked(name: str, where: str) -> str:

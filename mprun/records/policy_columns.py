@@ -42,7 +42,6 @@ Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 """Part of a whole that is not the whole."""
-WorldSize = Annotated[int, Meta(ge=1, le=2**20)]
 FloatDtype = Annotated[str, Legal(*FLOAT_DTYPES)]
 MomentDtype = Annotated[str, Legal(*MOMENT_DTYPES)]
 

@@ -282,24 +282,9 @@ def load_yaml(text: str) -> Any:
     Raises:
         NotYamlError: it is not YAML, has tags of other kinds, or is too large or deep.
     """
-    content = _parsed(yaml.load, text)
-    _check_extent(content)  # aliases make it deeper and larger than its text
-    return content
-
-
-def compose_yaml(text: str) -> yaml.Node | None:
-    """The nodes of a YAML text, which have their lines; None for an empty one.
-
-    Raises:
-        NotYamlError: it is not YAML.
-    """
-    return _parsed(yaml.compose, text)
-
-
-def _parsed(parse: Any, text: str) -> Any:
     try:
         _check_depth(text)
-        return parse(text, Loader=_PlainLoader)
+        content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None)
@@ -309,6 +294,8 @@ def _parsed(parse: Any, text: str) -> Any:
         raise
     except (ValueError, LookupError) as error:  # a tag whose text has another form: !!int x
         raise NotYamlError(printable(first_line(error))[:80]) from None
+    _check_extent(content)  # aliases make it deeper and larger than its text
+    return content
 
 
 def _check_depth(text: str) -> None:
@@ -347,7 +334,7 @@ class DamagedArchiveError(ValueError):
 
 
 def check_archive(path: Path) -> None:
-    """Check that a file is a whole archive of `torch.save`, or has an older form.
+    """Check that a file is a whole archive of `torch.save`, of PyTorch 1.6 or later.
 
     PyTorch reads the archive in C++ that trusts the file: a damaged one may end the process without
     a word, and changed bytes become changed weights. It is a zip file whose entries are stored as
@@ -361,11 +348,12 @@ def check_archive(path: Path) -> None:
         start = file.read(len(ZIP))
         if not start:
             raise DamagedArchiveError("it is empty")
-        if start == ZIP:  # an older form, which PyTorch reads in Python, has nothing to check
-            try:
-                _check_zip(file)
-            except Exception as error:  # zipfile raises almost anything for a damaged file
-                raise DamagedArchiveError(f"it is not a complete zip archive: {error}") from None
+        if start != ZIP:
+            raise DamagedArchiveError("it is no archive, as torch.save writes since PyTorch 1.6")
+        try:
+            _check_zip(file)
+        except Exception as error:  # zipfile raises almost anything for a damaged file
+            raise DamagedArchiveError(f"it is not a complete zip archive: {error}") from None
 
 
 def _check_zip(file: BinaryIO) -> None:

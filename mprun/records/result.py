@@ -8,6 +8,7 @@ steps: parse the arguments, measure (`mprun.inspect`), show. No torch.
 from __future__ import annotations
 
 import json
+import traceback
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from mprun.errors import EXIT_OK, RunFailedError, traceback_text
+from mprun.errors import EXIT_OK, RunFailedError
 from mprun.records.console import (
     JobProgress,
     ReportPart,
@@ -109,14 +110,6 @@ def _picture(caption: str, svg: str | bytes) -> str:
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-class PartialResultError(RunFailedError):
-    """A measurement failed on its way: `result` has what it measured before."""
-
-    def __init__(self, text: str, result: Result) -> None:
-        super().__init__(text)
-        self.result = result
-
-
 def show(result: Result, folder: Path | None = None) -> int:
     """Show a result on standard output, write its files, and name them.
 
@@ -152,17 +145,14 @@ def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
 
     Raises:
         RunFailedError: the one raised inside; with a folder it names the file of the traceback.
-            Of a `PartialResultError` the result is shown and written first.
     """
     try:
         with JobProgress(stderr_console()) as progress:
             yield progress.begin
     except RunFailedError as error:
-        if isinstance(error, PartialResultError):
-            show(error.result, folder)
         if error.__cause__ is None or folder is None:
             raise
-        text = traceback_text(error.__cause__)
+        text = "".join(traceback.format_exception(error.__cause__))
         try:
             write_atomic(folder / TRACEBACK, text.encode(errors="replace"))
             where = f"the traceback is in {folder / TRACEBACK}"

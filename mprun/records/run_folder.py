@@ -25,10 +25,8 @@ from filelock import FileLock, Timeout
 from mprun.errors import MachineFailedError, UsageError
 from mprun.records.files import (
     jsonable,
-    leave_if_forked,
     refuse_links,
     remove_leftovers,
-    reserve_descriptors,
     write_atomic,
     write_json,
     write_new,
@@ -43,20 +41,15 @@ RECIPE = "recipe.py"  # The copy of a recipe that is a file
 
 GUARD_LAYERS = "guard_layers.yaml"  # The result of `debug.guard`, for `precision.layers_file`
 
-# The files of a record; a logger keeps copies of them
-RECORD_FILES = (
+# What a run reads and writes in its folder
+ENTRIES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
     GUARD_LAYERS,
-)
-
-# What a run reads and writes in its folder
-ENTRIES = (
-    *RECORD_FILES,
     *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard", LOGGER),
 )
 
-TRACKERS = "trackers"  # A folder beside the runs, where loggers keep copies of records
+TRACKERS = "trackers"  # A folder beside the runs, for the files of loggers
 
 
 class RunFolder:
@@ -74,8 +67,6 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
-        leave_if_forked()
-        reserve_descriptors()
         self.path = path
         self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
         self._metrics: TextIO | None = None
@@ -129,7 +120,6 @@ class RunFolder:
     def lines(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to metrics.jsonl; they are on disk when this returns."""
         assert self._metrics is not None
-        leave_if_forked()
         self._metrics.write(_as_text(lines))
         self._metrics.flush()
 
@@ -145,7 +135,6 @@ class RunFolder:
 
     def restore(self, summary: Summary) -> None:
         """Replace summary.json by one that was there before."""
-        leave_if_forked()
         write_json(self.path / "summary.json", asdict(summary))
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ class Scores:
     loss: Number | None
     accuracy: float | None
     samples: int | None = None
-    """The number of samples if a limit left a part of the set or of the epoch out, else null."""
+    """The samples of an epoch that a limit ended, else null; earlier versions also cut sets off."""
     metrics: dict[str, Number | None] | None = None
     """The recipe's metrics, and the means of the named parts of its loss as `loss.NAME`; null
     without any."""
@@ -458,17 +458,6 @@ def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
 
 
 # ---- a step: parts of the records of `mprun memory` and `mprun numerics` -------------------------
-
-ParallelKind = Literal["ddp", "fsdp2"]
-
-
-@dataclass(frozen=True)
-class ProcessLayout:
-    """How many processes share a step, and how."""
-
-    world_size: int = 1
-    parallel: ParallelKind | None = None  # None in a single process
-    checkpointing: bool = False  # Whether activations of blocks are recomputed in the backward pass
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from mprun.study.report.snippets import ListsAnswer, Snippet
 from mprun.study.study import Study, StudyResult, held_out, new_study
 from mprun.study.trials import Outcome
 from mprun.train.assemble import DataCache, Plan, make_plan
-from mprun.train.assemble.optimizer import class_of, import_path, options_of
+from mprun.train.assemble.optimizer import class_of, options_of
 
 SAME_MEMORY = 1.01  # Peaks within this factor are the same: 1 % is no reason to choose a mode
 # A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
@@ -462,7 +462,7 @@ def plan_answer(plan: Plan, notes: tuple[str, ...]) -> Snippet:
         lists=None if plan.op_lists is None else _lists(plan.op_lists),
         layers=dict(plan.layers),
         scale=replace(config.loss_scale, name=kind, value=value),
-        optimizer=None if own else import_path(config.train.optimizer),
+        optimizer=None if own else f"torch.optim.{class_of(config.train.optimizer).__name__}",
         optimizer_args={} if own else _options(config.train.optimizer),
         lr=plan.lr,
         clip_norm=config.train.clip_norm,
@@ -479,11 +479,8 @@ def _lists(lists: OpLists) -> ListsAnswer:
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
-    """The arguments without lr; of a named class without those that are 0 by its own default."""
-    kind = class_of(config)
-    options, default = options_of(config, kind), inspect.signature(kind).parameters
-    if config.target is not None:
-        return options
+    """The arguments without lr and those that are 0 by the class's own default."""
+    options, default = options_of(config), inspect.signature(class_of(config)).parameters
     # Short code; but AdamW's own default of weight_decay is 0.01, so a 0 there must be written
     return {k: v for k, v in options.items() if v or default[k].default}
 

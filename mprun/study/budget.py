@@ -1,7 +1,7 @@
 """A limit on what a study may take: `advise.budget_min=10`.
 
-With a budget, a part (a trial, a measurement) is not begun if it would end too late, judged by the
-longest part of its kind so far. A training that is under way at the end is interrupted; it has a
+With a budget, a trial is not begun if it would end too late, judged by the longest one of its
+variant so far. A training that is under way at the end is interrupted; it has a
 checkpoint, so that a resumed study continues it. The study then answers with what it has, and
 reports what it leaves open.
 """
@@ -12,17 +12,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mprun.errors import MprunError
-from mprun.records.console import ReportPart
 from mprun.records.console.formatting import counted
 from mprun.train.signals import StopSignals
 
 REPORT_S = 10.0  # Seconds that are left at the end for the comparison and its plots
 REPORT_SHARE = 0.1  # At most this share of a short budget is left for them
-
-
-class EndedEarlyError(MprunError):
-    """A signal or the budget ends a job between two parts; the text is what ended it."""
 
 
 class Budget:
@@ -58,7 +52,7 @@ class Budget:
         return self.now_s >= self._ends_at
 
     def has_room(self, expected_s: float) -> bool:
-        """Whether a part that takes so long may begin."""
+        """Whether a trial that takes so long may begin."""
         return not self.is_over() and self.now_s + expected_s <= self._ends_at
 
 
@@ -76,32 +70,6 @@ class BudgetSignals(StopSignals):
     def name(self) -> str:
         """What ended the run, for the user."""
         return self.budget.text if self.received is None else super().name
-
-
-class LimitedParts:
-    """A `ReportPart` that ends a job at a signal, or before a part that exceeds the budget."""
-
-    def __init__(self, stop: BudgetSignals, report: ReportPart) -> None:
-        self.stop = stop
-        self.ended_by: str | None = None
-        """What ended the job early; None if nothing did."""
-        self._report = report
-        self._began_s = self._longest_s = 0.0
-
-    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
-        """A part begins.
-
-        Raises:
-            EndedEarlyError: it must not.
-        """
-        budget, now_s = self.stop.budget, self.stop.budget.now_s
-        # `done` is 0 at the first part of another kind: how long that takes is not known yet
-        self._longest_s = max(self._longest_s, now_s - self._began_s) if done else 0.0
-        if self.stop.requested() or not budget.has_room(self._longest_s):
-            self.ended_by = self.stop.name
-            raise EndedEarlyError(self.ended_by)
-        self._began_s = now_s
-        self._report(text, done, total)
 
 
 class TrialBudget:

@@ -3,7 +3,7 @@
     mprun sweep recipe=mnist seeds=5 hydra/launcher=joblib hydra.launcher.n_jobs=4
     mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
 
-`launcher=joblib|submitit` and its fields are short for that. Each job helps with the study until no
+`launcher=joblib|submitit` is short for the name. Each job helps with the study until no
 trial is open, so it does not matter which job takes which trial, or how many jobs start. Signals,
 logs and limits are the launcher's: a job that it ends leaves its last checkpoint, and the study is
 resumed.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from mprun.config.multirun import check_hydra_launcher, launch, launcher_fields, launcher_override
+from mprun.config.multirun import check_hydra_launcher, launch
 from mprun.config.settings import PROCESSES, LauncherSettings
 from mprun.errors import MprunError, StoppedError, UsageError, first_line
 from mprun.records.console.formatting import counted
@@ -147,11 +147,7 @@ class StudyLauncher:
             return ""
         if self.settings.name == "joblib":
             return "joblib"
-        executor = self.settings.executor
-        if executor == "debug":
-            return "basic"  # the jobs one after the other, in this process
-        is_slurm = executor == "slurm" or (executor == "auto" and shutil.which("srun") is not None)
-        return "submitit_slurm" if is_slurm else "submitit_local"
+        return "submitit_local" if shutil.which("srun") is None else "submitit_slurm"
 
     @property
     def count(self) -> int:
@@ -175,16 +171,7 @@ class StudyLauncher:
             }
         elif self.name == "submitit_slurm":
             defaults["name"] = "mprun"
-        # submitit's own names have these prefixes, the fields of Hydra's plugin have not
-        options = {
-            key.removeprefix("slurm_").removeprefix("local_"): value
-            for key, value in self.settings.options.items()
-        }
-        fields = defaults | options
-        if self.name == "submitit_slurm":  # sbatch has more options than the plugin has fields
-            more = fields.keys() - {*launcher_fields(self.name)}
-            fields |= {f"additional_parameters.{key}": fields.pop(key) for key in more}
-        own = [launcher_override(key, value) for key, value in fields.items()]
+        own = [f"hydra.launcher.{key}={value}" for key, value in defaults.items()]
         given = [text for text in self.hydra if not text.startswith("hydra/launcher=")]
         return [f"hydra/launcher={self.name}", *own, *given]
 
@@ -219,12 +206,12 @@ def check_launcher(launcher: StudyLauncher, needs_times: str = "") -> None:
             on this machine although their times decide.
     """
     settings = launcher.settings
-    if not launcher.hydra:
+    named = [text for text in launcher.hydra if text.startswith("hydra/launcher=")]
+    if not named:
         settings.check()
-    elif settings != LauncherSettings(processes=settings.processes):
+    elif settings.name != "local":
         raise UsageError(
-            f"{launcher.hydra[0]} with fields of launcher: legal beside it are hydra.launcher.* "
-            "and launcher.processes"
+            f"{named[0]} and launcher={settings.name} name a launcher twice; leave out one"
         )
     if not launcher.name:
         return

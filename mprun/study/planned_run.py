@@ -6,7 +6,7 @@ own: the run's weights and running statistics stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -35,7 +35,7 @@ from mprun.train.assemble.parts import build_arithmetic, build_caster, initial_s
 from mprun.train.assemble.recipe_loading import forget_changed, record_of, source_of
 from mprun.train.assemble.speed_trial import with_fastest
 from mprun.train.data import Batch
-from mprun.train.init_from import fill, model_to_fill, weights_of, write_pretrained
+from mprun.train.init_from import fill, model_to_fill, weights_of
 from mprun.train.loop import StopRequestedError
 from mprun.train.loss_terms import LossTerms
 from mprun.train.signals import SignalReceivedError
@@ -268,12 +268,6 @@ def load(run: str | Path | Result, *, trust: bool = False) -> SavedModel:
     model, weights = model_to_fill(recipe), weights_of(path)
     fill(model, weights)
     return SavedModel(model.eval(), config, weights, recipe)
-
-
-def write_folder(run: Path, weights: Mapping[str, Tensor], target: Path, trust: bool) -> None:
-    """Let the model of a run write its weights into a new or empty folder."""
-    recipe, _ = _recipe_of(run, trust)
-    write_pretrained(model_to_fill(recipe), weights, target)
 
 
 def _recipe_of(run: Path, trust: bool) -> tuple[Recipe, Config]:

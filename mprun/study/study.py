@@ -29,8 +29,6 @@ from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trial
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.train.assemble.plan import data_request
 from mprun.train.assemble.recipe_loading import lies_in
-from mprun.train.logger import LoggedRun
-from mprun.train.loggers import build_loggers
 
 LOGS = ".launcher"  # The folder of a launcher's files in a study's: see `hydra_launch.py`
 POLL_S = 0.5  # Seconds between two looks at the trials of other processes
@@ -393,26 +391,3 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
     if planned.splits.validation.is_empty and takes_share:
         overrides.append("data.validation_fraction=0.1")
     return overrides
-
-
-def log_report(study: Study, files: Sequence[Path], tell: Callable[[str], None]) -> None:
-    """Add a run with these files beside the trials' runs, or replace its files.
-
-    Nothing happens with a logger that keeps no files.
-    """
-    trial = study.trials[0]
-    config = compose(trial.overrides, study.config_dir).config
-    logged = LoggedRun(
-        folder=study.folder,
-        # The report is stored beside the trials, so that the logger lists them together
-        store=LoggedRun(folder=study.folder / trial.name).store_folder,
-        project=config.logger.project or config.recipe.name,
-        name=f"comparison of {study.folder.name}",
-        tags={**config.logger.tags, "recipe": config.recipe.name, "kind": study.plan.command},
-        uri=config.logger.uri,
-        online=config.logger.mode == "online",
-    )
-    for logger in build_loggers(config.logger.name, logged, tell):
-        if logger.HAS_RUNS and files:
-            logger.open()
-            logger.finish("completed", files)

@@ -154,6 +154,4 @@ def _epoch_text(epoch: Epoch, judged_by: str) -> str:
         for score, value in scores.named.items():
             if score in ("loss", "accuracy", judged_by):
                 text += f"  {name} {score} {number(value):.4f}"
-        if scores is epoch.validation and scores.samples is not None:
-            text += f" (PARTIAL: the first {scores.samples:,} samples)"
     return text

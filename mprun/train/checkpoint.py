@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickletools
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from mprun.errors import MprunError, UsageError, first_line
 from mprun.precision import devices
 from mprun.precision.nested import map_tensors
 from mprun.records.files import write_atomic
-from mprun.records.reader import ZIP, check_archive, converted
+from mprun.records.reader import check_archive, converted
 from mprun.records.run_record import SavedRun, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.clock import Distribution, warmup_steps
@@ -40,8 +39,6 @@ PARTS = ("choices", "trainer", "journal")
 # `weights_only` runs no code, but does not bound the work: a byte of a pickle makes an object of
 # 200. A tensor takes about 150; a checkpoint of a model with 1,000 parameters half a million.
 MAX_PICKLE_BYTES = 2**23
-# An older file begins with as many: magic number, version, system, content, keys of storages
-LEGACY_PICKLES = 5
 MAX_REPEATED_BYTES = 2**28  # An expanded tensor stores a value once; copying it stores all
 
 
@@ -70,31 +67,13 @@ def load_torch_file(path: Path) -> Any:
 
 def _check_pickles(path: Path) -> None:
     """Refuse pickles that are large, or that name the one function that makes large objects."""
-    with path.open("rb") as file:
-        is_archive = file.read(len(ZIP)) == ZIP  # how PyTorch decides
-        file.seek(0)
-        content = _archived_pickles(file) if is_archive else _legacy_pickles(file)
+    with zipfile.ZipFile(path) as archive:
+        entries = [x for x in archive.infolist() if x.filename.endswith(".pkl")]
+        content = b"".join(archive.read(entry) for entry in entries)
     if len(content) > MAX_PICKLE_BYTES:
         raise NotTensorsError(f"it has more than {MAX_PICKLE_BYTES:,} bytes beside its tensors")
     if b"bytearray" in content:  # allowed by `weights_only`, and `bytearray(n)` has any size
         raise NotTensorsError("it contains a bytearray")
-
-
-def _archived_pickles(file: BinaryIO) -> bytes:
-    with zipfile.ZipFile(file) as archive:
-        entries = [x for x in archive.infolist() if x.filename.endswith(".pkl")]
-        return b"".join(archive.read(entry) for entry in entries)
-
-
-def _legacy_pickles(file: BinaryIO) -> bytes:
-    """The beginning of an older file, up to its storages: the ends of pickles say where."""
-    for _ in range(LEGACY_PICKLES):
-        for _ in pickletools.genops(file):
-            if file.tell() > MAX_PICKLE_BYTES:  # refused by `_check_pickles`
-                break
-    size = file.tell()
-    file.seek(0)
-    return file.read(size)
 
 
 def _check_sizes(content: Any) -> None:

@@ -14,7 +14,6 @@ from mprun.precision.products import recorded_name
 from mprun.records.run_record import Status, Summary, page_fault_share
 from mprun.train.callbacks import Callback
 
-OVER_TIME = 1.05  # A run that takes longer than its limit by this factor gets a warning
 SKIPPED_SHARE = 0.1  # A larger share of skipped steps gets a warning: their data trained nothing
 
 
@@ -75,42 +74,6 @@ def skipped_warning(summary: Summary) -> str | None:
     return (
         f"{skipped} of {steps} steps ({skipped / steps:.0%}) were skipped and trained nothing, "
         f"{_why_skipped(summary)}; {_against_skipping(summary)}"
-    )
-
-
-# How a warning of `partial_scores_warning` begins
-PARTIAL = "train.max_time_s left no time to evaluate all samples: "
-
-
-def partial_scores_warning(summary: Summary) -> str | None:
-    """A sentence that lists the scores of a part of their set, or None."""
-    sizes, epochs = summary.data, [x for x in summary.history if x.validation.samples is not None]
-    texts = []
-    if epochs:
-        last = epochs[-1]
-        others = f" (and of {len(epochs) - 1} more epochs)" if len(epochs) > 1 else ""
-        texts.append(
-            f"validation of epoch {last.epoch}{others} used the first "
-            f"{last.validation.samples:,} of {_count(sizes.validation_samples)}"
-        )
-    if summary.test.samples is not None:
-        total = _count(sizes.test_samples)
-        texts.append(f"the test used the first {summary.test.samples:,} of {total}")
-    return f"{PARTIAL}{', '.join(texts)}; these scores are partial" if texts else None
-
-
-def _count(samples: int | None) -> str:
-    return "a stream" if samples is None else f"{samples:,}"
-
-
-def over_time_warning(summary: Summary, limit_s: float | None) -> str | None:
-    """A sentence if the run took longer than its limit, or None."""
-    wall_s, budget = summary.wall_time_s, summary.time_budget_s
-    if limit_s is None or budget is None or wall_s <= limit_s * OVER_TIME:
-        return None
-    return (
-        f"the run took {wall_s:.1f} s, longer than train.max_time_s={limit_s:g}: start-up "
-        f"{budget.start_up:.1f} s, evaluation {budget.evaluation:.1f} s"
     )
 
 

@@ -8,7 +8,7 @@ Reading someone else's file runs no code: safetensors has none, and see `load_to
 Weights are rounded at most once, and `range_warning` warns if that rounding can cost much.
 
 `mprun export` writes the weights of a run's last checkpoint for other programs, in their dtype, as
-safetensors, as `torch.save(model.state_dict())`, or by the model's own `save_pretrained`.
+safetensors or as `torch.save(model.state_dict())`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 # Names of the weights in a folder that Hugging Face's libraries wrote
 IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
 MAX_INDEX_BYTES = 2**26  # 64 MiB of names: a larger one would fill the memory for nothing
-# Keys under which training programs keep the weights in a dictionary
-NESTED = ("state_dict", "model_state_dict", "model")
-# What DistributedDataParallel and torch.compile put before the names of a model
-PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -84,13 +80,13 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
         UsageError: they do not exist, cannot be read, do not fit, or contain NaN.
     """
     (read, dtypes, of_recipe), model = _read(Path(path)), model_to_fill(recipe)
-    loaded = without_prefix(read, model.state_dict())
-    loaded = with_tied(loaded, model)
+    loaded = with_tied(read, model)
     if misfits := _misfits(loaded, model.state_dict()):
         of = f" (they are from recipe={of_recipe})" if of_recipe not in (None, name) else ""
         raise UsageError(
             f"train.init_from={path}: the weights do not fit the model of recipe={name}{of}: "
-            f"{'; '.join(misfits)}; give the recipe and the recipe.model.* they were trained with"
+            f"{'; '.join(misfits)}; give the recipe and the recipe.model.* they were trained with, "
+            "and names without module. or _orig_mod. before them"
         )
     # float32 holds every float16 and bfloat16 value; the mode casts once, from these
     state = {k: v.float() if v.is_floating_point() else v for k, v in loaded.items()}
@@ -148,7 +144,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
             reason = f"is damaged: {error}"
         raise UsageError(f"train.init_from={path}: {file} {reason}; {LEGAL}") from None
     if not isinstance(content, Mapping) or "format_version" not in content:
-        state = _state(_nested(content), f"train.init_from={path}")
+        state = _state(content, f"train.init_from={path}")
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
@@ -233,29 +229,9 @@ def _parts(file: Path) -> list[Path]:
     return [file.parent / name for name in names]
 
 
-def _nested(content: Any) -> Any:
-    """The weights in a dictionary of a training program, or `content` itself."""
-    if isinstance(content, Mapping) and not _all_tensors(content):
-        for key in NESTED:
-            if _all_tensors(content.get(key)):
-                return content[key]
-    return content
-
-
 def _all_tensors(content: Any) -> bool:
     is_mapping = isinstance(content, Mapping) and len(content) > 0
     return is_mapping and all(isinstance(x, Tensor) for x in content.values())
-
-
-def without_prefix(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without the prefixes of wrappers, unless the model's names begin so too."""
-    state = dict(loaded)
-    while state and not set(state) & set(model):  # wrappers may be nested
-        prefix = next((x for x in PREFIXES if all(key.startswith(x) for key in state)), None)
-        if prefix is None:
-            return dict(loaded)
-        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
-    return state
 
 
 def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -271,7 +247,7 @@ def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-EXPORTS = "legal is NAME.safetensors, NAME.pt (a state_dict), or a folder for save_pretrained"
+EXPORTS = "legal is NAME.safetensors or NAME.pt (a state_dict)"
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
@@ -308,25 +284,6 @@ def write_file(state: Mapping[str, Tensor], path: Path, facts: Mapping[str, str]
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     write_atomic(path, buffer.getvalue())
-
-
-def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Let a model of Hugging Face's libraries write itself and its configuration into a folder.
-
-    The model takes over the dtypes of its weights, `state`. The folder is new or empty.
-
-    Raises:
-        UsageError: the model cannot do that, or the folder has files in it.
-    """
-    save = getattr(model, "save_pretrained", None)
-    if not callable(save):
-        raise UsageError(
-            f"{folder} is a folder, and {type(model).__name__} has no save_pretrained; {EXPORTS}"
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} has files in it already; choose another folder")
-    fill(model, state)
-    save(folder)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from mprun.errors import UsageError, first_line
 from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
-from mprun.records.run_folder import RECORD_FILES, TRACKERS
+from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Epoch, Scores, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
 
@@ -40,13 +40,11 @@ class LoggedRun:
     """A run as a tracker sees it."""
 
     folder: Path  # The run's folder, with its record
-    project: str = "mprun"  # MLflow's experiment; the project of W&B and trackio
+    project: str = "mprun"  # MLflow's experiment; the project of W&B
     name: str = "run"
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, nested."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    store: Path | None = None
-    """The folder of the tracker's files; None for `outputs`, else the run's parent."""
     uri: str | None = None
     """MLflow's store; None for MLFLOW_TRACKING_URI, else a file in `store_folder`."""
     online: bool = False  # Whether W&B sends the data to its server while the run trains
@@ -55,15 +53,13 @@ class LoggedRun:
 
     @property
     def store_folder(self) -> Path:
-        """One folder for the tracker's files of many runs."""
-        if self.store is not None:
-            return self.store
+        """One folder for the tracker's files of many runs: `outputs`, else the run's parent."""
         above = list(self.folder.absolute().parents)
         return next((p for p in above[:STORE_LEVELS] if p.name == STORE), above[0])
 
     @property
     def tracker_folder(self) -> Path:
-        """The folder for copies of records: nothing searches it for runs."""
+        """The folder of a tracker with a folder for each run: nothing searches it for runs."""
         return self.store_folder / TRACKERS
 
     @property
@@ -167,9 +163,9 @@ def ignore(text: str) -> None:
 
 
 class Logger(Callback, ABC):
-    """Writes a run's scalars, configuration, tags and files somewhere else.
+    """Writes a run's scalars, configuration and tags somewhere else.
 
-    A subclass implements `begin`, `write`, `upload` and `end`. Each may raise anything: the first
+    A subclass implements `begin`, `write` and `end`. Each may raise anything: the first
     exception is reported by `warn` and ends the logging, never the training. `report` shows a line.
     """
 
@@ -185,7 +181,7 @@ class Logger(Callback, ABC):
     # A tracker takes milliseconds per call. A thread that writes during a step adds to its time.
     WRITE_EVERY_S: ClassVar[float] = 2.0
     HAS_RUNS: ClassVar[bool] = True
-    """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
+    """Whether it keeps runs; a resumed run continues its own, by logger.json."""
 
     def __init__(self, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore) -> None:
         self.run, self._warn, self._report = run, warn, report
@@ -218,9 +214,6 @@ class Logger(Callback, ABC):
     @abstractmethod
     def write(self, rows: Sequence[LoggedRow]) -> None:
         """Write rows, in the order of their steps."""
-
-    def upload(self, files: Sequence[Path]) -> None:
-        """Keep copies of these files with the run."""
 
     @abstractmethod
     def end(self, status: Status) -> None:
@@ -271,26 +264,23 @@ class Logger(Callback, ABC):
         self.write(rows)
         self._write_record()
 
-    def finish(self, status: Status, files: Sequence[Path] = ()) -> None:
-        """End the tracker's run with copies of complete files, if it has begun.
+    def finish(self, status: Status) -> None:
+        """End the tracker's run, if it has begun.
 
         The status `running` stands for a run that was stopped.
         """
         if not self._is_open:
             return
         self.flush()
-        if files and not self._failed:
-            self._guarded(self.upload, files)
         self._is_open = False
         # after a failure too: some trackers wait for their end for ever
         self._guarded(self.end, "interrupted" if status == "running" else status)
 
     def finish_run(self, summary: Summary) -> None:
-        """Log the figures and files of a record that is complete, and end the tracker's run."""
+        """Log the figures of a record that is complete, and end the tracker's run."""
         if self._is_open:
             self.scalars(summary_scalars(summary), summary.steps)
-            files = [self.run.folder / name for name in RECORD_FILES]
-            self.finish(summary.status, [path for path in files if path.is_file()])
+            self.finish(summary.status)
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
         """Carry out an action silently; the first one that fails is one warning."""

@@ -9,20 +9,15 @@ To add one, write a subclass of `Logger`, name it in `LOGGERS`, and write conf/l
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import re
 import secrets
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 from mprun.errors import UsageError, hint
-from mprun.records.run_folder import TRACKERS
 from mprun.records.run_record import Status
 from mprun.train.logger import LoggedRow, LoggedRun, Logger, Tell, ignore, quiet
 
@@ -34,7 +29,7 @@ class MlflowLogger(Logger):
     """Writes a run into an experiment of MLflow, through its client, which has no thread.
 
     The store is one SQLite file beside the runs, unless `logger.uri` or MLFLOW_TRACKING_URI names
-    another or a server. Copies of the record's files lie beside the SQLite file.
+    another or a server.
     """
 
     NAME = "mlflow"
@@ -82,16 +77,8 @@ class MlflowLogger(Logger):
         """The id of the experiment, which is made if there is none."""
         name = self.run.project
         with suppress(self._mlflow.MlflowException):  # there is one, made by another run perhaps
-            return str(self._client.create_experiment(name, self._artifacts()))
+            return str(self._client.create_experiment(name))
         return str(self._client.get_experiment_by_name(name).experiment_id)
-
-    def _artifacts(self) -> str | None:
-        """The folder of files; None: a server decides. MLflow's own default is ./mlruns."""
-        if not re.match(r"(sqlite|postgresql|mysql|mssql)\b", self.uri):
-            return None
-        _, is_file, path = self.uri.partition("sqlite:///")
-        folder = Path(path).absolute().parent if is_file else self.run.store_folder
-        return (folder / TRACKERS / "mlflow").as_uri()
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
         metrics = [
@@ -110,10 +97,6 @@ class MlflowLogger(Logger):
             batch = {kind: items[first : first + most]}
             # asynchronous, MLflow would write in a thread of its own, during steps
             self._client.log_batch(self._id, **batch, synchronous=True)
-
-    def upload(self, files: Sequence[Path]) -> None:
-        for file in files:
-            self._client.log_artifact(self._id, str(file))
 
     def end(self, status: Status) -> None:
         self._client.set_tag(self._id, "status", status)
@@ -163,75 +146,6 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
-# Variables by which a user asks trackio to send its data away
-REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-
-
-class TrackioLogger(Logger):
-    """Writes a run of trackio: an SQLite file for each project, in `trackers/trackio`.
-
-    trackio writes in a thread: it gets its rows at most every two seconds, and takes a few
-    milliseconds for them. Its folder is that of the process's first run.
-    """
-
-    NAME = "trackio"
-    TITLE = "trackio"
-    MODULE = "trackio"
-    FOLDERS: ClassVar = {"TRACKIO_DIR": "trackio"}
-
-    @classmethod
-    def load(cls) -> Any:
-        # trackio decides on its folder when it is imported: not before the run's is known
-        if importlib.util.find_spec(cls.MODULE) is None:
-            raise ModuleNotFoundError(f"No module named '{cls.MODULE}'")
-
-    def address(self) -> str | None:
-        folder = shlex.quote(str(self._trackio.utils.TRACKIO_DIR))
-        project = shlex.quote(self.run.project)
-        return f"to see the run: TRACKIO_DIR={folder} trackio show --project {project}"
-
-    def begin(self, earlier: str | None) -> str:
-        self._trackio: Any = importlib.import_module(self.MODULE)
-        self._step, self._config = 0, self.run.described
-        # a run is known by its name there: two of one name would be one run
-        name = earlier or f"{self.run.name} {secrets.token_hex(3)}"
-        self._run: Any = self._init(name, "allow")
-        return str(self._run.name)
-
-    def write(self, rows: Sequence[LoggedRow]) -> None:
-        for row in rows:
-            self._run.log(dict(row.values), step=row.step)
-        self._step = max(self._step, rows[-1].step)
-
-    def upload(self, files: Sequence[Path]) -> None:
-        artifact = self._trackio.Artifact(f"record-{self._run.id}", type="record")
-        for file in files:
-            artifact.add_file(str(file))
-        self._run.log_artifact(artifact)
-
-    def end(self, status: Status) -> None:
-        self._trackio.finish()
-        # trackio has no status, and takes a configuration at the start alone: start once more
-        self._config["tags.status"] = status
-        run = self._init(self._run.name, "must")
-        run.log({"summary/completed": float(status == "completed")}, step=self._step)
-        self._trackio.finish()
-
-    def _init(self, name: str, resume: str) -> Any:
-        from huggingface_hub import constants
-
-        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        before = constants.HF_HUB_OFFLINE
-        # trackio asks Hugging Face who the user is, which takes a network, also to write a file
-        constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, REMOTE))
-        try:
-            return self._trackio.init(
-                self.run.project, name=name, config=self._config, resume=resume, **options
-            )
-        finally:
-            constants.HF_HUB_OFFLINE = before
-
-
 MAX_WANDB_TAG = 64  # Characters
 # measurements of the machine, output, code: the record has what matters, and they cost step time
 OFF = {
@@ -252,8 +166,8 @@ class WandbLogger(Logger):
     MODULE = "wandb"
     FIELDS = (*Logger.FIELDS, "mode")
     VARIABLES: ClassVar = {"WANDB_ERROR_REPORTING": "false"}
-    # W&B keeps these in the home folder otherwise
-    FOLDERS: ClassVar = {"WANDB_DATA_DIR": "wandb/data", "WANDB_CACHE_DIR": "wandb/cache"}
+    # its own log lies in the home folder otherwise
+    FOLDERS: ClassVar = {"WANDB_CACHE_DIR": "wandb/cache"}
 
     @classmethod
     def check(cls, online: bool = False) -> None:
@@ -298,12 +212,6 @@ class WandbLogger(Logger):
         for row in rows:
             self._run.log({**row.values, "step": row.step})
 
-    def upload(self, files: Sequence[Path]) -> None:
-        artifact = self.load().Artifact(f"record-{self._run.id}", type="record")
-        for file in files:
-            artifact.add_file(str(file))
-        self._run.log_artifact(artifact)
-
     def end(self, status: Status) -> None:
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status == "completed" else 1)  # W&B's "finished", "failed"
@@ -312,7 +220,7 @@ class WandbLogger(Logger):
 # The values of logger.name
 LOGGERS: dict[str, type[Logger] | None] = {
     "none": None,
-    **{kind.NAME: kind for kind in (MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger)},
+    **{kind.NAME: kind for kind in (MlflowLogger, TensorBoardLogger, WandbLogger)},
 }
 
 

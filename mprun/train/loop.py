@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -182,18 +181,13 @@ class Trainer:
     def _new_metric_pass(self) -> MetricPass:
         return MetricPass(self._metrics, self.parts.train.device, self._ranks)
 
-    @property
-    def batches_to_skip(self) -> int:
-        """Batches of the current epoch that were trained on before the run was resumed."""
-        return self._batches_done if self._in_epoch else 0
-
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
         parts = self.parts
         self._planned = limits.planned_steps(parts.train.length)
         self._most_epochs = math.inf if limits.epochs is None else limits.epochs
-        evaluated = (parts.validation.samples or 0, parts.test.samples or 0)
-        self._time = TimeLimit(limits.max_time_s, self._watch, *evaluated)
+        evaluated = (parts.validation.samples or 0) + (parts.test.samples or 0)
+        self._time = TimeLimit(limits.max_time_s, self._watch, evaluated)
 
     def fit(self) -> None:
         """Train until a limit, validating after each epoch; continues a state that was loaded.
@@ -205,7 +199,7 @@ class Trainer:
         self._step_sums.restart()
         self._is_asked_to_stop = self._stops = False
         try:
-            self._plan_time()
+            self._time.begin(self._spent_before_s)
             while self._in_epoch or not self._finished():
                 self._one_epoch()
         except StopRequestedError:
@@ -220,15 +214,6 @@ class Trainer:
         self._save_once()
         if self._sums.epoch:  # the last epoch had no validation, which would have ended it
             self._end_epoch(NO_SCORES)
-
-    def _plan_time(self) -> None:
-        """With a time limit, set aside the time that evaluation needs."""
-        self._time.begin(self._spent_before_s)
-        if trial_s := self._time.trial_s:
-            validation, test = self.parts.validation, self.parts.test
-            batches = test if validation.is_empty else validation
-            with self._watch.during("evaluation"):
-                self._time.reserve(self._evaluator.seconds_per_sample(batches, trial_s))
 
     def _one_epoch(self) -> None:
         if not self._in_epoch:
@@ -245,19 +230,8 @@ class Trainer:
         if not self.parts.validation.is_empty or self._metrics:
             self._flush()
             self.parts.clock.pause()  # validation is not part of the next step's time
-            scores = self._validate()
-            if scores.samples is not None:  # time ran out: a resumed run evaluates all samples
-                self._save_once()
-            self._end_epoch(scores)
+            self._end_epoch(self.evaluate(self.parts.validation))
         self._in_epoch = False
-
-    def _validate(self) -> Scores:
-        """Score the validation set; its rate replaces the estimate of the time for evaluation."""
-        batches, began = self.parts.validation, time.perf_counter()
-        scores = self.evaluate(batches, self._time.validation_until)
-        if scores.samples is None and batches.samples:
-            self._time.reserve((time.perf_counter() - began) / batches.samples)
-        return scores
 
     def _save_once(self) -> None:
         """Save a checkpoint, unless the last one is of this step."""
@@ -356,8 +330,9 @@ class Trainer:
         clock.start()
         result = self.optimizer_step(batch)
         clock.stop()
-        self._time.step_s = watch.switch("metrics") - ready_at
-        self._step_times.add(self._time.step_s, self._ranks.waited_s - waited_s)
+        step_s = watch.switch("metrics") - ready_at
+        self._time.add_step(step_s, batch.size)
+        self._step_times.add(step_s, self._ranks.waited_s - waited_s)
         self.step += 1
         self._batches_done += 1
         pairs = zip(result.outputs, batch.parts, strict=True)
@@ -519,27 +494,22 @@ class Trainer:
         Raises:
             StopRequestedError: `stop` returned true.
         """
-        scores = self.evaluate(self.parts.test, self._time.test_until)
+        scores = self.evaluate(self.parts.test)
         with self._watch.during("logging"):
             for callback in self._callbacks:
                 callback.on_test(scores, self.step)
 
-    def evaluate(self, batches: Batches, until: float = math.inf) -> Scores:
+    def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set, as `Evaluator.scores`."""
         with self._watch.during("evaluation"):
-            return self._evaluator.scores(batches, until)
-
-    @property
-    def _evaluator(self) -> Evaluator:
-        parts = self.parts
-        return Evaluator(
-            parts.recipe,
-            parts.model,
-            parts.precision,
-            self._raise_if_stopped,
-            self._metrics,
-            self._ranks,
-        )
+            return Evaluator(
+                self.parts.recipe,
+                self.parts.model,
+                self.parts.precision,
+                self._raise_if_stopped,
+                self._metrics,
+                self._ranks,
+            ).scores(batches)
 
     def _raise_if_stopped(self) -> None:
         if self._ranks.any(self._stop()):

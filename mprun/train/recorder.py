@@ -71,8 +71,8 @@ class EpochHistory:
         self._metric, self._most = metric, most
         self._even: list[Epoch] = []
         self._stride = 1
-        self._special: list[Epoch] = []
-        """The first one with a loss that is not finite, and those validated in part."""
+        self._first_broken: Epoch | None = None
+        """The first one with a loss that is not finite."""
         self._best: Epoch | None = None
         self._best_score = -math.inf
         self.last: Epoch | None = None
@@ -87,16 +87,15 @@ class EpochHistory:
         if len(self._even) > self._most:  # then every second, fourth, eighth ... epoch
             self._stride *= 2
             self._even = [x for x in self._even if (x.epoch - 1) % self._stride == 0]
-        is_first_broken = _is_broken(epoch) and not any(map(_is_broken, self._special))
-        if epoch.validation.samples is not None or is_first_broken:
-            self._special.append(epoch)
+        if self._first_broken is None and _is_broken(epoch):
+            self._first_broken = epoch
         if (score := self._score(epoch)) > self._best_score:
             self._best, self._best_score = epoch, score
 
     def epochs(self) -> list[Epoch]:
         """Those chosen, in order."""
-        single = [x for x in (self._best, self.last) if x is not None]
-        chosen = {x.epoch: x for x in (*self._even, *self._special, *single)}
+        single = [x for x in (self._first_broken, self._best, self.last) if x is not None]
+        chosen = {x.epoch: x for x in (*self._even, *single)}
         return [chosen[epoch] for epoch in sorted(chosen)]
 
     def _score(self, epoch: Epoch) -> float:

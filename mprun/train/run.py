@@ -33,13 +33,10 @@ from mprun.train.checkpoint import (
     run_facts,
 )
 from mprun.train.checks import (
-    PARTIAL,
     AccumulationCheck,
     check_loss_falls,
     check_steps_taken,
-    over_time_warning,
     page_fault_warning,
-    partial_scores_warning,
     skipped_warning,
     slow_dtype_warning,
 )
@@ -233,12 +230,6 @@ def _restore(
     done = trainer.step == plan.planned_steps
     more = ", the run's last: train.epochs or train.max_steps lets it train on" if done else ""
     report(f"resumed at step {trainer.step}{more}")
-    if plan.splits.train.is_stream and trainer.batches_to_skip:
-        report(
-            f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
-            "that this epoch has trained on are read again and dropped; the run repeats its "
-            "numbers only if the stream gives the same samples as before"
-        )
 
 
 def _warn_at_end(run: _StartedRun, recorder: Recorder) -> None:
@@ -246,8 +237,6 @@ def _warn_at_end(run: _StartedRun, recorder: Recorder) -> None:
     config, summary, warn = run.plan.config, run.summary, run.messages.warn
     warn(skipped_warning(summary))
     warn(page_fault_warning(summary))
-    warn(partial_scores_warning(summary))
-    warn(over_time_warning(summary, config.train.max_time_s))
     if config.preset.loss_must_fall:
         losses = recorder.losses
         warn(check_loss_falls(losses.values, run.plan.planned_steps, losses.width))
@@ -310,7 +299,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
 
 @contextlib.contextmanager
 def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> Iterator[None]:
-    """At the end of the code inside, the record is complete: the loggers get its files."""
+    """At the end of the code inside, the record is complete: the loggers get its figures."""
     try:
         yield
     finally:
@@ -383,9 +372,7 @@ def _first_summary(
     summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
     if earlier is not None:
         summary.started_at, summary.memory_bytes = earlier.started_at, earlier.memory_bytes
-        # whether scores are partial is decided anew at the run's end
-        remaining = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
-        summary.warnings = list(dict.fromkeys([*remaining, *summary.warnings]))
+        summary.warnings = list(dict.fromkeys([*earlier.warnings, *summary.warnings]))
         summary.effective = summary.effective.with_partials(earlier.effective.partials_dtype)
     return summary
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from mprun.errors import EndError
-from mprun.records.files import leave_if_forked
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # The terminal was closed. Windows has none
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))
@@ -76,8 +75,7 @@ class StopSignals:
             self._deferred -= 1
 
     def requested(self) -> bool:
-        """Whether a signal was received; it is asked after each step, and forked children leave."""
-        leave_if_forked()
+        """Whether a signal was received; it is asked after each step."""
         return self.received is not None
 
     @property

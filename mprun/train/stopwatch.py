@@ -102,44 +102,28 @@ def process_start() -> float:
     return IMPORTED_AT
 
 
-CAUTION = 1.25  # Evaluation is expected to take longer than its first batches by this factor
 EVALUATION_SHARE = 0.5  # Evaluation after training gets at most this share of the time
-RECORD_SHARE = 0.02  # This share of the limit is left for the last checkpoint and the record
-# Timing the first batches of evaluation ends when it took this share of the limit
-TRIAL_SHARE = 0.05
 
 
 class TimeLimit:
-    """When training and evaluation end, so that a run takes at most `train.max_time_s`.
+    """When training ends, so that a run takes about `train.max_time_s`.
 
-    The limit covers all that the user waits for, from the start-up to the last score. So the time
-    for evaluation is reserved before training begins, by the seconds per sample of a few batches;
-    every full validation replaces this estimate by its own rate. Without a limit `limit_s` is None.
+    The limit covers all that the user waits for, from the start-up to the last score. Evaluation of
+    the `evaluated` samples is expected to take as long for each as the quickest step. Without a
+    limit `limit_s` is None.
     """
 
-    def __init__(
-        self, limit_s: float | None, watch: Stopwatch, validation_samples: int, test_samples: int
-    ) -> None:
-        self.step_s = 0.0
-        """Seconds of the last step: another one must fit in."""
-        self.training_until = self.validation_until = self.test_until = math.inf
-        """Readings of `time.perf_counter`."""
+    def __init__(self, limit_s: float | None, watch: Stopwatch, evaluated: int) -> None:
         self._spent_before_s = 0.0
         self._limit_s = math.inf if limit_s is None else limit_s
-        self._watch = watch
-        self._validation_samples, self._test_samples = validation_samples, test_samples
+        self._watch, self._evaluated = watch, evaluated
         self._ends_at = self._room_s = math.inf
+        self._step_s = self._sample_s = 0.0
 
     @property
     def is_limited(self) -> bool:
         """Whether there is a limit."""
         return math.isfinite(self._limit_s)
-
-    @property
-    def trial_s(self) -> float:
-        """Seconds for timing the first batches of evaluation; 0 if there is nothing to plan."""
-        is_needed = math.isfinite(self._limit_s) and self._spent_before_s < self._limit_s
-        return TRIAL_SHARE * self._limit_s if is_needed else 0.0
 
     @property
     def spent_s(self) -> float:
@@ -156,26 +140,14 @@ class TimeLimit:
         left_s = self._limit_s - spent_before_s
         # a long start-up cannot use up the limit: half of it stays for training and evaluation
         self._room_s = max(left_s - self._watch.elapsed_here_s, left_s / 2)
-        now = time.perf_counter()
-        self._ends_at = now + self._room_s
-        self.training_until = self._ends_at
-        if left_s > 0:  # else the resumed run only evaluates, without a limit
-            self.validation_until = self.test_until = self._ends_at
+        self._ends_at = time.perf_counter() + self._room_s
 
-    def reserve(self, seconds_per_sample: float) -> None:
-        """Set the end of training by the time that an evaluated sample takes."""
-        if math.isinf(self._limit_s) or math.isinf(self.test_until):
-            return
-        validation_s, test_s = (
-            CAUTION * seconds_per_sample * n for n in (self._validation_samples, self._test_samples)
-        )
-        needed_s = validation_s + test_s
-        share = min(1.0, EVALUATION_SHARE * self._room_s / needed_s) if needed_s else 0.0
-        # evaluation ends in time too, with the samples it has: the estimate may be too small
-        self.validation_until = self._ends_at - share * test_s
-        record_s = min(RECORD_SHARE * self._limit_s, self._room_s / 4)
-        self.training_until = self._ends_at - share * needed_s - record_s
+    def add_step(self, seconds: float, samples: int) -> None:
+        """A step on so many samples took this long: another one must fit in."""
+        sample_s = seconds / max(1, samples)
+        self._step_s, self._sample_s = seconds, min(self._sample_s or sample_s, sample_s)
 
     def is_training_over(self) -> bool:
         """Whether the time for training is up."""
-        return time.perf_counter() + self.step_s >= self.training_until
+        evaluation_s = min(self._evaluated * self._sample_s, EVALUATION_SHARE * self._room_s)
+        return time.perf_counter() + self._step_s + evaluation_s >= self._ends_at

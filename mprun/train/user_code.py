@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -27,7 +28,6 @@ from mprun.errors import (
     is_users,
     place_of,
     text_of,
-    traceback_text,
 )
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RunFolder
@@ -188,7 +188,7 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
 def _write_traceback(error: BaseException, folder: RunFolder) -> str:
     """Write the traceback of an exception; returns a text with its path."""
     try:
-        path = folder.write("traceback.txt", traceback_text(error))
+        path = folder.write("traceback.txt", "".join(traceback.format_exception(error)))
     except OSError:
         return "(its traceback could not be written)"
     return f"(the traceback is in {path})"
@@ -265,17 +265,6 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
         "a tensor is float64, as NumPy makes them: use x.float()",
     ),
     (r"(?=.*(Half|BFloat16|float16))(?=.*(same dtype|should be the same|scalar type))", _dtypes),
-    (
-        r"^Expected more than 1 value per channel when training",
-        "a batch of one sample has no deviation to normalise by: take a train.batch_size of 2 or "
-        "more that does not leave one sample for an epoch's last batch, or larger images",
-    ),
-    (
-        r"^DataLoader worker \(pid.*\) (exited unexpectedly|is killed)",
-        "a process that reads data ended itself or was killed, for example because memory or "
-        "shared memory (/dev/shm) ran out: take fewer data.workers; data.workers=0 shows an error "
-        "of its code",
-    ),
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),

@@ -131,11 +131,6 @@ class CastCounts(DispatchMode):
                     stack.callback(handle.remove)
             yield
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes that parameters were cast to."""
-        return {key.dtype for key in self._counts}
-
     def repeated(self) -> list[RepeatedCast]:
         """The parameters that were cast to a dtype more than once, in the model's order."""
         counts: dict[tuple[str, torch.dtype], int] = {}

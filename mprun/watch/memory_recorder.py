@@ -83,8 +83,6 @@ class LiveStorage:
     dtype: torch.dtype
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
-    cast_of: LiveStorage | None = None
-    """The storage whose numbers it has in another dtype, where one cast made it."""
 
     def alive_at(self, point: int) -> bool:
         """Whether it is alive right after op number `point`."""
@@ -207,18 +205,6 @@ def _alive_after(points: int, storages: Iterable[LiveStorage]) -> tuple[int, ...
     return tuple(accumulate(changes[:points]))
 
 
-# Turns the storages of a step in a single process into those of one of several; the largest chunks,
-# where they differ
-ProcessRule = Callable[[Sequence[LiveStorage], Sequence[MemoryPoint]], Sequence[LiveStorage]]
-
-
-def one_process(
-    storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
-) -> Sequence[LiveStorage]:
-    """The rule without other processes: the same."""
-    return storages
-
-
 class DtypeMismatchError(RuntimeError):
     """Real kernels would refuse this step; the text is that of the `OpFault`."""
 
@@ -229,7 +215,6 @@ def memory(
     optimizer: Optimizer,
     inputs: Iterable[Tensor] = (),
     warmup: int = 1,
-    rule: ProcessRule = one_process,
 ) -> StepMemory:
     """The memory of one training step.
 
@@ -239,7 +224,6 @@ def memory(
         optimizer: its optimizer.
         inputs: the batch, alive before the step begins; counted as activations.
         warmup: steps run first, uncounted: most optimizers make their state in the first one.
-        rule: what one of several processes holds of the step.
 
     Returns:
         The live memory after each op.
@@ -249,7 +233,7 @@ def memory(
             step()
     with record_memory(model, optimizer, inputs) as recorder:
         step()
-    return recorder.step_memory(rule)
+    return recorder.step_memory()
 
 
 @contextmanager
@@ -309,16 +293,15 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._points: list[MemoryPoint] = []
         self._went_backward = False  # since the last forward pass
 
-    def step_memory(self, rule: ProcessRule = one_process) -> StepMemory:
-        """The live memory after each op, of which one of several processes holds what `rule` says.
+    def step_memory(self) -> StepMemory:
+        """The live memory after each op.
 
         Raises:
             ValueError: no op ran.
         """
-        held = rule(self._storages, self._points)
         kinds = {path: type(module).__name__ for path, module in self._model.named_modules()}
         others = dict.fromkeys((INPUTS, LOSS, OPTIMIZER), "")
-        return StepMemory.of(held, self._points, kinds | others)
+        return StepMemory.of(self._storages, self._points, kinds | others)
 
     @contextmanager
     def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
@@ -370,8 +353,6 @@ class MemoryRecorder(OpWatcher, StepListener):
         for x in tensors_of(result):
             if not self._is_of_before(x, (args, kwargs)):
                 self._register(x, category, owner)
-        if name == "_to_copy":
-            self._note_cast(args[0], result)
         phase = "backward" if back else context.phase  # a recomputation is the backward pass's
         self._points.append(MemoryPoint(name, phase, owner))
         return result
@@ -424,11 +405,6 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._alive[key] = new
         self._storages.append(new)
         return (new,)
-
-    def _note_cast(self, source: Tensor, result: Tensor) -> None:
-        copy = self._alive.get(storage_key(result)) if _has_storage(result) else None
-        if copy is not None:
-            copy.cast_of = self._alive.get(storage_key(source))
 
     def _forget(self, key: int) -> None:
         if (dead := self._alive.pop(key, None)) is not None:

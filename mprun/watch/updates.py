@@ -212,22 +212,6 @@ def _compensated_stays(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
     return (after[0] == rounded) & (after[1] == remainder)
 
 
-def lr_factors(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the learning rate is multiplied by until a weight moves, for each one updated; float64.
-
-    An update is proportional to the learning rate, so a weight that is rounded to nearest moves
-    where the factor is above half its gap over the size of its update.
-
-    Args:
-        weights, updates: as in `lost_updates`.
-        dtype: float16 or bfloat16.
-    """
-    weights, updates = weights.detach().double(), updates.detach().double()
-    w16 = weights.float().to(dtype)
-    moves = (updates != 0) & torch.isfinite(updates) & torch.isfinite(w16)
-    return _gap(w16, updates > 0)[moves] / (2 * updates[moves].abs())
-
-
 # Signal over error below which float32 does not determine a gradient: far from both kinds
 LIMIT_DB = 20.0
 MOVES = 3  # How often weights are moved where a model cannot be computed in float64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import math
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from mprun.config import compose
 from mprun.config.settings import take
 from mprun.errors import RunFailedError
 from mprun.inspect import numerics_of_steps as built
-from mprun.inspect.histograms import ALIKE_DB
 from mprun.inspect.numerics import NumericsResult, NumericsSettings
 from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
 from mprun.precision import backend_flags
@@ -39,7 +37,7 @@ FASHION = [
     *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
     *("device=cpu", "data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
 ]
-MNIST_IN_FP16 = [*MNIST, "precision=fp16_mixed", "numerics.try_scales=true", "numerics.top=3"]
+MNIST_IN_FP16 = [*MNIST, "precision=fp16_mixed", "numerics.top=3"]
 FEW = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4"]
 
 
@@ -60,7 +58,7 @@ def _saved(*words: str) -> tuple[str, str, str]:
 
 
 def of_mnist() -> dict[str, Any]:
-    """`numerics.json` of MNIST in float16, with every loss scale tried: the largest has -inf dB."""
+    """`numerics.json` of MNIST in float16."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -142,31 +140,12 @@ def own(in_empty_folder: Path) -> None:
 # ---- what it finds -------------------------------------------------------------------------------
 
 
-@pytest.mark.representative("recipe=linear precision=fp16_mixed")
-@pytest.mark.parametrize(
-    "words",
-    [["recipe=linear", "device=cpu", "precision=fp16_mixed"], [*FASHION, "precision=fp16_mixed"]],
-    ids=lambda words: f"{words[0]} {words[-1]}",
-)
-def test_the_recommended_loss_scale_is_within_four_of_the_best_tried(words: list[str]) -> None:
-    scale = found(*words, "numerics.try_scales=true", "numerics.steps=2")["loss_scale"]
-    tried = {float(k): float(v) for k, v in scale["tried_db"].items()}
-    best = scale["best_tried"]
-    assert len(tried) >= 29
-    assert best / 4 <= scale["recommended"] <= best * 4
-    # On these recipes the best lies on a plateau, and so does the recommended one.
-    assert tried[scale["recommended"]] >= max(tried.values()) - ALIKE_DB
-    assert tried[best * 4] == -math.inf
-
-
 @pytest.mark.usefixtures("own")
 def test_a_model_that_underflows() -> None:
     """Its gradients fall by 1e-7 between the layers: the scale in use does not matter."""
     words = [*OWN, "recipe.model.between=tiny", "precision=fp16_mixed"]
-    made = found(*words, "numerics.try_scales=true")
-    scale = made["loss_scale"]
-    assert scale["best_tried"] / 4 <= scale["recommended"] <= scale["best_tried"] * 4
-    verdicts = {v["label"]: v for v in scale["verdicts"]}
+    made = found(*words)
+    verdicts = {v["label"]: v for v in made["loss_scale"]["verdicts"]}
     assert verdicts["none"]["word"] == "too low"
     assert verdicts["none"]["becoming_zero"] > 0.3
     assert verdicts["recommended"]["becoming_zero"] < verdicts["none"]["becoming_zero"]
@@ -325,7 +304,7 @@ def test_weights_are_bit_equal_with_and_without(
         return made[-1]
 
     monkeypatch.setattr(built, "build_parts", recording)
-    settings = NumericsSettings(steps=3, warmup=1, span=6, try_scales=True)
+    settings = NumericsSettings(steps=3, warmup=1, span=6)
     with backend_flags(chosen.policy):
         assert inspect_steps(chosen, settings, lambda: False).steps == (2, 4, 6)
         watched = weights_of(made[0])

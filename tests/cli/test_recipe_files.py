@@ -281,22 +281,6 @@ def test_compare_warns_of_runs_with_different_files(
     assert f"{old} in 3 runs; {new} in 1 run" in out
 
 
-def test_help_of_a_file_runs_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    write("tiny.py", f"{RECIPE}\nprint('run')\n")
-    assert mprun("recipe=tiny.py", "--help") == 0
-    text = capsys.readouterr().out
-    assert text.startswith("tiny: A tiny regression.\n")
-    assert "Functions: model, data, forward, loss; for parameters, make them a class" in text
-    assert "train.lr = 0.01" in text
-    assert text.endswith("Other overrides: mprun --help\n")
-    assert "run\n" not in text.splitlines()
-    assert mprun("recipe=sizes.py:Large", "--help") == 0
-    text = capsys.readouterr().out
-    assert "Parameters of Large" in text
-    assert "recipe.model.units = 32" in text
-    assert "Parameters of Small" not in text
-
-
 def test_a_line_on_an_epoch_has_the_metric_that_the_run_is_judged_by(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import math
@@ -23,7 +22,6 @@ from mprun.inspect.search_result import OpSearch
 from mprun.precision import op_lists
 from mprun.records.console import JobProgress
 from mprun.records.run_record import number, read_summary
-from mprun.study.budget import Budget
 from mprun.train.assemble import make_plan
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -227,16 +225,6 @@ def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are(
 # ---- which samples -------------------------------------------------------------------------------
 
 
-def test_a_recipe_that_holds_nothing_out_is_made_to_and_that_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = searched("none")
-    said = "note: recipe=planted has no validation data of its own; data.validation_fraction=0.1"
-    assert said in capsys.readouterr().out
-    assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 8}
-    assert found["data"]["validation_samples"] == 16
-
-
 def test_where_there_is_no_validation_data_that_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -247,69 +235,22 @@ def test_where_there_is_no_validation_data_that_is_said(
     assert read()["measured_on"]["split"] == "train"
 
 
-# ---- what it shows -------------------------------------------------------------------------------
-
-
 # ---- what ends it early --------------------------------------------------------------------------
 
 
-def ended_early(monkeypatch: pytest.MonkeyPatch, at: tuple[str, int], *more: str) -> int:
-    """The status of a search that gets Ctrl-C when a part begins, named by text and number."""
+def test_ctrl_c_leaves_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = JobProgress.begin
 
     def interrupting(self: JobProgress, text: str, done: int = 0, total: int | None = None) -> None:
         begin(self, text, done, total)
-        if text.startswith(at[0]) and done == at[1]:
+        if text.startswith("op ") and done == 2:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(JobProgress, "begin", interrupting)
-    return main(["search-ops", *words("exp", *QUICK, *more), "run.dir=found"])
-
-
-def test_ctrl_c_keeps_the_ops_that_were_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ended_early(monkeypatch, ("op ", 2)) == 130
-    found = read()
-    assert len(found["rows"]) == 3  # the third was being measured
-    assert (found["answer"], found["ended_by"]) == (None, "Ctrl-C")
-    assert found["unsettled"] == "3 of 7 ops measured, and no list of ops chosen"
-    assert not Path("found/ops.yaml").exists()
-    out = capsys.readouterr().out
-    assert "ops, one at a time" in out
-    assert f"left open, ended by Ctrl-C: {found['unsettled']}" in out
-    assert "use it" not in out
-
-
-def test_ctrl_c_before_the_first_op_leaves_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ended_early(monkeypatch, ("training", 0)) == 130
+    assert main(["search-ops", *words("exp", *QUICK), "run.dir=found"]) == 130
     assert capsys.readouterr().err.endswith("mprun: stopped by Ctrl-C before the first result\n")
-
-
-def test_a_budget_ends_it_with_what_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a clock on which each part takes half a minute."""
-    now_s, begin = [0.0], JobProgress.begin
-
-    def slow(self: JobProgress, text: str, done: int = 0, total: int | None = None) -> None:
-        begin(self, text, done, total)
-        now_s[0] += 30
-
-    monkeypatch.setattr(JobProgress, "begin", slow)
-    command = "mprun.inspect.search_ops.Budget"
-    monkeypatch.setattr(command, functools.partial(Budget, clock=lambda: now_s[0]))
-    found = searched("exp", "search_ops.budget_min=3.5")
-    assert (found["ended_by"], len(found["rows"])) == ("search_ops.budget_min=3.5", 2)
-    assert "left open, ended by search_ops.budget_min=3.5: 2 of 7 ops" in capsys.readouterr().out
-    Path("found").rename("before")
-    assert (
-        main(["search-ops", *words("exp", *QUICK), "search_ops.budget_min=1e-3", "run.dir=found"])
-        == 1
-    )
-    assert "ended the search before its first result: give it more time" in capsys.readouterr().err
 
 
 # ---- what it refuses -----------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,16 +65,3 @@ def test_a_character_that_the_encoding_lacks_becomes_an_escape() -> None:
     stream.flush()
     assert raw.getvalue() == b"gr\\xf6\\xdfer \\udcff\n"
     assert stream.error is None
-
-
-def test_a_process_whose_streams_are_closed() -> None:
-    """The next file that is opened must not get the number of standard output."""
-    command = [sys.executable, "-m", "mprun", *LINEAR]
-
-    def close() -> None:
-        for number in (0, 1, 2):
-            os.close(number)
-
-    assert subprocess.run(command, preexec_fn=close, check=False).returncode == 0
-    assert read_summary(Path("run")).status == "completed"
-    assert b"completed" not in (Path("run") / "metrics.jsonl").read_bytes()

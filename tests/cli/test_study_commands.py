@@ -191,8 +191,7 @@ def test_a_stopped_sweep_is_resumed(
         ),
         (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
         (["advise", "compare.split=test"], "mprun advise sets this itself"),
-        (["sweep", "seed=0,1", "seeds=2"], "'seeds=2': 'seed=0,1' lists the seeds"),
-        (["sweep", "seed=0,x"], "'seed=0,x': a seed is a whole number, not 'x'"),
+        (["sweep", "seed=0,1"], "seeds=5 runs seeds 0 to 4"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
         (["advise", *LINEAR, "precision=fp32,tf32"], "cpu here has no TensorFloat-32"),
         (["double", *LINEAR], "compares after equal epochs"),
@@ -224,7 +223,7 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
     assert ("\nnot taken: bf16_mixed (" in output) == (loser == "bf16_mixed")
     assert "in your own loop: a/snippets/pytorch.py, lightning.py" in output
-    for name in ("pytorch", "lightning", "accelerate", "trainer", "fsdp2"):
+    for name in ("pytorch", "lightning", "trainer"):
         text = Path(f"a/snippets/{name}.py").read_text(encoding="utf-8")
         compile(text, name, "exec")
         assert text.startswith(f'"""{taken} for recipe mnist in ')
@@ -259,12 +258,6 @@ def test_double_compares_every_rule_after_equal_epochs(
     assert "samples/s ratio" in output  # steps of two sizes are not compared
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["double", *LINEAR, "double.until_oom=true"]) == 2
-    assert "needs an accelerator that counts its memory" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("own_recipe")
 def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
     capsys: pytest.CaptureFixture[str],
@@ -286,14 +279,7 @@ def test_a_study_is_resumed_by_its_own_command(capsys: pytest.CaptureFixture[str
     assert "a study of mprun sweep; resume it with: mprun sweep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "seeds"),
-    [(["seeds=2", "first_seed=10"], "10, 11"), (["seed=4,7"], "4, 7"), (["seeds=[4,7,4]"], "4, 7")],
-)
-def test_seeds_can_be_chosen(
-    words: list[str], seeds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_can_be_chosen() -> None:
+    words = ["seeds=2", "first_seed=10"]
     assert main(["sweep", *LINEAR, "precision=fp32", *words, "run.dir=s"]) == 0
-    assert runs("s") == [f"fp32-seed{seed}" for seed in seeds.split(", ")]
-    note = f"note: each variant is trained with the seeds {seeds};"
-    assert (note in capsys.readouterr().err) == (len(words) == 1)  # they were listed
+    assert runs("s") == ["fp32-seed10", "fp32-seed11"]

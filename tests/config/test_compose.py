@@ -121,7 +121,7 @@ def test_the_users_value_beats_the_presets(order: int) -> None:
         ("op_lists=hmp", "op_lists.lower=[mm]", "+seed=3"),
         ("precision.layers={a: fp32}", "precision.layers.b=fp16"),
         ("recipe.model.units=64", "recipe.model={more: x}", "logger.tags.a=b"),
-        ("train.optimizer.name=sgd", "train.optimizer.args.momentum=0.9"),
+        ("train.optimizer.name=sgd", "train.optimizer.momentum=0.9"),
         ("batch=double", "loss_scale=static", "loss_scale.value=8", "run.dir=null"),
     ],
 )

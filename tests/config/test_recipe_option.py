@@ -12,7 +12,7 @@ import pytest
 from mprun.config import Config, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.recipe_file import named_file, recipe_text, with_absolute_paths
+from mprun.config.recipe_file import with_absolute_paths
 from mprun.config.settings import study_request
 from mprun.errors import UsageError
 from mprun.records.run_config import variant_hash
@@ -183,50 +183,3 @@ def test_a_study_keeps_absolute_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("elsewhere")
     (first, *_) = combinations([parse(text) for text in request.overrides])
     assert composed(*first).recipe.file == str(a)
-
-
-CLASSES = '''"""Two sizes.
-
-More.
-"""
-import mprun
-DEFAULTS = {"train.lr": 0.5}
-class Base(mprun.Recipe):
-    units: int = 8
-    """Hidden
-    units."""
-    METRIC: "ClassVar[tuple]" = ("loss", "min")
-    def data(self): ...
-class Small(Base):
-    def model(self): ...
-class Large(Base):
-    depth: int
-    units: int = 64
-    def model(self): ...
-class Helper:
-    x: int = 3
-'''
-
-
-def test_the_parameters_of_a_class_are_read_from_the_text() -> None:
-    write(CLASSES)
-    file = named_file("my.py")
-    assert file is not None
-    found = recipe_text(file)
-    assert (found.doc, found.defaults, list(found.classes)) == (
-        "Two sizes.",
-        {"train.lr": 0.5},
-        ["Small", "Large"],
-    )
-    (units,) = found.classes["Small"]
-    assert (units.name, units.type, units.default) == ("units", "int", "8")
-    assert units.doc == "Hidden units."
-    rows = [(p.name, p.type, p.default) for p in found.classes["Large"]]
-    assert rows == [("units", "int", "64"), ("depth", "int", None)]
-    one = named_file("my.py:Large")
-    assert one is not None
-    assert list(recipe_text(one).classes) == ["Large"]
-    other = named_file("my.py:Smal")
-    assert other is not None
-    with pytest.raises(UsageError, match=r"no class Smal; did you mean 'Small'\?; legal: Small"):
-        recipe_text(other)

@@ -50,6 +50,18 @@ def test_the_run_keeps_its_configuration() -> None:
     assert after == before
 
 
+def test_fields_of_an_earlier_version_are_read_where_they_change_nothing() -> None:
+    keep()
+    path = Path("run/config.yaml")
+    earlier = OmegaConf.load(path)
+    earlier.train.optimizer.update({"target": None, "args": {}})
+    OmegaConf.save(earlier, path)
+    assert resume().config.train.optimizer.name == "sgd"
+    earlier.train.optimizer.target = "torch.optim.Adagrad"
+    OmegaConf.save(earlier, path)
+    assert "is not a valid configuration (train.optimizer.target" in refusal()
+
+
 @each(
     "override,value",
     [

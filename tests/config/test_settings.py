@@ -62,9 +62,7 @@ def test_every_setting_is_documented() -> None:
         ("16GiB", 16 * 2**30),
         ("1.5 GiB", 3 * 2**29),
         ("500MB", 500_000_000),
-        ("12345", 12345),
-        ("1e9", 10**9),
-        (" 1KB ", 1000),
+        ("1KB", 1000),
     ],
 )
 def test_a_number_and_a_unit(text: str, size: int) -> None:
@@ -74,8 +72,8 @@ def test_a_number_and_a_unit(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "GiB", "16G", "16 gigs", "-1GiB", "0", "0.5B", "1e99GiB", "1..5GB", "nan"),
-        *("inf", "1+1", "e"),
+        *("", "GiB", "16G", "16 gigs", "-1GiB", "0", "0.0001KB", "9" * 20 + "GB", "1..5GB", "nan"),
+        *("12345", "1e9GB", "1+1"),
     ],
 )
 def test_anything_else_is_refused_with_what_is_legal(text: str) -> None:

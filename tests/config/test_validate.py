@@ -130,17 +130,13 @@ UNUSED = [
     (optimizer, field)
     for optimizer, used in OPTIMIZER_FIELDS.items()
     for field in vars(OPTIMIZER_DEFAULTS)
-    if field not in {*used, "name", "target", "args"}  # of a class by import path
+    if field not in {*used, "name"}
 ]
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (
-            ["data.source=generated", "data.root=x"],
-            "data.root has no effect: data.source=generated reads no files",
-        ),
         (
             ["data.source=real", "data.fallback=generated"],
             "data.fallback has no effect: it applies to data.source=auto, and data.source=real",

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mprun.numerics
 from mprun.inspect.collect import INPUT, Statistics, scale_of, statistics
-from mprun.inspect.histograms import best_tried, histogram
+from mprun.inspect.histograms import histogram
 from mprun.inspect.measurements import gradient_errors
 from mprun.inspect.numerics import KINDS
 from mprun.optim import AdamW
@@ -354,8 +354,8 @@ def test_recommended_is_within_four_of_the_best_power_on_a_model_that_underflows
 ) -> None:
     exact = gradients_at(None, steep)
     tried = {2.0**k: gradient_errors(exact, gradients_at(2.0**k, steep)).db for k in range(-4, 50)}
-    best = best_tried(tried)
-    assert best is not None
+    # half a bit less counts as the same: between underflow and overflow scales differ by chance
+    best = max(scale for scale, db in tried.items() if db >= max(tried.values()) - 3)
     assert tried[1.0] < 15  # nothing much is left of some layer's gradients without a scale
     assert tried[best] > 35
     if steep:  # no plateau: every doubling helps until one overflows

@@ -113,7 +113,7 @@ def test_a_lost_factor_on_one_row_fails(name: str) -> None:
             assert_explained(kernel, *make(), reference=function)
 
 
-def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> None:
+def test_the_message_has_the_worst_element_and_its_errors() -> None:
     torch.manual_seed(0)
     x, w = draw(8, 64), draw(64, 8) / 8
 
@@ -129,7 +129,6 @@ def test_the_message_has_the_worst_element_its_errors_and_the_noisiest_op() -> N
     assert "float64" in message
     assert "error 1; roundings to float16 make at most 0.00" in message
     assert "1 of 64 elements fail" in message
-    assert message.endswith("(most of the rounding error is from mm)")
 
 
 def test_a_kernel_that_adds_up_in_the_dtype_passes_beside_a_reference_that_does() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mprun.inspect.histograms import (
     LayerGradients,
-    best_tried,
     histogram,
     judge,
     largest_power,
@@ -108,11 +107,3 @@ def test_a_scale_is_not_too_low_where_no_scale_could_do_better() -> None:
     assert advice is not None
     assert judge(advice.scale, advice).word == "fine"
     assert judge(1.0, advice).word == "fine"
-
-
-def test_the_best_of_those_tried_is_the_largest_on_the_plateau() -> None:
-    assert best_tried({1.0: 10.0, 2.0: 61.5, 4.0: 60.0, 8.0: 59.0, 16.0: -math.inf}) == 8.0
-    assert best_tried({1.0: 10.0, 2.0: 61.5, 4.0: 55.0, 8.0: 49.0, 16.0: -math.inf}) == 2.0
-    assert best_tried({1.0: 10.0, 2.0: 60.0, 4.0: 50.0}) == 2.0
-    assert best_tried({1.0: -math.inf}) is None
-    assert best_tried({}) is None

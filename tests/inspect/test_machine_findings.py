@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mprun import NEWEST_TORCH
-from mprun.inspect.machine_examination import conclusions, findings, judge
+from mprun.inspect.machine_examination import LIMITING, conclusions, findings, judge
 from mprun.train.machine.doctor_result import Machine, modes_table
 from tests.train.machine import (
     AVX2_ONLY,
@@ -22,7 +22,6 @@ from tests.train.machine import (
     WITH_BF16,
     Speedups,
     gpu,
-    limited,
     machine,
     measured,
     modes,
@@ -88,57 +87,18 @@ def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     assert warning.endswith("the reason is not known")
 
 
-@pytest.mark.parametrize("value", ["AVX512_CORE", "AVX2"])
-@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_a_limit_is_the_reason_where_it_forbids_what_the_cpu_has(variable: str, value: str) -> None:
-    taken = value != "AVX2"  # below AVX512 PyTorch hands oneDNN no bfloat16
-    where = machine(
-        *("AVX2", "AVX512", "AVX512-BF16"),
-        onednn=limited(variable, value, bfloat16=taken, float16=False),
-    )
-    slow, limit = texts_of(where, {"bfloat16": 0.7})
-    kept = f"{variable}={value} keeps oneDNN from"
-    assert slow.endswith(f": {variable}={value} forbids AVX512-BF16")
-    lost = "AVX512-BF16" if taken else "AVX512, AVX512-BF16"
-    assert limit.startswith(f"warning instructions: {kept} {lost}, which this CPU has")
-    assert "unset it" in limit
-
-
-def test_a_limit_is_no_reason_where_one_of_two_sets_is_left() -> None:
-    """AVX512_CORE_BF16 forbids AMX and leaves AVX512-BF16: another cause makes bfloat16 slow."""
-    limit = limited("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    where = machine("AVX2", "AVX512", "AVX512-BF16", "AVX512-FP16", "AMX-BF16", onednn=limit)
-    slow, instructions = texts_of(where, {"bfloat16": SLOW})
-    assert slow.endswith("the reason is not known")
-    assert "keeps oneDNN from AVX512-FP16, AMX-BF16, which this CPU has" in instructions
-
-
 # ---- instructions capped -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        (WITH_BF16, "AVX512_CORE_BF16"),  # as much as the CPU has
-        (WITH_BF16, "AVX3"),  # oneDNN ignores an unknown value
-        (M2, "AVX2"),  # and has no limit on other architectures
-    ],
-    ids=str,
-)
-def test_a_limit_without_effect_is_no_finding(where: Machine, value: str) -> None:
-    onednn = replace(where.onednn, **limited("ONEDNN_MAX_CPU_ISA", value))
-    assert texts_of(replace(where, onednn=onednn)) == []
-
-
-@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"])
+@pytest.mark.parametrize("variable", LIMITING)
 def test_a_variable_that_limits_kernels_is_reported(variable: str) -> None:
     (warning,) = texts_of(machine("AVX2", variables={variable: "AVX2"}))
     assert warning.startswith(f"warning instructions: {variable}=AVX2 can slow down ")
 
 
 def test_cpu_limits_are_not_reported_of_a_gpu() -> None:
-    limit = limited("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert texts_of(gpu("9.0", "float16", onednn=limit, threads=64, load_average=99.0)) == []
+    limit = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert texts_of(gpu("9.0", "float16", variables=limit, threads=64, load_average=99.0)) == []
 
 
 # ---- threads and load ----------------------------------------------------------------------------

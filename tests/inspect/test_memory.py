@@ -119,8 +119,8 @@ def test_categories_side_by_side() -> None:
 
 def test_modules_against_those_of_the_first_mode() -> None:
     first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
-    assert ["a.b", "8.00", "8.00", "16.00"] in lines(module_table(first, first, None))
-    rows = lines(module_table(second, first, None))
+    assert ["a.b", "8.00", "8.00", "16.00"] in lines(module_table(first, first))
+    rows = lines(module_table(second, first))
     assert ["a.b", "4.00", "4.00", "8.00", "-50 %"] in rows
     assert ["(inputs)", "2.00", "2.00", "0 %"] in rows
 

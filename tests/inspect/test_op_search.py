@@ -268,19 +268,6 @@ def test_ops_that_cannot_be_moved_are_no_candidates() -> None:
     assert list(movable.names) == ["linear", "relu", "sum"]
 
 
-def test_ops_can_be_kept_in_float32_in_any_case() -> None:
-    measured = measured_with(lambda x: torch.relu(x.softmax(-1)), always=["F.softmax"])
-    assert [row.name for row in measured.ops] == ["linear", "relu"]
-    ops = measured.smallest_ops()
-    assert ops.fp32 == ()
-    assert ops.lists.rules["softmax"] == "fp32"
-
-
-def test_a_name_that_no_op_has_cannot_be_kept() -> None:
-    with pytest.raises(NotMeasurableError, match=r"'sofmax'; did you mean 'softmax'\?"):
-        measured_with(always=["sofmax"])
-
-
 def test_an_error_that_is_no_op_s_is_reported() -> None:
     def picky(x: Tensor) -> Tensor:
         if x.dtype == torch.float16:

@@ -111,7 +111,7 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "modes": lambda: doctor_result.modes_table(doctor.examined().modes, doctor.examined().rates),
     "memory by category": lambda: memory_question.category_table(of_memory()),
     "memory by module": lambda: memory_question.module_table(
-        modes_of_memory()[1], modes_of_memory()[0], None
+        modes_of_memory()[1], modes_of_memory()[0]
     ),
     "numerics": lambda: numerics_question.rows_table(of_numerics(), 30),
     "loss scales": lambda: numerics_question.scales_table(of_numerics()),

@@ -1,4 +1,4 @@
-"""A trace on the terminal and in Chrome's format, from figures made by hand."""
+"""A trace on the terminal, from figures made by hand."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from mprun.inspect.trace import (
-    PHASES,
-    TraceRecord,
-    chrome,
-    step_table,
-    totals,
-)
+from mprun.inspect.trace import TraceRecord, step_table, totals
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
 from tests.summaries import example
@@ -111,18 +105,3 @@ def test_totals_are_shown_with_their_units() -> None:
         "redundant casts 1 cast back, 4 cast twice",
     ):
         assert text in lines, text
-
-
-def test_casts_are_events_before_their_op_on_the_track_of_its_phase() -> None:
-    events = [e for e in chrome(TRACE.rows)["traceEvents"] if e["ph"] == "X"]
-    first = [(e["name"], e["cat"], e["ts"], e["dur"]) for e in events[:3]]
-    assert first == [  # microseconds from the first row
-        ("cast fp32 to bf16", "cast", 0.0, 500.0),
-        ("cast fp32 to bf16", "cast", 500.0, 250.0),
-        ("linear", "op", 750.0, 2000.0),
-    ]
-    assert [PHASES[e["tid"]] for e in events] == (
-        ["forward"] * 7 + ["backward"] * 3 + ["optimizer"] * 5
-    )
-    alone = [e for e in events if PHASES[e["tid"]] == "backward"][-1]
-    assert (alone["name"], alone["ts"]) == ("cast bf16 to fp32", 16000.0)

@@ -14,7 +14,7 @@ import pytest
 import mprun
 from mprun.errors import RunFailedError
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.result import PartialResultError, Result, measuring, show
+from mprun.records.result import Result, measuring, show
 
 
 def table() -> FittedTable:
@@ -60,16 +60,6 @@ def test_the_traceback_of_the_users_code_is_written(tmp_path: Path) -> None:
         fail()
     assert str(caught.value) == f"the step fails (the traceback is in {tmp_path}/traceback.txt)"
     assert "ValueError: planted" in (tmp_path / "traceback.txt").read_text(encoding="utf-8")
-
-
-def test_what_was_measured_before_a_failure_is_shown_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = Result(None, ["two ops"], {"trace.json": "[1, 2]"})
-    with pytest.raises(RunFailedError, match=r"^the step cannot run$"), measuring(tmp_path):
-        raise PartialResultError("the step cannot run", before)
-    assert capsys.readouterr().out.startswith("two ops\n")
-    assert (tmp_path / "trace.json").read_text(encoding="utf-8") == "[1, 2]"
 
 
 @pytest.mark.parametrize("folder", [None, Path("/dev/null/nowhere")])

@@ -13,10 +13,15 @@ WEIGHTS = {"weight": torch.arange(64.0).reshape(8, 8), "bias": torch.ones(8)}
 FILE = Path("weights.pt")
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_whole_file_passes(zipped: bool) -> None:
-    torch.save(WEIGHTS, FILE, _use_new_zipfile_serialization=zipped)
+def test_a_whole_file_passes() -> None:
+    torch.save(WEIGHTS, FILE)
     check_archive(FILE)
+
+
+def test_an_older_form_is_refused() -> None:
+    torch.save(WEIGHTS, FILE, _use_new_zipfile_serialization=False)
+    with pytest.raises(DamagedArchiveError, match=r"since PyTorch 1\.6"):
+        check_archive(FILE)
 
 
 def test_changed_bytes_are_refused_or_mean_nothing() -> None:

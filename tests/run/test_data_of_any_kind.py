@@ -156,10 +156,10 @@ def test_every_mode_sees_the_same_augmented_samples(workers: int) -> None:
 
 
 @pytest.mark.representative(
-    "*num_workers=2)-8", "*shuffle=True)-6", "Augmented()-3", "Stream()-3", "Stream()-8"
+    "*num_workers=2)-8", "*shuffle=True)-6", "Augmented()-3", "*Stream*-3", "*Stream*-8"
 )
 @pytest.mark.parametrize("steps", [3, 6, 8])
-@pytest.mark.parametrize("train", [WORKERS, LOADER, "Augmented()", "Stream()"])
+@pytest.mark.parametrize("train", [WORKERS, LOADER, "Augmented()", "DataLoader(Stream(), 12)"])
 def test_a_run_in_two_parts_is_the_run_in_one(train: str, steps: int) -> None:
     """An epoch of the loaders has six steps, that of the others two."""
     words = [recipe(train, '"validation": TensorDataset(*samples(6))'), "train.batch_size=12"]
@@ -172,21 +172,16 @@ def test_a_run_in_two_parts_is_the_run_in_one(train: str, steps: int) -> None:
     assert torch.equal(a["next_order"], b["next_order"])
 
 
-def test_a_resumed_stream_says_that_it_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(recipe("Stream()"), "train.batch_size=4", "train.max_steps=3")
-    capsys.readouterr()
-    assert main([f"run.resume={folder}", "train.max_steps=5"]) == 0
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert "the training data are a stream: the 3 batches" in shown
-
-
 # ---- kinds of data -------------------------------------------------------------------------------
 
 
 def test_a_stream_ends_its_epochs_itself() -> None:
     folder = run(
-        recipe("Stream()", '"validation": Stream(5), "test": Stream(7)'),
-        *("train.batch_size=4", "train.epochs=3"),
+        recipe(
+            "DataLoader(Stream(), 4)",
+            '"validation": DataLoader(Stream(5), 4), "test": DataLoader(Stream(7), 4)',
+        ),
+        "train.epochs=3",
     )
     summary = read_summary(folder)
     assert (summary.steps, summary.epochs, summary.data.train_samples) == (18, 3, None)
@@ -198,7 +193,7 @@ def test_a_stream_ends_its_epochs_itself() -> None:
 def test_a_schedule_over_an_unknown_number_of_steps_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = recipe("Stream()")
+    name = recipe("DataLoader(Stream(), 4)")
     assert main([name, "train.epochs=1", "train.scheduler=cosine", *PLAIN]) == 2
     assert "set train.max_steps" in " ".join(capsys.readouterr().err.split())
     run(name, "train.max_steps=2", "train.scheduler=cosine")
@@ -267,9 +262,15 @@ ONCE = """class Once(IterableDataset):
     ("train", "more", "status", "text"),
     [
         ("TensorDataset(torch.empty(0, 3))", "", 2, "has no training sample"),
-        ("Stream(0)", "", 1, "the data gave no batch"),
+        ("DataLoader(Stream(0), 4)", "", 1, "the data gave no batch"),
         ("NoLength()", NO_LENGTH, 2, "train is a NoLength without __len__; legal is a Dataset"),
-        ("Once()", ONCE, 2, "train is a Once, an iterator that gives its samples once"),
+        ("Stream()", "", 2, "train is a Stream, a stream; legal is a loader of it"),
+        (
+            "DataLoader(Once(), 4)",
+            ONCE,
+            2,
+            "train is a Once, an iterator that gives its samples once",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -305,7 +306,7 @@ def _children(pid: int) -> list[int]:
 
 
 @pytest.mark.representative("trace-stream", "memory-stream", "numerics-loader", "search-ops-loader")
-@pytest.mark.parametrize("train", [LOADER, "Stream()"], ids=["loader", "stream"])
+@pytest.mark.parametrize("train", [LOADER, "DataLoader(Stream(), 4)"], ids=["loader", "stream"])
 @pytest.mark.parametrize(
     "words",
     [

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from mprun.cli.main import main
-from mprun.errors import first_line, text_of, traceback_text
-from mprun.records.run_record import read_lines, read_summary
+from mprun.errors import first_line
+from mprun.records.run_record import read_summary
 from mprun.train.assemble import recipe_loading
 from tests.run.processes import Forking
 
@@ -382,12 +382,9 @@ def test_what_is_no_exception_ends_a_plan_in_one_line(
     assert not Path("r").exists()
 
 
-def test_texts_of_records_are_bounded() -> None:
-    error = ValueError("x" * 10**7)
-    assert len(text_of(error)) < 2**17
-    assert len(first_line(error)) < 600
-    assert len(traceback_text(error)) < 2**18
-    assert text_of(ValueError("short")) == first_line(ValueError("short")) == "short"
+def test_a_line_of_a_record_is_bounded() -> None:
+    assert len(first_line(ValueError("x" * 10**7))) < 600
+    assert first_line(ValueError("short")) == "short"
 
 
 KILLED = """
@@ -403,40 +400,10 @@ def data():
 """
 
 
-def test_a_worker_that_ends_itself_is_one_line_with_the_likely_reasons(
+def test_a_worker_that_ends_itself_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     status, line, _ = ended(capfd, "data.workers=1", data=KILLED)
     assert status == 1
-    assert "exited unexpectedly; a process that reads data ended itself or was killed" in line
-    assert "data.workers=0 shows" in line
+    assert "exited unexpectedly" in line
     assert not multiprocessing.active_children()
-
-
-IN_CHILDREN = {
-    "fork in forward": {
-        "model": "DONE = []\n" + net(
-            "def forward(self, x):\n    import os\n    if not DONE:\n"
-            "        DONE.append(1)\n        os.fork()\n    return self.layer(x)"
-        )
-    },
-    "closed": {
-        "model": net("def forward(self, x):\n    import os\n    for n in (1, 2):\n        try:\n"
-                     "            os.close(n)\n        except OSError: pass\n"
-                     "    return self.layer(x)")
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", IN_CHILDREN)
-def test_the_record_is_that_of_one_process_with_open_streams(case: str, forking: Forking) -> None:
-    Path("mine.py").write_text("".join((PARTS | IN_CHILDREN[case]).values()), encoding="utf-8")
-    status = forking.run(["recipe=mine.py", *RUN], Path.cwd())
-    assert status == (1 if case.startswith("closed") else 0)  # what is printed is incomplete
-    summary = read_summary(Path("r"))
-    assert (summary.status, summary.steps) == ("completed", 2)
-    steps = [line["step"] for line in read_lines(Path("r")) if "lr" in line]
-    assert steps == [1, 2]
-    log = Path("log.txt").read_text(encoding="utf-8")
-    assert "Traceback" not in log
-    assert "another mprun" not in log

@@ -60,16 +60,8 @@ def many_objects(path: Path) -> None:
     archive(path, pickled(b"}" * 2_000))
 
 
-def many_objects_in_a_legacy_file(path: Path) -> None:
-    path.write_bytes(pickled(b"]" * 2_000))
-
-
 def one_large_object(path: Path) -> None:
     archive(path, BYTEARRAY)
-
-
-def one_large_object_in_a_legacy_file(path: Path) -> None:
-    path.write_bytes(BYTEARRAY)
 
 
 def a_second_pickle(path: Path) -> None:
@@ -81,10 +73,7 @@ def a_second_pickle(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "write",
-    [
-        *(packed, many_objects, many_objects_in_a_legacy_file, one_large_object),
-        *(one_large_object_in_a_legacy_file, a_second_pickle),
-    ],
+    [packed, many_objects, one_large_object, a_second_pickle],
 )
 def test_a_file_that_grows_is_refused_unread(
     write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -111,8 +100,7 @@ def test_values_that_are_repeated_without_end_are_refused() -> None:
         checkpoint.load(Path())
 
 
-@pytest.mark.parametrize("is_archive", [True, False])
-def test_tensors_and_plain_values_are_read(is_archive: bool) -> None:
+def test_tensors_and_plain_values_are_read() -> None:
     content = OrderedDict(
         half=torch.ones(2, dtype=torch.bfloat16),
         mask=torch.zeros(1).expand(3, 4).t(),
@@ -120,7 +108,7 @@ def test_tensors_and_plain_values_are_read(is_archive: bool) -> None:
         plain=[1, 2.5, "text", None, True, b"bytes", (1,), {1, 2}, 3 + 4j],
         kinds=[torch.float32, torch.Size([2]), torch.device("cpu")],
     )
-    torch.save(content, "file.pt", _use_new_zipfile_serialization=is_archive)
+    torch.save(content, "file.pt")
     read: Any = checkpoint.load_torch_file(Path("file.pt"))
     assert read["plain"] == content["plain"]
     assert read["kinds"] == content["kinds"]

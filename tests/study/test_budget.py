@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
-from mprun.study.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts, TrialBudget
+from mprun.study.budget import Budget, TrialBudget
 from mprun.study.trials import Outcome, Trial, Trials
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -58,24 +57,6 @@ def test_a_trial_is_expected_to_take_as_long_as_the_longest_of_its_variant() -> 
     assert not trials.admits("unknown")  # as long as the longest of any
     assert trials.admits("fast")
     assert not trials.admits("fast", partner="slow")  # the pair has no room
-
-
-def test_a_job_ends_between_two_parts_and_says_why() -> None:
-    clock = Clock()
-    began: list[str] = []
-    stop = BudgetSignals(Budget("search_ops.budget_min", 2, clock))
-    parts = LimitedParts(stop, lambda text, done=0, total=None: began.append(text))
-    parts("a", 0, 3)
-    clock.now_s = 60
-    with pytest.raises(EndedEarlyError, match=r"search_ops\.budget_min=2"):
-        parts("b", 1, 3)  # a took 60 s, and 50 are left
-    parts("another kind")
-    assert began == ["a", "another kind"]
-    with stop, stop.deferred():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(EndedEarlyError, match="Ctrl-C"):
-            parts("c")
-    assert parts.ended_by == "Ctrl-C"
 
 
 # ---- studies -------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""Whether a batch is doubled, and the largest batch: by counted peaks, and by real steps over
-made-up memories."""
+"""Whether a batch is doubled, and the largest batch by counted peaks."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.errors import UsageError
-from mprun.study.double import PROOF_STEPS, TRY_STEPS, double, largest_size, largest_that_trains
+from mprun.study.double import double, largest_size
 from tests.study import comparison, variant
 
 
@@ -91,39 +89,3 @@ def test_sizes_beyond_the_limit_are_not_tried(start: int) -> None:
     result = largest_size(lambda size: 5, 1000, start, 1000)
     assert result.size == 1000
     assert max(result.tried) == 1000
-
-
-@given(st.integers(1, 64), st.integers(64, 100_000), st.integers(64, 200_000))
-def test_real_steps_find_it_and_a_margin_is_taken_off(start: int, room: int, limit: int) -> None:
-    tried = []
-
-    def fits(batch: int, steps: int) -> bool:
-        tried.append((batch, steps))
-        return batch <= room
-
-    result = largest_that_trains(fits, start, limit, margin=0.1)
-    largest = min(room, limit)
-    assert result.is_limited_by_data == (limit <= room)
-    # The last interval halved is at most a sixty-fourth of what fits.
-    assert largest - max(1, largest // 64) <= result.size <= largest
-    expected = result.size if result.is_limited_by_data else int(result.size * 0.9)
-    assert result.recommended == max(start, expected)
-    assert tried[-1] == (result.recommended, PROOF_STEPS)
-    assert all(steps == TRY_STEPS for _, steps in tried[:-1])
-    assert len(tried) < 40
-
-
-def test_what_fits_a_few_steps_and_not_many_is_made_smaller() -> None:
-    def fits(batch: int, steps: int) -> bool:
-        return batch <= (1000 if steps == TRY_STEPS else 700)
-
-    result = largest_that_trains(fits, 1, 10**6, margin=0.1)
-    assert 600 < result.recommended <= 700
-    assert 980 < result.size <= 1000
-
-
-def test_where_not_even_the_first_batch_fits_the_message_says_so() -> None:
-    with pytest.raises(UsageError, match=r"train\.batch_size=8 does not fit"):
-        largest_that_trains(lambda batch, steps: False, 8, 100, 0.1)
-    with pytest.raises(UsageError, match="fits for 3 steps and not for 20"):
-        largest_that_trains(lambda batch, steps: steps == TRY_STEPS and batch == 8, 8, 100, 0.1)

@@ -38,7 +38,7 @@ RESUME = ["sweep", "run.resume=s", "compare.report=false"]
 JOBLIB = ["launcher=joblib", "launcher.processes=2"]
 HYDRA = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 LOCAL = ["hydra/launcher=submitit_local", "launcher.processes=2"]
-DEBUG = ["launcher=submitit", "launcher.executor=debug"]
+DEBUG = ["hydra/launcher=basic"]
 
 
 @pytest.fixture
@@ -220,7 +220,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OF_SLURM = [
     *("launcher=submitit", "launcher.processes=2"),
-    "launcher.options={slurm_partition: gpu, timeout_min: 30, slurm_exclusive: true}",
+    *("hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=30"),
+    "+hydra.launcher.additional_parameters.exclusive=true",
 ]
 
 
@@ -267,13 +268,12 @@ def test_on_slurm_the_processes_are_a_job_array(
         (["launcher=jobli"], "did you mean 'joblib'?"),
         (["launcher=joblib", "launcher.processes=0"], "launcher.processes=0: legal is 1 or more"),
         (["launcher.processes=4"], "has no effect with launcher=local; add launcher=joblib or"),
-        (["launcher=joblib", "launcher.options={a: 1}"], "launcher.options={'a': 1} has no effect"),
-        (["launcher=submitit", "launcher.options={speed: 1}"], "'hydra.launcher.speed'"),
-        (["launcher=submitit", "launcher.options.timeout_min=a"], "Hydra refuses its fields"),
-        (["launcher=submitit", "launcher.executor=slurm"], "there is no srun"),
+        (["launcher=submitit", "hydra.launcher.speed=1"], "'hydra.launcher.speed'"),
+        (["launcher=submitit", "hydra.launcher.timeout_min=a"], "Hydra refuses its fields"),
+        (["hydra/launcher=submitit_slurm"], "there is no srun"),
         (["hydra/launcher=nope"], "launcher=nope: Hydra has no such launcher"),
-        (["hydra/launcher=joblib", "launcher=joblib"], "with fields of launcher"),
-        (["hydra.job.name=x"], "legal in a single run: hydra.run.dir"),
+        (["hydra/launcher=joblib", "launcher=joblib"], "name a launcher twice"),
+        (["hydra.job.name=x"], "those of a launcher are legal"),
     ],
 )
 def test_a_mistake_is_one_line_before_there_is_a_folder(
@@ -313,19 +313,18 @@ def test_advice_on_time_is_refused_where_trials_would_slow_each_other(
 
 
 @pytest.mark.parametrize(
-    ("name", "executor", "count", "hydra", "here", "beside"),
+    ("name", "count", "hydra", "here", "beside"),
     [
-        ("local", "auto", None, "", True, False),
-        ("joblib", "auto", 2, "", True, True),
-        ("submitit", "debug", 2, "", True, False),
-        ("submitit", "slurm", 2, "", False, False),
-        ("local", "auto", None, "hydra/launcher=submitit_slurm", False, False),
-        ("local", "auto", None, "hydra/launcher=ray", True, True),
+        ("local", None, "", True, False),
+        ("joblib", 2, "", True, True),
+        ("submitit", 2, "", True, True),
+        ("local", None, "hydra/launcher=basic", True, False),
+        ("local", None, "hydra/launcher=submitit_slurm", False, False),
+        ("local", None, "hydra/launcher=ray", True, True),
     ],
 )
 def test_where_jobs_are(
     name: str,
-    executor: str,
     count: int | None,
     hydra: str,
     here: bool,
@@ -333,7 +332,7 @@ def test_where_jobs_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    settings = LauncherSettings(name, count, executor)
+    settings = LauncherSettings(name, count)
     launcher = StudyLauncher(settings, (hydra,) if hydra else ())
     assert (launcher.is_on_this_machine, launcher.is_side_by_side) == (here, beside)
 

@@ -52,11 +52,6 @@ def test_the_first_loss_that_is_not_finite_stays_as_an_alarm() -> None:
     assert not {80, 82} & {*found}
 
 
-def test_an_epoch_validated_in_part_stays_for_its_warning() -> None:
-    epochs = [epoch(n, 1.0, loss=1.0, samples=5 if n == 78 else None) for n in range(1, 1001)]
-    assert 78 in chosen(LOSS, epochs)
-
-
 def test_an_epoch_counts_once() -> None:
     epochs = [epoch(n) for n in (1, 2, 2, 1, 3)]
     assert chosen(LOSS, epochs) == [1, 2, 3]

@@ -96,7 +96,6 @@ def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
         ("tensorboard", "TensorBoard"),
         ("mlflow", "MLflow"),
         ("wandb", "Weights & Biases"),
-        ("trackio", "trackio"),
     ],
 )
 def test_without_the_package_no_run_begins(
@@ -121,7 +120,7 @@ def test_without_the_package_no_run_begins(
 def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         check_logger("tensorbord")
-    assert "legal: none, mlflow, tensorboard, trackio, wandb" in str(caught.value)
+    assert "legal: none, mlflow, tensorboard, wandb" in str(caught.value)
     assert "did you mean 'tensorboard'?" in str(caught.value)
 
 
@@ -183,10 +182,6 @@ class InMemory(Logger):
         self._called("write")
         self.rows += rows
 
-    def upload(self, files: Sequence[Path]) -> None:
-        self._called("upload")
-        self.calls += [path.name for path in files]
-
     def end(self, status: Status) -> None:
         self._called("end")
         self.calls.append(status)
@@ -206,14 +201,13 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
 def test_the_order_of_calls(in_memory: type[InMemory], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LINEAR, "logger=mlflow"]) == 0
     (logger,) = in_memory.made
-    files = ["config.yaml", "metrics.jsonl", "summary.json"]
     calls = [call for call in logger.calls if call != "write"]
-    assert calls == ["begin", "upload", *files, "end", "completed"]
+    assert calls == ["begin", "end", "completed"]
     assert logger.steps("train/loss") == list(range(1, 13))
     assert "chatter" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("fails_in", ["begin", "write", "upload", "end"])
+@pytest.mark.parametrize("fails_in", ["begin", "write", "end"])
 def test_a_logger_that_fails_ends_no_run(
     in_memory: type[InMemory],
     monkeypatch: pytest.MonkeyPatch,

@@ -255,10 +255,6 @@ class Exact(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype: torch.dtype | None = None
-        self.only: str | None = None
-        """The name of the ops whose results are rounded; None for all."""
-        self.ops: set[str] = set()
-        """The names of the ops that made numbers so far."""
 
     def __torch_dispatch__(
         self,
@@ -274,10 +270,7 @@ class Exact(DispatchMode):
         if dtype is not None and dtype.is_floating_point and not dtype.is_complex:
             kwargs["dtype"] = torch.float64
         result = func(*args, **kwargs)
-        if name in COPIES or not op_spec(func).makes_numbers:
-            return result
-        self.ops.add(name)
-        if self.dtype is None or self.only not in (None, name):
+        if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
             return result
         with no_dispatch(), torch.no_grad():
             return tree_map(self._rounded, result)

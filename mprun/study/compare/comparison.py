@@ -81,7 +81,7 @@ class Skipped:
 class Artefact(NamedTuple):
     """What explains a difference in step time, and is not the arithmetic."""
 
-    cause: str  # page_faults, allocator, load, clock or drift
+    cause: str  # page_faults, allocator, load or drift
     text: str  # `page faults take 41 % of fp32's step and 3 % of bf16_mixed's; ...`
     remedy: str  # What to do about it
     step_time_ratio: float | None

@@ -5,8 +5,8 @@ begins; if one variant ran with all seeds before the other, the drift is part of
 and does not spread the ratios, so an interval does not contain it. So a pair counts if both runs
 had one machine, and had it for themselves; these checks report only what is certain.
 
-Artefacts. Page faults, other processes, a slow clock or drift may take a share of a step. Records
-hold each of these, so the ratio without it is known:
+Artefacts. Page faults, other processes or drift may take a share of a step. Records hold each of
+these, so the ratio without it is known:
 
     ratio = variant / base * (1 - variant's share) / (1 - base's share)
 
@@ -210,7 +210,7 @@ def _is_settled(logarithms: Sample) -> bool:
 
 # ---- artefacts -----------------------------------------------------------------------------------
 
-# A smaller change of the ratio is none: prices, clocks and shares are not known to a percent
+# A smaller change of the ratio is none: prices and shares are not known to a percent
 LEAST = 1.02
 
 # Page faults that explain a larger part of a difference leave it without a verdict: they are
@@ -231,8 +231,8 @@ class Cause:
 
     name: str
     takes: str  # Its subject and verb in a sentence: `page faults take`
-    share: Callable[[Summary, Summary], float | None]
-    """Its share of a run's step, beside another run; None if the record does not tell."""
+    share: Callable[[Summary], float | None]
+    """Its share of a run's step; None if the record does not tell."""
     part: float  # The part of a difference that it may explain, in logarithms of the ratios
     remedy: str
 
@@ -250,7 +250,7 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
     """The artefact of one cause; None if it changes no verdict, or is not recorded."""
     ours, theirs = [], []
     for own, base in pairs:
-        share, base_share = cause.share(own, base), cause.share(base, own)
+        share, base_share = cause.share(own), cause.share(base)
         if share is None or base_share is None:  # older records, which are judged as before
             return None
         ours.append(min(share, MAX_SHARE))
@@ -311,7 +311,7 @@ def _sample_ms(summary: Summary, share: float) -> float:
     return (_step_ms(summary, share) + wait_ms) / max(1, summary.batch_size)
 
 
-def _load_share(summary: Summary, _: Summary) -> float | None:
+def _load_share(summary: Summary) -> float | None:
     """The part of the threads without a CPU, because other processes or machines had it."""
     conditions, threads = summary.conditions, max(1, summary.backend.threads)
     if summary.hardware.device != "cpu" or conditions is None or conditions.other_load is None:
@@ -322,23 +322,7 @@ def _load_share(summary: Summary, _: Summary) -> float | None:
     return min(1.0, max(0.0, 1 - available / threads))
 
 
-def _clock_share(summary: Summary, other: Summary) -> float | None:
-    """The part of a step that the faster clock of the two would have saved: all of a step is taken
-    to slow with the clock."""
-    own_mhz, other_mhz = _clock_mhz(summary), _clock_mhz(other)
-    if not own_mhz or not other_mhz:
-        return None
-    return 1 - own_mhz / max(own_mhz, other_mhz)
-
-
-def _clock_mhz(summary: Summary) -> float:
-    """The CPU's clock; 0 on a GPU and where it is not known."""
-    if summary.hardware.device != "cpu" or summary.conditions is None:
-        return 0.0
-    return max(0.0, summary.conditions.clock_mhz or 0.0)
-
-
-def drift_share(summary: Summary, _: Summary) -> float | None:
+def drift_share(summary: Summary) -> float | None:
     """The part of the median step by which it exceeds the fast end of its run.
 
     A drift is taken to be absent from the fast end. The ends lie the whole drift apart and the
@@ -355,7 +339,7 @@ CAUSES = (
     Cause(
         "page_faults",
         "page faults take",
-        lambda summary, _: page_fault_share(summary),
+        page_fault_share,
         COUNTED_PART,
         "run again with speed=auto, with which glibc keeps its memory",
     ),
@@ -365,13 +349,6 @@ CAUSES = (
         _load_share,
         ESTIMATED_PART,
         "run again while nothing else runs",
-    ),
-    Cause(
-        "clock",
-        "a slower clock takes about",
-        _clock_share,
-        ESTIMATED_PART,
-        "run again with a fixed clock, or let the machine cool",
     ),
     Cause(
         "drift",

@@ -1,17 +1,14 @@
 """A comparison on the terminal, in short and in full.
 
 The short form has a line for each variant and the most important notes, each once for all variants
-that it holds for; the full one has everything. `exports` makes the files. Published figures stand
-beside those measured here; no verdict uses them.
+that it holds for; the full one has everything. `exports` makes the files. Published figures are
+shown with both; no verdict uses them.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from statistics import fmean
-from typing import NamedTuple
 
 from mprun.records.console.fitted_table import (
     ALWAYS,
@@ -23,8 +20,7 @@ from mprun.records.console.fitted_table import (
 )
 from mprun.records.console.formatting import by_reason, counted, listed
 from mprun.records.published_figures import Figure, figures
-from mprun.records.run_record import Number, Scores, Summary, number
-from mprun.study.compare.comparison import KEEPS, Advice, Comparison, Variant
+from mprun.study.compare.comparison import KEEPS, Advice, Comparison
 from mprun.study.compare.equal_quality import is_faster_per_sample, judge_equal_quality
 from mprun.study.compare.notes import SUBSTITUTED, is_in_table
 from mprun.study.compare.statistics import CONFIDENCE, MAX_SEEDS
@@ -255,123 +251,17 @@ def footer(comparison: Comparison) -> list[str]:
 
 # ---- published figures ---------------------------------------------------------------------------
 
-NOT_JUDGED = "published, used in no verdict"
-PUBLISHED_HEADINGS = ("figure", "published", "on", "source", "measured here")
 
-
-class PublishedRow(NamedTuple):
-    """A row of the table of published figures."""
-
-    what: str
-    published: str
-    hardware: str
-    source: str
-    here: str  # The measured figure of each variant in that mode; `-` without one
-
-
-def published_rows(comparison: Comparison) -> list[PublishedRow]:
+def published(comparison: Comparison) -> list[Figure]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
-    return [
-        PublishedRow(f.what, f.text, f.hardware, f.source, _measured_here(comparison, f))
-        for f in _published(comparison)
-    ]
-
-
-def published_lines(comparison: Comparison) -> list[str]:
-    """A line for each kind of figure that is also measured here, without single epochs."""
-    groups: dict[str, list[PublishedRow]] = {}
-    for figure, row in zip(_published(comparison), published_rows(comparison), strict=True):
-        if figure.kind != "other" and figure.epoch is None:
-            groups.setdefault(figure.what, []).append(row)
-    lines = []
-    for what, rows in groups.items():
-        texts = "; ".join(f"{row.published} ({row.hardware}; {row.source})" for row in rows)
-        here = next((row.here for row in rows if row.here != cells.NONE), cells.NONE)
-        lines.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
-    return lines
-
-
-def _published(comparison: Comparison) -> list[Figure]:
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
     precisions = {variant.precision for variant in comparison.variants}
-    recipes = {summary.recipe for summary in summaries}
-    return figures(recipes, precisions, {summary.data.name for summary in summaries})
+    return figures({summary.recipe for summary in summaries}, precisions)
 
 
-def _measured_here(comparison: Comparison, figure: Figure) -> str:
-    texts = []
-    for variant in comparison.variants:
-        ours = [run.summary for run in variant.runs if _is_of(run.summary, figure)]
-        if ours and (text := _measured(comparison, variant, ours, figure)):
-            texts.append(f"{plain(variant.label)} {text}{_settings(ours, figure)}")
-    return ", ".join(texts) or cells.NONE
-
-
-def _is_of(summary: Summary, figure: Figure) -> bool:
-    is_recipe = figure.recipe in (None, summary.recipe)
-    is_data = figure.data in (None, summary.data.name)
-    return is_recipe and is_data and summary.precision in figure.precisions
-
-
-def _settings(summaries: list[Summary], figure: Figure) -> str:
-    """In brackets, what the runs did otherwise than the published one."""
-    settings: dict[str, bool] = {}
-    for s in summaries:
-        epochs = counted(s.epochs or 0, "epoch")
-        settings |= {
-            f"batch {s.batch_size}": figure.batch_size not in (None, s.batch_size),
-            epochs: s.epochs is not None and figure.epochs not in (None, s.epochs),
-            counted(s.steps, "step"): figure.steps not in (None, s.steps),
-        }
-    settings["generated data"] = any(s.data.source == "generated" for s in summaries)
-    texts = ", ".join(text for text, is_other in settings.items() if is_other)
-    return f" ({texts})" if texts else ""
-
-
-def _measured(
-    comparison: Comparison, variant: Variant, summaries: list[Summary], figure: Figure
-) -> str:
-    """The figure of a variant, with its interval if the comparison has one; else nothing."""
-    kind, baseline = figure.kind, comparison.variants[0]
-    if kind in SCORES:
-        values = [x for s in summaries if (x := _score(s, figure)) is not None]
-        finite = [x for x in values if math.isfinite(x)]
-        return f"{fmean(finite):.4f}" if finite else ""
-    # Published speed, memory and differences are relative to fp32
-    if kind != "time_per_sample" and (baseline.precision != "fp32" or variant is baseline):
-        return ""
-    if kind in ("time_per_sample", "speed") and cells.is_emulated(variant):
-        return "EMULATED"
-    mark = f" {plain(variant.substituted)}" if variant.substituted else ""
-    rate, ratio = variant.samples_per_second, variant.throughput_ratio
-    if kind == "time_per_sample" and rate:
-        return f"{1e6 / rate:.3g} us{mark}"  # microseconds per sample
-    if kind == "speed" and ratio is not None:
-        return f"{answer.ratio_figure(ratio)}{mark}"
-    if kind == "memory" and variant.memory_ratio is not None:
-        return cells.times(variant.memory_ratio)
-    if kind == "accuracy_difference" and comparison.split == "test" and variant.difference:
-        return cells.difference_text(comparison, variant.difference.value)
-    return ""
-
-
-SCORES = (
-    "train_accuracy",
-    "validation_accuracy",
-    "validation_loss",
-    "test_accuracy",
-    "test_loss",
-)
-
-
-def _score(summary: Summary, figure: Figure) -> float | None:
-    """The measured accuracy or loss of a run; None if the run has none, or not that epoch."""
-    split, _, name = figure.kind.partition("_")
-    scores: Scores | None = summary.test
-    if split != "test":
-        epoch = next(
-            (e for e in reversed(summary.history) if figure.epoch in (None, e.epoch)), None
-        )
-        scores = getattr(epoch, split, None)
-    value: Number | None = None if scores is None else scores.value(name)
-    return None if value is None else number(value)
+def published_line(figure: Figure) -> str:
+    """A figure with its source, as text."""
+    return (
+        f"published, used in no verdict: {figure.what}: {figure.text} ({figure.hardware}; "
+        f"{figure.source})"
+    )

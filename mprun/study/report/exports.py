@@ -10,11 +10,11 @@ CSV and JSON contain the plain numbers at full precision: fractions, ratios, mil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -25,18 +25,16 @@ from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import counted
 from mprun.records.files import jsonable, write_atomic
 from mprun.records.result import Result
-from mprun.records.run_config import UnreadableConfigError, config_fields, read_config
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
 from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
 from mprun.study.report.cells import TONES, plain
 from mprun.study.report.comparison_report import (
-    NOT_JUDGED,
-    PUBLISHED_HEADINGS,
     comparison_table,
     footer,
-    published_rows,
+    published,
+    published_line,
 )
 from mprun.study.report.plots import NAMES, draw
 
@@ -111,14 +109,13 @@ def page(comparison: Comparison, plots: list[Plot]) -> str:
         finalize=_shown,
     )
     sentences = ["", *answer.variant_sentences(comparison)]
-    parts = (comparison.variants, cells.rows(comparison), sentences, config_changes(comparison))
+    parts = (comparison.variants, cells.rows(comparison), sentences)
     return environment.from_string(_resource("report.html")).render(
         c=comparison,
         variants=list(zip(*parts, strict=True)),
         headings=cells.headings(comparison),
         plots=plots,
-        published=published_rows(comparison),
-        published_headings=PUBLISHED_HEADINGS,
+        published=published(comparison),
         memory_names=SHOWN_MEMORY,
         tones=TONES,
         signs=SIGNS,
@@ -169,47 +166,6 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     return details + [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
 
 
-NOT_COMPARED = ("seed", "run.", "logger.")  # Fields that differ between runs of one variant
-
-
-class ConfigChanges(NamedTuple):
-    """How a variant's configuration differs from the baseline's, by the first runs of both."""
-
-    changes: tuple[tuple[str, str, str], ...] = ()
-    """Fields with another value: name, baseline's value, value."""
-    problem: str = ""  # Why they cannot be shown, or nothing
-
-
-def config_changes(comparison: Comparison) -> list[ConfigChanges]:
-    """One for each variant."""
-    (base, base_problem), *others = map(_config, comparison.variants)
-    return [
-        ConfigChanges(problem=base_problem),
-        *(
-            ConfigChanges(() if problem or base_problem else tuple(_changes(base, own)), problem)
-            for own, problem in others
-        ),
-    ]
-
-
-def _config(variant: Variant) -> tuple[dict[str, str], str]:
-    """The fields of a configuration, or why there are none."""
-    if not variant.runs:
-        return {}, "no run of it completed"
-    run = variant.runs[0].path
-    try:
-        return config_fields(read_config(run)), ""
-    except UnreadableConfigError as error:
-        return {}, f"{plain(str(run / 'config.yaml'))} {error}"
-
-
-def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    for field in dict.fromkeys((*base, *other)):
-        before, after = base.get(field, ""), other.get(field, "")
-        if before != after and not field.startswith(NOT_COMPARED):
-            yield plain(field, 120), plain(before, 200), plain(after, 200)
-
-
 def markdown(comparison: Comparison) -> str:
     """What the terminal shows in full, and the published figures."""
     parts: list[FittedTable | str] = [
@@ -217,11 +173,7 @@ def markdown(comparison: Comparison) -> str:
         comparison_table(comparison),
         *answer.advice_lines(comparison)[1:],  # the first is the headline
         *footer(comparison),
-        *(
-            f"{NOT_JUDGED}: {row.what}: {row.published} ({row.hardware}; "
-            f"{row.source}); here: {row.here}"
-            for row in published_rows(comparison)
-        ),
+        *map(published_line, published(comparison)),
     ]
     return Result(comparison, parts).markdown
 
@@ -295,7 +247,10 @@ def json_text(comparison: Comparison) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         **_plain(comparison),
-        "published": _plain(published_rows(comparison)),
+        "published": [
+            {"what": x.what, "published": x.text, "hardware": x.hardware, "source": x.source}
+            for x in published(comparison)
+        ],
     }
     # `jsonable` makes "nan" of a NaN: strict readers of JSON refuse a bare one
     return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"

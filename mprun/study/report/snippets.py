@@ -24,7 +24,7 @@ import jinja2
 from mprun.config.schema import LossScaleConfig
 
 FOLDER = "snippets"
-NAMES = ("pytorch.py", "lightning.py", "accelerate.py", "trainer.py", "fsdp2.py")
+NAMES = ("pytorch.py", "lightning.py", "trainer.py")
 # A growth interval that no training reaches; GradScaler counts steps in int32
 MAX_INTERVAL = 2**31 - 1
 
@@ -105,7 +105,7 @@ class Snippet:
         self.clips = self.clip_norm is not None and not (self.scales and self.rounds)
         """Whether clipping can be done beside a GradScaler: it cannot unscale 16-bit gradients."""
         self.policy_columns = self.changes if self.is_shipped else self.columns
-        # Accelerate, and the Trainer that is built on it
+        # The Trainer is built on Accelerate
         self.fp16_by_hand = self.float16_autocast and not self.on_cuda
         """Whether Accelerate refuses the mode: its fp16 needs a GPU."""
         self.own_scaler = self.scales and not (self.float16_autocast and self.on_cuda)
@@ -117,11 +117,9 @@ class Snippet:
         return [line for note in self.notes for line in textwrap.wrap(_quoted(note), 98)]
 
     def imports(self, more: Sequence[str]) -> list[str]:
-        """Import lines: torch, mprun where it is used, the module of another optimizer."""
-        module = (self.optimizer or "torch.optim.AdamW").rpartition(".")[0]
+        """Import lines: torch, and mprun where it is used."""
         needed = {
             "import torch": True,
-            f"import {module}": not module.startswith("torch.optim"),
             "import mprun": self.by_mprun,
             "import mprun.precision": self.lists is not None or not self.is_shipped,
             "import dataclasses": bool(self.changes) and self.is_shipped,
@@ -177,7 +175,6 @@ class Snippet:
     def optimizer_call(
         self,
         parameters: str = "model.parameters()",
-        seed: str = "",
         policy: str = "precision.policy",
         lr: str = "lr",
     ) -> str:
@@ -186,7 +183,7 @@ class Snippet:
         options = "".join(f", {k}={v!r}" for k, v in self.optimizer_args.items())
         if not self.rounds:
             return f"{path}({parameters}, lr={lr}{options})"
-        return f"mprun.optim.for_policy({policy}, {path}, {parameters}, lr={lr}{options}{seed})"
+        return f"mprun.optim.for_policy({policy}, {path}, {parameters}, lr={lr}{options})"
 
     @property
     def scaler(self) -> str:
@@ -219,7 +216,7 @@ class Snippet:
             "float16 gradients first); mprun.Precision(..., max_norm=...).step does it"
         ]
 
-    # ---- Accelerate, and the Trainer that is built on it -----------------------------------------
+    # ---- the Trainer, which is built on Accelerate -----------------------------------------------
 
     @property
     def accelerate_word(self) -> str:
@@ -238,34 +235,6 @@ class Snippet:
             ]
         if self.own_scaler and self.clips:
             notes += [f"no equivalent: clipping to {self.clip_norm} beside a loss scale"]
-        return notes
-
-    # ---- FSDP2 -----------------------------------------------------------------------------------
-
-    @property
-    def gathered(self) -> str:
-        """The dtype that weights are gathered in, as an expression."""
-        stored = self.columns["param_dtype"]
-        if stored != "float32":
-            return f"torch.{stored}"
-        return self.compute if self.autocast else "None"
-
-    @property
-    def fsdp2_notes(self) -> list[str]:
-        """What FSDP2 cannot do, or does in another way."""
-        notes, columns = self.clip_notes, self.columns
-        if self.autocast:
-            notes += [
-                f"differs: weights are gathered in {columns['compute_dtype']}, also those that "
-                "autocast leaves in float32 (of norms); param_dtype=None gathers float32, as "
-                "measured"
-            ]
-        if columns["accum_dtype"] != columns["param_dtype"]:
-            notes += ["no equivalent: float32 gradients of 16-bit parameters; FSDP2 stores 16 bits"]
-        if self.layers:
-            notes += [
-                "LAYERS that are globs have to be written out: each module is sharded by itself"
-            ]
         return notes
 
 

@@ -1,20 +1,18 @@
 """Which optimizer and which learning-rate schedule a run gets.
 
 An optimizer by name (`config.schema.OPTIMIZERS`) is PyTorch's, or its namesake of `mprun.optim`
-that stores parameters and state in 16 bits. One by import path or made by the recipe computes in
-its parameters' dtype, so with 16-bit parameters it gets float32 masters. The schedule is the
-configuration's, or the recipe's own.
+that stores parameters and state in 16 bits. One that the recipe makes computes in its parameters'
+dtype, so with 16-bit parameters it gets float32 masters. The schedule is the configuration's, or
+the recipe's own.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from torch.optim.lr_scheduler import (
 from mprun import optim
 from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
-from mprun.errors import UsageError, first_line, hint
+from mprun.errors import UsageError
 from mprun.optim import engines
 from mprun.optim.optimizers import low_precision, with_masters
 from mprun.precision import Policy
@@ -40,32 +38,10 @@ from mprun.precision.layers import convert, layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
-from mprun.train.assemble.recipe_loading import extends, imported
 from mprun.train.loop import Schedule
 from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
-
-ANY = None  # The class takes arguments of any name
-
-
-def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimizer]:
-    """The class at an import path; the current folder is searched too.
-
-    Raises:
-        UsageError: there is none, or it is no optimizer that can be used.
-    """
-    legal = "legal is the import path of a class, such as torch.optim.Adagrad"
-    kind = imported("train.optimizer.target", target, untrusted, legal)
-    if not extends(kind, Optimizer):
-        module, _, name = target.rpartition(".")
-        known = [n for n, x in vars(sys.modules[module]).items() if extends(x, Optimizer)]
-        raise UsageError(
-            f"train.optimizer.target={target} is not a torch.optim.Optimizer; {legal}"
-            f"{hint(name, known)}"
-        )
-    refuse_closures(kind, f"train.optimizer.target={target}")
-    return kind
 
 
 def refuse_closures(kind: type[Optimizer], what: str) -> None:
@@ -77,75 +53,16 @@ def refuse_closures(kind: type[Optimizer], what: str) -> None:
         )
 
 
-def arguments_of(kind: type[Optimizer]) -> list[str] | None:
-    """The names of the arguments of a class beside its parameters and lr; None for any."""
-    parameters = list(inspect.signature(kind).parameters.values())[1:]  # the first: what it trains
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return ANY
-    return [p.name for p in parameters if p.name != "lr" and p.kind is not p.VAR_POSITIONAL]
-
-
-def check_arguments(kind: type[Optimizer], args: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for an argument that the class does not take."""
-    legal = arguments_of(kind)
-    for name, value in args.items():
-        if legal is not ANY and name not in legal:
-            raise UsageError(
-                f"'train.optimizer.args.{name}={value}': {kind.__name__} has no such argument"
-                f"{hint(str(name), legal)}; legal: {', '.join(legal)}"
-            )
-
-
-def takes(kind: type[Optimizer], name: str) -> bool:
-    """Whether a class names such an argument."""
-    return name in (arguments_of(kind) or ())
-
-
-def implementation(kind: type[Optimizer], args: Mapping[str, Any], fastest: str) -> str:
-    """The implementation of a run with this class: forloop, foreach, fused, or own.
-
-    The user's arguments win over the fastest of PyTorch's implementations.
-    """
-    if not takes(kind, "foreach"):
-        return "own"
-    # at most one: PyTorch refuses both
-    asked = [name for name in ("fused", "foreach") if args.get(name)]
-    if asked:
-        return asked[0]
-    if any(name in args for name in ("fused", "foreach")):
-        return "forloop"
-    return "foreach" if fastest == "fused" and not takes(kind, "fused") else fastest
-
-
-def made_of_class(
-    kind: type[Optimizer], parameters: Any, config: OptimizerConfig, lr: float, implementation: str
+def made_by_name(
+    parameters: Any, config: OptimizerConfig, lr: float, implementation: str
 ) -> Optimizer:
-    """An optimizer of the class, with the user's arguments.
-
-    Raises:
-        UsageError: the class at an import path refuses them.
-    """
-    given = options_of(config, kind)
-    # a list, which YAML has, as the tuple that optimizers take (betas)
-    own = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    options: dict[str, Any] = {"lr": lr, **own}
-    if implementation not in ("own", "masters"):
-        names = [n for n in ("foreach", "fused") if takes(kind, n)]
-        # both are set: PyTorch picks foreach by itself on a GPU where neither is named
-        if not any(name in given for name in names):
-            options |= {name: implementation == name for name in names}
-    if config.target is None:
-        # without the import of the compiler, 1.5 s; a class at an import path may override anything
-        return eager_optimizer(kind)(parameters, **options)  # type: ignore[arg-type]
-    try:
-        return kind(parameters, **options)
-    except Exception as error:  # the class may be the user's
-        legal = arguments_of(kind)
-        known = "" if legal is ANY else f"; its arguments: {', '.join(legal)}"
-        raise UsageError(
-            f"train.optimizer.target={config.target} cannot be made ({type(error).__name__}: "
-            f"{first_line(error)}){known}"
-        ) from None
+    """PyTorch's optimizer of a name, with the implementation: forloop, foreach or fused."""
+    kind = class_of(config)
+    taken = inspect.signature(kind).parameters
+    # both are set: PyTorch picks foreach by itself on a GPU where neither is named
+    kernels = {name: implementation == name for name in ("foreach", "fused") if name in taken}
+    # without the import of the compiler, 1.5 s
+    return eager_optimizer(kind)(parameters, lr=lr, **options_of(config), **kernels)
 
 
 def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
@@ -227,25 +144,15 @@ def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
     return schedule
 
 
-def class_of(config: OptimizerConfig, untrusted: Path | None = None) -> type[Optimizer]:
-    """The class of an optimizer by name or import path; raises as `optimizer_class`."""
-    if config.target is not None:
-        return optimizer_class(config.target, untrusted)
+def class_of(config: OptimizerConfig) -> type[Optimizer]:
+    """The class of an optimizer by name."""
     return getattr(torch.optim, OPTIMIZERS[config.name].kind)  # type: ignore[no-any-return]
 
 
-def import_path(config: OptimizerConfig) -> str:
-    return config.target or f"torch.optim.{OPTIMIZERS[config.name].kind}"
-
-
-def options_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
-    """The arguments of its class without lr: the fields of its name, or the user's."""
-    if config.target is None:
-        values = {**vars(config), "betas": (config.beta1, config.beta2)}
-        return {name: values[name] for name in OPTIMIZERS[config.name].arguments}
-    # an optimizer without weight decay would refuse even 0
-    decays = config.weight_decay and takes(kind, "weight_decay")
-    return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
+def options_of(config: OptimizerConfig) -> dict[str, Any]:
+    """The arguments of its class without lr: the fields of its name."""
+    values = {**vars(config), "betas": (config.beta1, config.beta2)}
+    return {name: values[name] for name in OPTIMIZERS[config.name].arguments}
 
 
 def stores_low_precision(
@@ -257,9 +164,6 @@ def stores_low_precision(
     return {policy.param_dtype, *moments, *(stored for stored, _ in own)} != {"float32"}
 
 
-# Import paths of classes with the fused kernel that was measured
-FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
-
 OPTIMIZER_KEYS = (
     "train.lr",
     "batch.lr_rule",
@@ -269,28 +173,14 @@ SCHEDULE_KEYS = ("train.scheduler", "train.warmup_steps", "train.min_lr")
 
 
 def optimizer_name(config: OptimizerConfig, recipe: Recipe) -> str:
-    """The name of a run's optimizer, its import path, or the recipe's class that makes it."""
-    if recipe.makes_optimizer:
-        return f"{type(recipe).__name__}.optimizer"
-    return config.name if config.target is None else config.target
+    """The name of a run's optimizer, or the recipe's class that makes it."""
+    return f"{type(recipe).__name__}.optimizer" if recipe.makes_optimizer else config.name
 
 
 def unused_by(recipe: Recipe) -> dict[str, str]:
     """Keys without effect because the recipe makes its own optimizer or schedule, and which."""
     own = dict.fromkeys(OPTIMIZER_KEYS, "optimizer") if recipe.makes_optimizer else {}
     return own | (dict.fromkeys(SCHEDULE_KEYS, "schedule") if recipe.makes_schedule else {})
-
-
-def unused_weight_decay(
-    config: OptimizerConfig, recipe: Recipe, given: Sequence[str]
-) -> str | None:
-    """A sentence if the user set a weight decay that the class at the import path does not take."""
-    key = "train.optimizer.weight_decay"
-    if key not in given or config.target is None or recipe.makes_optimizer:
-        return None
-    if takes(optimizer_class(config.target), "weight_decay"):
-        return None
-    return f"{key} has no effect: {config.target} takes none"
 
 
 def check_optimizer(
@@ -310,9 +200,8 @@ def check_optimizer(
     Raises:
         UsageError: see `build_optimizer` and `build_schedule`.
     """
-    is_named = config.train.optimizer.target is None and not recipe.makes_optimizer
     try:
-        if is_named and not recipe.makes_schedule:
+        if not recipe.makes_optimizer and not recipe.makes_schedule:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 check_trainable(model_of(recipe), recipe)
             return
@@ -331,36 +220,6 @@ def check_optimizer(
         return
 
 
-def choose_implementation(
-    config: OptimizerConfig,
-    recipe: Recipe,
-    low: bool,
-    fastest: str,
-    untrusted: Path | None = None,
-) -> str | None:
-    """The implementation of an optimizer without namesake in `mprun.optim`: see `SpeedChoice`.
-
-    It is None for one by name. `low` says whether parameters are stored in 16 bits; `fastest` is
-    PyTorch's, as measured.
-
-    Raises:
-        UsageError: there is no such class, or it does not take the arguments.
-    """
-    if recipe.makes_optimizer:
-        return "masters" if low else "own"
-    if config.target is None:
-        return None
-    kind = class_of(config, untrusted)
-    given = options_of(config, kind)
-    check_arguments(kind, given)
-    if low and issubclass(kind, torch.optim.SparseAdam):
-        raise UsageError(
-            f"train.optimizer.target={config.target} takes sparse gradients, and parameters in 16 "
-            "bits have none; legal: another optimizer, or precision=bf16_mixed"
-        )
-    return "masters" if low else implementation(kind, given, fastest)
-
-
 def build_optimizer(
     config: OptimizerConfig,
     recipe: Recipe,
@@ -373,22 +232,19 @@ def build_optimizer(
     """The optimizer of the parameters that are not frozen, with the implementation in `speed`.
 
     Raises:
-        UsageError: all are frozen, the recipe's `optimizer` gives something else, or the class
-            does not take its arguments.
+        UsageError: all are frozen, or the recipe's `optimizer` gives something else.
     """
     check_trainable(model, recipe)
     engine = speed.optimizer_impl
     if engine in engines.ENGINES:
         kind = class_of(config)
-        given = {"lr": lr, **options_of(config, kind)}
+        given = {"lr": lr, **options_of(config)}
         return low_precision(policy, kind, trained(model), seed, engine, **given)
-
-    def make() -> Optimizer:
-        if recipe.makes_optimizer:
-            return _recipes_optimizer(recipe, model)
-        return made_of_class(class_of(config), trained(model), config, lr, engine)
-
-    return _with_masters(make, model, policy, seed) if engine == "masters" else make()
+    if engine == "masters":
+        return _with_masters(recipe, model, policy, seed)
+    if recipe.makes_optimizer:
+        return _recipes_optimizer(recipe, model)
+    return made_by_name(trained(model), config, lr, engine)
 
 
 def check_trainable(model: nn.Module, recipe: Recipe) -> None:
@@ -422,10 +278,8 @@ def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _with_masters(
-    make: Callable[[], Optimizer], model: nn.Module, policy: Policy, seed: int
-) -> Optimizer:
-    """What `make` gives, on float32 masters of the 16-bit parameters."""
+def _with_masters(recipe: Recipe, model: nn.Module, policy: Policy, seed: int) -> Optimizer:
+    """The recipe's optimizer, on float32 masters of the 16-bit parameters."""
     if policy.rounding == "split":
         raise UsageError(
             "precision.rounding=split with an optimizer that gets float32 masters; legal: "
@@ -439,7 +293,7 @@ def _with_masters(
                 "precision=bf16_mixed"
             )
     with optim.float32_masters(model) as masters:
-        inner = make()
+        inner = _recipes_optimizer(recipe, model)
     if isinstance(inner, optim.LowPrecisionOptimizer):
         name = type(inner).__name__
         raise UsageError(

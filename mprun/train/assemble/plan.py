@@ -19,7 +19,6 @@ from mprun.config import Config
 from mprun.config.validate import (
     GUARD,
     SATURATES,
-    is_argument,
     loss_scale_kind,
     no_formats,
     without_effect,
@@ -46,13 +45,9 @@ from mprun.train.assemble.dtype_choices import (
     with_formats,
 )
 from mprun.train.assemble.optimizer import (
-    FUSED,
     check_optimizer,
-    choose_implementation,
-    import_path,
     stores_low_precision,
     unused_by,
-    unused_weight_decay,
     warmup_warning,
 )
 from mprun.train.assemble.recipe_loading import (
@@ -355,17 +350,15 @@ def choose_speed(
     config, recipe, earlier = request.config, request.recipe, request.earlier
     optimizer = config.train.optimizer
     low = stores_low_precision(policy, layers, optimizer)
-    named = "adamw" if import_path(optimizer) in FUSED else optimizer.name
-    speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
-    other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, request.untrusted)
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer.name, has_amx())
     if earlier:
         names = (earlier["memory_format"], earlier["optimizer_impl"])
         speed = SpeedChoice(*names, earlier["compile"])
     else:
         # "auto" is decided by the trial of `with_fastest`, and does not compile without one
         speed = replace(speed, compile=config.speed.compile is True)
-    if other is not None:
-        return replace(speed, optimizer_impl=other)
+    if recipe.makes_optimizer:
+        return replace(speed, optimizer_impl="masters" if low else "own")
     if not low:
         return speed
     # All engines give the same bits on one device; eager needs no compiler.
@@ -437,10 +430,8 @@ def _fields_without_effect(request: Request, policy: Policy) -> Iterable[str]:
             sentences[key] = f"{key} has no effect: {no_formats(policy.name)}"
         if key in recipe.ignores:
             sentences[key] = f"{key} has no effect: {name} does not use it"
-        elif maker := unused.get("train.optimizer.args" if is_argument(key) else key):
+        elif maker := unused.get(key):
             sentences[key] = f"{key} has no effect: {name} makes its own {maker}"
-    if why := unused_weight_decay(config.train.optimizer, recipe, given):
-        sentences["train.optimizer.weight_decay"] = why
     return sentences.values()
 
 

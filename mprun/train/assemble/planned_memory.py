@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
-from mprun.errors import UsageError
-from mprun.precision._torch import is_fake
+from mprun.errors import MprunError, UsageError
 from mprun.precision.nested import all_tensors, map_tensors
-from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
-from mprun.records.run_record import ParallelKind, ProcessLayout
 from mprun.train.assemble.parts import batch_form, build_parts
 from mprun.train.assemble.plan import Plan, batch_sizes, data_request
 from mprun.train.assemble.recipe_loading import NO_DATA, load_data
@@ -28,30 +25,20 @@ from mprun.train.data.random_numbers import untouched
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.machine.machine import memory_bytes
-from mprun.train.parallel.model_blocks import (
-    ReplicatedModel,
-    ShardedModel,
-    blocks_of,
-    cast_modules,
-    checkpointed,
-)
 from mprun.train.user_code import described
 from mprun.watch.memory_recorder import (
     DtypeMismatchError,
-    ProcessRule,
     StepMemory,
     fake_tensors,
     memory,
-    one_process,
 )
 
-ONE_PROCESS = ProcessLayout()
 # Of the device's memory: a model with more parameters gets no second one beside it, which with
 # float32 gradients and the two moments of Adam takes four times as much
 MAX_MEMORY = 0.1
 
 
-def step_memory(plan: Plan, real: bool = True, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:
+def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     """The tensors alive during one training step of this plan, on fake tensors.
 
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
@@ -60,7 +47,6 @@ def step_memory(plan: Plan, real: bool = True, layout: ProcessLayout = ONE_PROCE
         plan: the plan.
         real: take a real step where the model reads values, which fake tensors do not have. The
             result then has `why_real`.
-        layout: of the processes; the memory is that of one of them.
 
     Raises:
         DtypeMismatchError: the step cannot run.
@@ -69,14 +55,14 @@ def step_memory(plan: Plan, real: bool = True, layout: ProcessLayout = ONE_PROCE
     native = as_native(plan)
     try:
         with fake_step(native) as (parts, batch):
-            return _of_step(native, parts, batch, layout)
+            return _of_step(native, parts, batch)
     except (DtypeMismatchError, UsageError):
         raise
     except Exception as error:
         if not real:
             raise
         reason = f"it does not run on fake tensors ({described(error, plan.policy.name)})"
-        return replace(_on_real_tensors(native, layout), why_real=reason)
+        return replace(_on_real_tensors(native), why_real=reason)
 
 
 def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
@@ -144,7 +130,7 @@ def fake_step(plan: Plan) -> Iterator[tuple[TrainingComponents, Batch]]:
         yield parts, _fake_batch(plan, shapes, form)
 
 
-def _on_real_tensors(plan: Plan, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:
+def _on_real_tensors(plan: Plan) -> StepMemory:
     # a plan of `load_shapes` has shapes alone, and a real step needs values
     if isinstance(plan.splits.train, TensorSet) and plan.splits.train.device.type == "meta":
         plan = replace(plan, splits=load_data(plan.recipe, data_request(plan.config)))
@@ -152,42 +138,17 @@ def _on_real_tensors(plan: Plan, layout: ProcessLayout = ONE_PROCESS) -> StepMem
     with plan.backend_flags(), torch.random.fork_rng(devices=[]):
         parts = build_parts(plan)
         with closing(parts.train.epoch(parts.order.draw())) as batches:
-            return _of_step(plan, parts, next(batches).trained, layout)
+            return _of_step(plan, parts, next(batches).trained)
 
 
-def _of_step(
-    plan: Plan, parts: TrainingComponents, batch: Batch, layout: ProcessLayout
-) -> StepMemory:
+def _of_step(plan: Plan, parts: TrainingComponents, batch: Batch) -> StepMemory:
     trainer = Trainer(parts, plan.limits)
-    fake = any(is_fake(p) for p in parts.model.parameters())
-    # dropout that is recomputed repeats its random numbers, and fake tensors have none
-    with checkpointed(parts.model, not fake) if layout.checkpointing else nullcontext():
-        return memory(
-            lambda: trainer.optimizer_step(batch),
-            parts.model,
-            parts.optimizer,
-            all_tensors([(part.content, part.inputs) for part in batch.parts]),
-            rule=_rule(layout, plan.policy, parts.model),
-        )
-
-
-def _rule(layout: ProcessLayout, policy: Policy, model: nn.Module) -> ProcessRule:
-    """What a process of this layout holds."""
-    if layout.world_size == 1:
-        return one_process
-    reduce = torch_dtype(policy.reduce_dtype)
-    if layout.parallel == "ddp":
-        return ReplicatedModel(reduce.itemsize)
-    blocks = [path for path, _ in blocks_of(model)]
-    gathered = gathered_itemsizes(model, policy)
-    return ShardedModel(layout.world_size, blocks, gathered, reduce.itemsize)
-
-
-def gathered_itemsizes(model: nn.Module, policy: Policy) -> dict[str, int]:
-    """Module to the bytes of a number of its parameters as FSDP2 gathers them, where it casts."""
-    if policy.casting != "autocast":
-        return {}
-    return dict.fromkeys(cast_modules(model), torch_dtype(policy.compute_dtype).itemsize)
+    return memory(
+        lambda: trainer.optimizer_step(batch),
+        parts.model,
+        parts.optimizer,
+        all_tensors([(part.content, part.inputs) for part in batch.parts]),
+    )
 
 
 def _shapes(plan: Plan) -> TensorSet | MicroBatch:
@@ -243,15 +204,6 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def run_layout(plan: Plan) -> ProcessLayout:
-    """The processes that the plan's run trains in."""
-    parallel = plan.config.parallel
-    if parallel.world_size == 1:
-        return ONE_PROCESS
-    kind: ParallelKind = "fsdp2" if parallel.name == "fsdp2" else "ddp"
-    return ProcessLayout(world_size=parallel.world_size, parallel=kind)
-
-
 def footprint(
     plan: Plan, real: bool = True, quick: bool = False
 ) -> tuple[dict[str, int], str | None]:
@@ -265,9 +217,15 @@ def footprint(
         real: take a real step where fake tensors cannot.
         quick: real steps are quick: take them rather than import PyTorch's compiler (1.8 s), which
             the first fake tensor does.
+
+    Raises:
+        MprunError: several processes share a step of this plan.
     """
-    layout = run_layout(plan)
+    if (parallel := plan.config.parallel).world_size > 1:
+        raise MprunError(
+            f"it is counted for one process alone, not for {parallel.world_size} of {parallel.name}"
+        )
     with untouched():
         quick = quick and as_native(plan) is plan and "torch._dynamo" not in sys.modules
-        counted = _on_real_tensors(plan, layout) if quick else step_memory(plan, real, layout)
+        counted = _on_real_tensors(plan) if quick else step_memory(plan, real)
     return counted.totals, counted.why_real

@@ -105,7 +105,7 @@ def load_recipe(
     """
     if file is None:
         legal = "write module.Class of a recipe that can be imported from here"
-        kind = imported("recipe.target", target, untrusted, legal)
+        kind = imported(target, untrusted, legal)
         if not (extends(kind, Recipe) and "__dataclass_fields__" in vars(kind)):
             raise UsageError(
                 f"recipe.target={target} is not a dataclass that extends mprun.recipe.Recipe; "
@@ -227,13 +227,13 @@ def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
         )
 
 
-def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
-    """What an import path, the value of a field, names; None if its module has no such name.
+def imported(target: str, untrusted: Path | None, legal: str) -> Any:
+    """What `recipe.target`, an import path, names; None if its module has no such name.
 
     The current folder is searched too. The user's files are named before they run.
 
     Raises:
-        UsageError: its module cannot be imported (`legal` is what the field can be), or one of its
+        UsageError: its module cannot be imported (`legal` is what it can be), or one of its
             files lies in the folder whose code is not run.
     """
     module, _, name = target.rpartition(".")
@@ -241,7 +241,7 @@ def imported(key: str, target: str, untrusted: Path | None, legal: str) -> Any:
     # there hides an installed package
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    what = f"{key}={target}"
+    what = f"recipe.target={target}"
     try:
         for part in accumulate(module.split("."), "{}.{}".format):  # a, a.b, a.b.c
             # the file that a name leads to is known once its package is imported

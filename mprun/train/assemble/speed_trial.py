@@ -158,7 +158,7 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
         other = "contiguous" if own.memory_format == "channels_last" else "channels_last"
         yield replace(own, memory_format=other)
     optimizer = plan.config.train.optimizer
-    if optimizer.target is None and own.optimizer_impl in ("forloop", "foreach", "fused"):
+    if own.optimizer_impl in ("forloop", "foreach", "fused"):
         for implementation in IMPLEMENTATIONS.get(optimizer.name, ()):
             if plan.device.type == "cpu" and implementation != own.optimizer_impl:
                 yield replace(own, optimizer_impl=implementation)

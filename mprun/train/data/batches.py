@@ -75,11 +75,6 @@ class SampleSet(ABC):
         """Whether only a pass over the samples shows how many there are."""
         return self.samples is None
 
-    @property
-    def places(self) -> int | None:
-        """How many positions `select` takes: also of samples that no batch of an epoch has."""
-        return self.samples
-
     @abstractmethod
     def batches(self, batch_size: int) -> int | None:
         """Micro-batches of a pass; None where that is unknown."""

@@ -1,8 +1,8 @@
 """Samples that a PyTorch data set or data loader reads one by one, and batches of them.
 
     DatasetSet   a map-style data set: mprun batches and shuffles it
-    StreamSet    an iterable data set: batched as it comes, its length unknown
-    LoaderSet    a ready `DataLoader`, copied for each run: its batches are micro-batches of a step
+    LoaderSet    a ready `DataLoader`, copied for each run: its batches are micro-batches of a step;
+                 also of an iterable data set, a stream of unknown length
 
 The order of samples comes from one generator, seeded by the run: what a raw loop gets from
 `DataLoader(..., generator=torch.Generator().manual_seed(seed))`. All other random numbers that data
@@ -30,9 +30,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
 )
 
@@ -81,10 +79,6 @@ class LoadedSet(SampleSet):
     @abstractmethod
     def first(self, n: int | None) -> LoadedSet:
         """The first `n` samples, or all where `n` is None."""
-
-    def select(self, index: Sequence[int]) -> LoadedSet | None:
-        """The samples at these positions; None where they cannot be told apart."""
-        return None
 
     def with_inputs(self, convert: Callable[[Any], Any]) -> LoadedSet:
         """The same: samples are not in memory yet."""
@@ -142,34 +136,6 @@ class DatasetSet(LoadedSet):
 
 
 @dataclass(frozen=True)
-class StreamSet(LoadedSet):
-    """An iterable data set. One process reads it: each worker would read the whole stream."""
-
-    dataset: Any = ()
-    limit: int | None = None  # At most this many samples
-
-    @property
-    def samples(self) -> None:
-        return None
-
-    def first(self, n: int | None) -> LoadedSet:
-        if n == 0:
-            return NOTHING
-        return self if n is None else replace(self, limit=n)
-
-    def loader(
-        self, reading: Reading, generator: torch.Generator, epoch: int = 0
-    ) -> DataLoader[Any]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        dataset = self.dataset if self.limit is None else _FirstOf(self.dataset, self.limit)
-        return DataLoader(dataset, reading.batch_size, generator=generator, pin_memory=reading.pin)
-
-    def batches(self, batch_size: int) -> None:
-        return None
-
-
-@dataclass(frozen=True)
 class LoaderSet(LoadedSet):
     """A ready `DataLoader`."""
 
@@ -218,33 +184,12 @@ class LoaderSet(LoadedSet):
         return min(known, self.most)
 
     def first(self, n: int | None) -> LoadedSet:
-        """The first `n` samples, or as many whole batches of another sampler's as contain them."""
+        """As many whole batches as contain `n` samples."""
         if n is None or (self.samples is not None and n >= self.samples):
             return self
         if n == 0:
             return NOTHING
-        return self.select(range(n)) or replace(self, most=-(-n // self.own_batch_size))
-
-    @property
-    def places(self) -> int | None:
-        return None if self.is_stream else _length(self.given.dataset)
-
-    def select(self, index: Sequence[int]) -> LoadedSet | None:
-        loader = self.given
-        sampler = loader.sampler
-        shuffles = (
-            type(sampler) is RandomSampler
-            and not sampler.replacement
-            and sampler.num_samples == _length(loader.dataset)  # it does not draw some of them
-        )
-        if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-            return None
-        if self.most is not None or not (shuffles or type(sampler) is SequentialSampler):
-            return None
-        part: Subset[Any] = Subset(loader.dataset, index)
-        own: Sampler[int] = RandomSampler(part) if shuffles else SequentialSampler(part)
-        batches = BatchSampler(own, loader.batch_size, loader.drop_last)
-        return replace(self, given=_copy(loader, dataset=part, sampler=own, batch_sampler=batches))
+        return replace(self, most=-(-n // self.own_batch_size))
 
     def loader(
         self, reading: Reading, generator: torch.Generator, epoch: int = 0
@@ -279,24 +224,26 @@ def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
     if isinstance(part, LoadedSet):
         return part
     if isinstance(part, DataLoader):
-        _check_stream(part.dataset, name)
+        _refuse_once(part.dataset, name)
         return LoaderSet(given=part)
     part = _in_torch_format(part)
     if isinstance(part, IterableDataset):
-        _check_stream(part, name)
-        return StreamSet(dataset=part)
+        raise UsageError(
+            f"data(): {name} is a {type(part).__name__}, a stream; legal is a loader of it, "
+            "DataLoader(stream, batch_size=...)"
+        )
     if isinstance(part, Dataset) or _is_map_style(part):
         if _length(part) is None:
             kind = type(part).__name__
             raise UsageError(
                 f"data(): {name} is a {kind} without __len__; legal is a Dataset with __len__ and "
-                "__getitem__, or an IterableDataset with __iter__"
+                "__getitem__, or a DataLoader"
             )
         return DatasetSet(dataset=part)
     return None
 
 
-def _check_stream(dataset: Any, name: str) -> None:
+def _refuse_once(dataset: Any, name: str) -> None:
     if isinstance(dataset, IterableDataset) and hasattr(type(dataset), "__next__"):
         raise UsageError(
             f"data(): {name} is a {type(dataset).__name__}, an iterator that gives its samples "
@@ -405,16 +352,6 @@ class _WorkerStart:
             self.then(worker)
 
 
-class _FirstOf(IterableDataset[Any]):
-    """The first samples of a stream."""
-
-    def __init__(self, dataset: Any, limit: int) -> None:
-        self._dataset, self._limit = dataset, limit
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._dataset), self._limit)
-
-
 # ---- batches that a loader reads -----------------------------------------------------------------
 
 EVALUATION_SEED = 0  # Evaluation reads the same samples each time
@@ -520,7 +457,7 @@ class LoaderBatches(Batches):
         """At most `wanted` micro-batches; one that cannot be cut may have more samples."""
         reading = self._reading._replace(shuffle=False)
         if self.data.own_batch_size is None:
-            known = self.samples or wanted * at_most  # a stream: as if it had enough
+            known = self.samples or 1
             size = max(1, min(at_most, known // min(wanted, known)))
             reading = reading._replace(batch_size=size)
         cut = LoaderBatches(self.data, reading, self._generator, self._form, self.device)

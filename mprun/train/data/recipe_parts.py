@@ -1,8 +1,9 @@
 """What a recipe's `data` gives, as splits: {"train": part, "validation": part, "test": part}.
 
 A part is a tuple or a mapping of tensors with samples along dimension 0, nested as a batch is to
-be; or a data set, a stream or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may
-replace the mapping. Without `validation` a tenth of the training samples is held out.
+be; or a data set or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may replace
+the mapping. Without `validation` a tenth of the training samples is held out, unless a `DataLoader`
+gives them.
 
 `folder_splits` makes them of images in folders, one folder for each class, as torchvision's
 `ImageFolder` reads them:
@@ -26,7 +27,7 @@ from torch import Tensor
 from mprun.errors import UsageError, hint
 from mprun.precision.nested import leaves
 from mprun.train.data.batches import TensorSet
-from mprun.train.data.loader_sets import LoadedSet, loaded_set
+from mprun.train.data.loader_sets import DatasetSet, LoadedSet, loaded_set
 from mprun.train.data.sources import DataRequest, Splits
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
@@ -130,12 +131,10 @@ def _held_out(
         return train, none, None
     if train.samples == 1:
         return train, none, f"data() gives one training sample and {NOT_VALIDATED}"
-    if train.places is not None:
-        rest, out = (train.select(index) for index in _draw_places(train.places, share))
-        if rest is not None and out is not None:
-            return rest, out, None
-    kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
-    return train, none, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
+    if not isinstance(train, TensorSet | DatasetSet):
+        return train, none, f"data() gives a DataLoader, which is not divided, and {NOT_VALIDATED}"
+    rest, out = (train.select(index) for index in _draw_places(train.samples, share))
+    return rest, out, None
 
 
 def _draw_places(total: int, share: float) -> tuple[list[int], list[int]]:

@@ -77,8 +77,6 @@ class OneDnn:
     """The library that computes matmuls and convolutions on CPUs."""
 
     version: str | None
-    limit_by: str | None  # The environment variable that limits its instructions, null if none does
-    limit: str | None  # That variable's value, in upper case
     bfloat16: bool | None
     """Whether PyTorch passes it bfloat16 here; if not, PyTorch computes in its own loops."""
     float16: bool | None
@@ -388,8 +386,7 @@ def _instructions(machine: Machine) -> str:
 
 def _onednn(onednn: OneDnn) -> str:
     taken = _yes_no({"bfloat16": onednn.bfloat16, "float16": onednn.float16})
-    limit = f", {onednn.limit_by}={onednn.limit}" if onednn.limit else ""
-    return f"{onednn.version or 'unknown version'}; takes {taken}{limit}"
+    return f"{onednn.version or 'unknown version'}; takes {taken}"
 
 
 # ---- the tables of a recipe ----------------------------------------------------------------------

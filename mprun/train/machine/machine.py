@@ -89,43 +89,11 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 
 SAME_ARCHITECTURE = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
-ALLOWED: dict[str, frozenset[str]] = {
-    value: frozenset([*INSTRUCTIONS["x86_64"]][:count])
-    for count, values in enumerate(
-        (
-            "SSE41 AVX",
-            "AVX2 AVX2_VNNI AVX2_VNNI_2",
-            "AVX512_CORE AVX512_CORE_VNNI",
-            "AVX512_CORE_BF16",
-            "AVX512_CORE_FP16 AVX10_1_512 AVX10_2 AVX10_2_512",
-            "AVX512_CORE_AMX AVX10_1_512_AMX",
-            "AVX512_CORE_AMX_FP16 AVX10_1_512_AMX_FP16 AVX10_2_AMX_2 AVX10_2_512_AMX_2 DEFAULT",
-        )
-    )
-    for value in values.split()
-}
-"""By the values of the variable: the sets of `INSTRUCTIONS` that oneDNN may use on x86.
-
-Each line allows one more set, in the order of `INSTRUCTIONS`.
-"""
-
-# The first has priority over the older one, even with a value that oneDNN ignores (tried on 3.13)
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-
 
 def architecture() -> str:
     """The processor's architecture by Linux's name: x86_64, aarch64, ..."""
     name = platform.machine().lower()
     return SAME_ARCHITECTURE.get(name, name)
-
-
-def onednn_limit(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The variable that holds oneDNN's limit and its value in upper case, known or not."""
-    # oneDNN ignores case and empty values (its developer guide, "CPU Dispatcher Control")
-    for name in LIMITS:
-        if environment.get(name):
-            return name, environment[name].upper()
-    return None
 
 
 def instructions(system: str, machine: str, capabilities: Mapping[str, object]) -> dict[str, bool]:
@@ -179,7 +147,7 @@ def examine_machine(device: torch.device) -> Machine:
         load_average=load,
         instructions={name: present.get(name) for name in INSTRUCTIONS.get(machine, {})},
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        onednn=onednn(os.environ),
+        onednn=onednn(),
         variables={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
         cuda=cuda(device) if device.type == "cuda" else None,
         gpu_unused=None if device.type == "cuda" else gpu_unused(),
@@ -187,14 +155,11 @@ def examine_machine(device: torch.device) -> Machine:
     )
 
 
-def onednn(variables: Mapping[str, str]) -> OneDnn:
-    """oneDNN's version, its limit, and the 16-bit formats that PyTorch passes to it."""
+def onednn() -> OneDnn:
+    """oneDNN's version, and the 16-bit formats that PyTorch passes to it."""
     version = re.search(r"(?:MKL-DNN|oneDNN) v([\d.]+)", torch.__config__.show())
-    limit_by, limit = onednn_limit(variables) or (None, None)
     return OneDnn(
         version=version[1] if version else None,
-        limit_by=limit_by,
-        limit=limit,
         bfloat16=onednn_takes(torch.bfloat16),
         float16=onednn_takes(torch.float16),
     )

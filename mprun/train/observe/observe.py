@@ -63,7 +63,6 @@ from mprun.train.observe.step_probes import (
 )
 from mprun.train.stopwatch import Stopwatch
 from mprun.watch.audit import Audit
-from mprun.watch.nonfinite import NonfiniteReport, finding_lines, fp_exceptions
 from mprun.watch.nonfinite.saved_step import StepCapture
 from mprun.watch.step_events import StepHooks, StepListener, entries, plain_optimizers
 
@@ -86,10 +85,7 @@ class Observation(StepListener):
         audit: the dtype audit of the second step; None before it.
         nonfinite: the first step with a NaN or an infinity; None without one.
         summary: the record so far.
-        times_steps: whether the steps that begin are timed; False while something slows them.
     """
-
-    times_steps = True
 
     def __init__(
         self,
@@ -189,7 +185,7 @@ class Observation(StepListener):
         self._steps += 1
         waited = None if self._ended_at is None else (now - self._ended_at) * 1e3
         step = ObservedStep(self._steps, data_time_ms=waited)
-        step.timed = self.times_steps and self._probes.is_timed(self._steps)
+        step.timed = self._probes.is_timed(self._steps)
         if now - self._written_at > WRITE_EVERY_S:
             self._write()
         if self._steps == 1:
@@ -305,7 +301,6 @@ class Observation(StepListener):
         if self.audit is not None:
             summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
         self._record.close()
-        self._record.report(str(self))
 
     def _on_first_step(self, step: ObservedStep) -> None:
         """Record what is not known before a step: the dtypes of autocast, and the batch size."""
@@ -454,16 +449,10 @@ class TrainerRecord:
             trainer's counts.
         audit: whether the findings of the dtype audit are logged as warnings (logger "mprun") after
             the second step; the record has them in any case.
-        fp_exceptions: the first and the last step, counted from 1, in which every op is inspected
-            (`mprun.numerics.fp_exceptions`). Such steps are slow and are not timed. None: no step.
 
     Attributes:
         run: what is observed, also when the training is over (its `audit`, `summary`, `out`); None
             before it.
-        fp_report: the floating-point exceptions of the inspected steps.
-
-    Raises:
-        ValueError: the window of steps is not legal, or `memory` is set as well.
     """
 
     def __init__(
@@ -475,23 +464,16 @@ class TrainerRecord:
         memory: bool = False,
         on_nonfinite: Literal["off", "report", "save"] = "report",
         audit: bool = True,
-        fp_exceptions: tuple[int, int] | None = None,
     ) -> None:
         self._out, self._audit = Path(out), audit
         self._seed = seed
-        self._window = _window(fp_exceptions, memory)
         self._observe = partial(
             observe, name=name, metric=metric, memory=memory, on_nonfinite=on_nonfinite
         )
         self._trainings = 0
         self._stack: ExitStack | None = None
-        self._inspection: ExitStack | None = None
-        """Entered while the ops of steps are inspected."""
-        self._model: nn.Module | None = None
-        self._optimizers: list[Optimizer] = []
         self._loss_logged = self._reports_audit = False
         self.run: Observation | None = None
-        self.fp_report: NonfiniteReport | None = None
 
     @property
     def running(self) -> Observation | None:
@@ -509,9 +491,9 @@ class TrainerRecord:
         number = "" if self._trainings == 1 else f"_{self._trainings}"
         out = self._out.with_name(f"{self._out.name}{number}")
         seed = seed if self._seed is None else self._seed
-        self._model, self._optimizers = model, plain_optimizers(optimizers)
         stack = ExitStack()
-        self.run = stack.enter_context(self._observe(model, self._optimizers, out, seed=seed))
+        plain = plain_optimizers(optimizers)
+        self.run = stack.enter_context(self._observe(model, plain, out, seed=seed))
         self._stack, self._loss_logged, self._reports_audit = stack, False, self._audit
         atexit.register(self._at_exit)
 
@@ -521,8 +503,9 @@ class TrainerRecord:
         if stack is None:
             return
         atexit.unregister(self._at_exit)
-        self._end_inspection(error)
-        _close(stack, error)
+        stack.__exit__(
+            None if error is None else type(error), error, getattr(error, "__traceback__", None)
+        )
 
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Log the trainer's values that are numbers.
@@ -539,63 +522,20 @@ class TrainerRecord:
         if not self._loss_logged:
             self.log_values({"loss": value})
 
-    def begin_step(self, step: int) -> None:
-        """The step with this number begins, counted from 1; it may have begun before."""
-        # micro-batches of a step call this again
-        if self._inspection is not None or self.running is None or step not in self._window:
-            return
-        assert self._model is not None
-        self.running.times_steps, self._inspection = False, ExitStack()
-        self.fp_report = self._inspection.enter_context(
-            fp_exceptions(self._model, self._optimizers, first_step=step)
-        )
-
-    def end_step(self, step: int) -> None:
-        """The step with this number is over."""
+    def report_audit(self) -> None:
+        """Log the findings of the audit, once: for the end of each step."""
         run = self.running
-        if run is None:
-            return
-        if step >= self._window.stop - 1:
-            self._end_inspection(None)
-        if self._reports_audit and run.audit is not None:
+        if self._reports_audit and run is not None and run.audit is not None:
             self._reports_audit = False
             for finding in run.audit.findings:
                 where = finding.module or "the model"
                 logger.warning("%s  %s: %s", finding.kind, where, finding.text)
                 logger.warning("    fix: %s", finding.fix)
 
-    def _end_inspection(self, error: BaseException | None) -> None:
-        inspection, self._inspection = self._inspection, None
-        if inspection is not None and self.run is not None and self.fp_report is not None:
-            self.run.times_steps = True  # inspected steps are many times slower
-            _close(inspection, error)
-            self.run.summary.warnings += finding_lines(self.fp_report.findings)
-
     def _at_exit(self) -> None:
         """The program ends inside of a training: an error did it, or Ctrl-C."""
         error = getattr(sys, "last_value", None)  # Python's last error that nobody caught
         self.end(error if isinstance(error, BaseException) else RuntimeError(NOT_ENDED))
-
-
-def _close(stack: ExitStack, error: BaseException | None) -> None:
-    """Leave what was entered: with `error`, if there is one."""
-    kind = None if error is None else type(error)
-    stack.__exit__(kind, error, getattr(error, "__traceback__", None))
-
-
-def _window(given: Any, memory: bool) -> range:
-    """The steps that are inspected."""
-    if given is None:
-        return range(0)
-    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
-    numbers = len(pair) == 2 and all(type(x) is int for x in pair)  # no bool
-    if not numbers or not 1 <= pair[0] <= pair[1]:
-        raise ValueError(
-            f"fp_exceptions={given!r}; legal: None, or the first and the last step: (100, 110)"
-        )
-    if memory:
-        raise ValueError("fp_exceptions and memory=True both follow every op: choose one")
-    return range(pair[0], pair[1] + 1)
 
 
 def _is_number(value: Any) -> bool:

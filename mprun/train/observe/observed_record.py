@@ -33,7 +33,6 @@ from mprun.errors import UsageError
 from mprun.precision import NativeArithmetic
 from mprun.precision._torch import is_compiled, original_module
 from mprun.records.console.formatting import size_text
-from mprun.records.files import write_atomic
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
     BackendRow,
@@ -58,7 +57,6 @@ from mprun.watch.audit import Audit
 
 logger = logging.getLogger("mprun")
 
-REPORT = "report.txt"
 SOURCE = "observed"  # The data source of a loop that mprun does not own
 
 
@@ -356,10 +354,6 @@ class ObservedRecord(Recorder):
         """Write a line of something that happened, at once."""
         self.on_event(row)
         self._write([])
-
-    def report(self, text: str) -> None:
-        """Write the report."""
-        self._try(lambda: write_atomic(self.path / REPORT, f"{text}\n".encode()))
 
     def steps(self, steps: list[ObservedStep], times: list[StepTime]) -> None:
         """Write steps that are complete."""

@@ -167,9 +167,9 @@ promote: []
 def test_a_yaml_list(suffix: str) -> None:
     path = file("- relu\n- F.linear  # a layer\n\n- 'aten::mm.default'\n", f"ops.{suffix}")
     assert read_list(path, "fp32") == [
-        Entry("relu", f"ops.{suffix}:1"),
-        Entry("F.linear", f"ops.{suffix}:2"),
-        Entry("aten::mm.default", f"ops.{suffix}:4"),
+        Entry("relu", f"ops.{suffix}"),
+        Entry("F.linear", f"ops.{suffix}"),
+        Entry("aten::mm.default", f"ops.{suffix}"),
     ]
     assert names("[relu, mm]", f"ops.{suffix}") == ["relu", "mm"]
 
@@ -177,8 +177,8 @@ def test_a_yaml_list(suffix: str) -> None:
 def test_a_yaml_mapping_has_a_list_for_each_kind() -> None:
     assert names(LISTS, "ops.yaml", "lower") == ["relu", "F.linear"]
     assert read_list(Path("ops.yaml"), "fp32") == [
-        Entry("softmax", "ops.yaml:4"),
-        Entry("log_softmax", "ops.yaml:5"),
+        Entry("softmax", "ops.yaml"),
+        Entry("log_softmax", "ops.yaml"),
     ]
     assert read_list(Path("ops.yaml"), "promote") == []
     words = [f"op_lists.{kind}_file=ops.yaml" for kind in ("lower", "fp32", "promote")]
@@ -193,25 +193,21 @@ def test_a_yaml_mapping_without_the_list_asked_for_is_reported() -> None:
         names("lower: [relu]\nfp32: [log]\n", "ops.yaml", "promote")
 
 
-def test_yaml_words_that_mean_other_things_are_names_there() -> None:
-    """`no` and `on` are truth values to YAML, `1e3` a number; here they are what is written."""
-    assert names("[relu, no, on, 1e3, null, ~]", "ops.yaml")[:4] == ["relu", "no", "on", "1e3"]
-
-
 BROKEN_YAML: dict[str, tuple[str, str]] = {
-    "a word": ("relu\n", r"ops\.yaml:1: not a list of names"),
-    "a mapping to a word": ("fp32: [log]\nlower: relu\n", r"ops\.yaml:2: not a list of names"),
-    "a mapping of mappings": ("lower:\n  relu: true\n", r"ops\.yaml:2: not a list of names"),
-    "a list of lists": ("- relu\n- [mm, bmm]\n", r"ops\.yaml:2: not a name"),
-    "an empty name": ("- relu\n- ''\n", r"ops\.yaml:2: '' is not the name of an op"),
-    "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: not YAML"),
-    "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: not YAML"),
-    "two documents": ("- relu\n---\n- mm\n", r"ops\.yaml:\d: not YAML"),
+    "a word": ("relu\n", r"ops\.yaml: not a list of names"),
+    "a mapping to a word": ("fp32: [log]\nlower: relu\n", r"ops\.yaml: not a list of names"),
+    "a mapping of mappings": ("lower:\n  relu: true\n", r"ops\.yaml: not a list of names"),
+    "a list of lists": ("- relu\n- [mm, bmm]\n", r"ops\.yaml: not a list of names"),
+    "a truth value": ("- relu\n- no\n", r"ops\.yaml: not a list of names"),
+    "an empty name": ("- relu\n- ''\n", r"ops\.yaml: '' is not the name of an op"),
+    "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: .*one op per line"),
+    "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: .*one op per line"),
+    "two documents": ("- relu\n---\n- mm\n", r"ops\.yaml:\d: .*one op per line"),
 }
 
 
 @each("name", BROKEN_YAML)
-def test_what_is_no_list_in_yaml_is_reported_with_file_and_line(name: str) -> None:
+def test_what_is_no_list_in_yaml_is_reported_with_the_file(name: str) -> None:
     content, message = BROKEN_YAML[name]
     with pytest.raises(ValueError, match=message) as caught:
         read_list(file(content, "ops.yaml"), "lower")

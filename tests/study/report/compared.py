@@ -49,12 +49,11 @@ def lines(steps: int = 30, seed: int = 0) -> list[dict[str, Any]]:
     return [*found, {"kind": "validation", "step": steps, "epoch": 1, "loss": 0.3, "accuracy": 0.9}]
 
 
-def write_run(folder: Path, rows: list[dict[str, Any]], config: str = "seed: 0\n") -> None:
-    """A run's folder with the two files a report reads."""
+def write_run(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """A run's folder with the file that a report reads."""
     folder.mkdir(parents=True)
     text = "".join(json.dumps(jsonable(row)) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-    (folder / "config.yaml").write_text(config, encoding="utf-8")
 
 
 def summary(label: str, seed: int) -> Summary:
@@ -72,7 +71,7 @@ def variant(label: str, index: int, folder: Path | None = None, seeds: int = 3) 
     for seed in range(seeds):
         path = (folder or Path("runs")) / f"{index}-{seed}"
         if folder is not None:
-            write_run(path, lines(seed=seed), f"precision: {{name: m{index}}}\n")
+            write_run(path, lines(seed=seed))
         runs.append(Run(path, summary(label, seed)))
     native, many = label not in EMULATED, seeds > 1
 
@@ -157,9 +156,6 @@ def hostile(folder: Path) -> Comparison:
             )
             found.versions = {HOSTILE: HOSTILE}
             found.substitutions = [Substitution(op=HOSTILE, dtype=HOSTILE, reason=HOSTILE)]
-            (run.path / "config.yaml").write_text(
-                json.dumps({HOSTILE: HOSTILE, v.label: [HOSTILE]}), encoding="utf-8"
-            )
             runs.append(Run(run.path, found))
         broken = copy.deepcopy(runs[0].summary)
         set_fields(broken, status="failed", error=HOSTILE)

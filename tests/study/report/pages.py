@@ -53,7 +53,6 @@ def with_failures(folder: Path) -> Comparison:
         replace(third, label="bf16_mixed " + "(train.lr=0.002, train.clip_norm=1) " * 8),
         replace(last, runs=(), failed=last.runs),
     )
-    (second.runs[0].path / "config.yaml").write_text(f"{LONG}: {LONG}\na: {{b: {LONG}}}\n")
     return replace(
         base,
         variants=variants,

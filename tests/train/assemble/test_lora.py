@@ -61,27 +61,35 @@ class Lora(Recipe):
         return Splits("drawn", "generated", train, train.first(0), train.first(0), shuffle=False)
 
 
-def words(mode: str, *more: str) -> list[str]:
-    given = ["recipe=linear", f"recipe.target={__name__}.Lora", f"precision={mode}"]
+@dataclass(frozen=True)
+class LoraWithAdagrad(Lora):
+    """Makes its own optimizer."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.Adagrad(trained, lr=0.01)
+
+
+def words(mode: str, kind: str, *more: str) -> list[str]:
+    given = ["recipe=linear", f"recipe.target={__name__}.{kind}", f"precision={mode}"]
     given += ["device=cpu", "train.batch_size=4", "train.epochs=null", "train.max_steps=4"]
-    return [*given, "train.lr=0.01", "speed=plain", *more]
+    return [*given, "train.optimizer.name=adamw", "train.lr=0.01", "speed=plain", *more]
 
 
-def planned(mode: str, *more: str) -> Any:
-    composed = compose(words(mode, *more))
+def planned(mode: str, kind: str, *more: str) -> Any:
+    composed = compose(words(mode, kind, *more))
     composed.config.recipe.model = {}
     return make_plan(composed.config, composed.given)
 
 
 @pytest.mark.representative(
-    "-fp16_mixed", "-half_sr", "torch.optim.Adagrad-bf16_sr", "torch.optim.Adagrad-fp32"
+    "Lora-fp16_mixed", "Lora-half_sr", "LoraWithAdagrad-bf16_sr", "LoraWithAdagrad-fp32"
 )
 @pytest.mark.parametrize("mode", STORED)
-@pytest.mark.parametrize("target", ["", "torch.optim.Adagrad"])
-def test_only_adapters_train_and_the_base_has_the_modes_dtype(mode: str, target: str) -> None:
-    named = f"train.optimizer.target={target}" if target else "train.optimizer.name=adamw"
+@pytest.mark.parametrize("recipe", ["Lora", "LoraWithAdagrad"])
+def test_only_adapters_train_and_the_base_has_the_modes_dtype(mode: str, recipe: str) -> None:
     scale = ["loss_scale.value=8"] if mode in ("fp16_mixed", "half_sr") else []
-    plan = planned(mode, named, *scale)
+    plan = planned(mode, recipe, *scale)
     before = {n: p.detach().clone() for n, p in build_parts(plan).model.named_parameters()}
     parts = build_parts(plan)
     losses: list[float] = []
@@ -98,13 +106,13 @@ def test_only_adapters_train_and_the_base_has_the_modes_dtype(mode: str, target:
     assert held == {id(p) for n, p in after.items() if "lora_" in n}
     assert {n for n, p in after.items() if p.grad is not None} == changed
     low = STORED[mode] != torch.float32
-    kind = MasterWeights if target else LowPrecisionOptimizer
+    kind = MasterWeights if recipe != "Lora" else LowPrecisionOptimizer
     assert isinstance(parts.optimizer, kind) == low
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_sr"])
 def test_frozen_parameters_have_neither_gradients_nor_state(mode: str) -> None:
-    plan = planned(mode, "train.optimizer.target=torch.optim.Adagrad")
+    plan = planned(mode, "LoraWithAdagrad")
     model = build_parts(plan).model
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Optimizers by import path and those of a recipe, against raw PyTorch, and what is refused."""
+"""Optimizers of a recipe, against raw PyTorch, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,16 +20,35 @@ from mprun.optim import MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
 from mprun.train.assemble import build_parts, make_plan
-from mprun.train.assemble.parts import effective, initial_summary
+from mprun.train.assemble.parts import effective
 from mprun.train.checkpoint import path_in
 from mprun.train.data import DataRequest, Splits, TensorSet
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
-TINY = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
-TINY += ["recipe.model.samples=8", "train.batch_size=8", "train.epochs=null", "device=cpu"]
-PLAIN = [*TINY, "speed=plain", "train.max_steps=4", "train.lr=0.05"]
+FILED = ["train.batch_size=8", "train.epochs=null", "train.max_steps=4", "device=cpu"]
+FILED += ["speed=plain"]
+FILE = """
+import torch
+import torch.nn.functional as F
+
+
+def model():
+    return torch.nn.Linear(8, 4)
+
+
+def data():
+    return {"train": (torch.ones(8, 8), torch.zeros(8, 4)), "validation": None}
+
+
+def loss(output, batch):
+    return F.mse_loss(output, batch[1])
+
+
+def optimizer(model):
+    return torch.optim.OPTIMIZER(model.parameters(), lr=0.05)
+"""
 HERE = "tests.train.assemble.test_optimizers"
 
 
@@ -83,7 +102,7 @@ class Own(Small):
 
 
 @dataclass(frozen=True)
-class Sparse(Small):
+class Sparse(Own):
     """An embedding with sparse gradients."""
 
     def model(self) -> nn.Module:
@@ -112,66 +131,33 @@ def trained(plan: Any, steps: int = 4) -> TrainingComponents:
     return parts
 
 
-@pytest.mark.parametrize(
-    ("target", "args", "options"),
-    [
-        ("torch.optim.Adagrad", ["lr_decay=0.1"], {"lr_decay": 0.1}),
-        ("torch.optim.Adam", ["betas=[0.8,0.9]", "amsgrad=true"], {"betas": (0.8, 0.9)}),
-        ("torch.optim.Adafactor", [], {}),
-    ],
-)
-def test_a_class_by_import_path_is_a_raw_loop(
-    target: str, args: list[str], options: dict[str, Any]
-) -> None:
-    if "amsgrad=true" in args:
-        options = {**options, "amsgrad": True}
-    given = [f"train.optimizer.target={target}", *(f"train.optimizer.args.{a}" for a in args)]
-    parts = trained(planned(*PLAIN, *given))
+def recipe_file(folder: Path, optimizer: str) -> str:
+    """A recipe with an optimizer of its own, whose arguments are the parameters and lr."""
+    path = folder / "own.py"
+    path.write_text(FILE.replace("OPTIMIZER", optimizer), encoding="utf-8")
+    return f"recipe={path}"
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adafactor"])
+def test_an_optimizer_of_a_file_is_a_raw_loop(kind: str, tmp_path: Path) -> None:
+    parts = trained(planned(recipe_file(tmp_path, kind), *FILED))
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
-    optimizer = getattr(torch.optim, target.rpartition(".")[2])(
-        model.parameters(), lr=0.05, **options
-    )
-    drawn = torch.Generator().manual_seed(0)
-    x, y = torch.randn(8, 8, generator=drawn), torch.randn(8, 4, generator=drawn)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05)
     for _ in range(4):
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        F.mse_loss(model(torch.ones(8, 8)), torch.zeros(8, 4)).backward()
         optimizer.step()
     for mine, raw in zip(parts.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, raw)
     assert type(parts.optimizer) is type(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        (["target=torch.optim.Adagrat"], ["not a torch.optim.Optimizer", "mean 'Adagrad'?"]),
-        (["target=torch.nn.Linear"], ["target=torch.nn.Linear is not a torch.optim.Optimizer"]),
-        (["target=torch.optim.LBFGS"], ["LBFGS", "calls the loss several times"]),
-        (
-            ["target=torch.optim.Adagrad", "args.beta=1"],
-            ["args.beta=1", "Adagrad has no such argument", "lr_decay, weight_decay"],
-        ),
-        (["target=torch.optim.Adagrad", "args.lr=1"], ["the learning rate is train.lr"]),
-    ],
-)
-def test_what_is_no_optimizer_is_refused_in_one_line(
-    given: list[str], parts: list[str], capsys: Any, tmp_path: Path
-) -> None:
-    given = [f"train.optimizer.{x}" for x in given]
-    assert main([*PLAIN, *given, f"run.dir={tmp_path / 'run'}"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert all(part in error for part in parts), error
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("mode", ["half_sr", "bf16_true"])
 def test_16_bit_parameters_get_masters_and_the_record_says_so(mode: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    given = ["train.optimizer.target=torch.optim.Adagrad", f"precision={mode}"]
-    assert main([*PLAIN, *given, f"run.dir={folder}"]) == 0
+    given = [recipe_file(tmp_path, "Adagrad"), *FILED, f"precision={mode}"]
+    assert main([*given, f"run.dir={folder}"]) == 0
     summary = read_summary(folder)
     assert summary.backend.optimizer_impl == "masters"
     assert summary.effective.rounding == ("nearest" if mode == "bf16_true" else "stochastic")
@@ -181,24 +167,11 @@ def test_16_bit_parameters_get_masters_and_the_record_says_so(mode: str, tmp_pat
     assert summary.memory_bytes.optimizer_state == 2 * 4 * count + 2 * 4
 
 
-def test_a_mixed_mode_needs_no_masters_and_kernels_are_those_the_class_has() -> None:
-    target = "train.optimizer.target=torch.optim."
-    mixed = planned(*PLAIN, "precision=bf16_mixed", f"{target}Adagrad")
-    assert mixed.speed.optimizer_impl == "forloop"
-    assert not isinstance(build_parts(mixed).optimizer, MasterWeights)
-    auto = ["speed=auto", "precision=bf16_mixed"]
-    adam = planned(*PLAIN[:-3], *auto, "train.max_steps=1", f"{target}Adam")
-    assert adam.speed.optimizer_impl == "fused"
-    assert build_parts(adam).optimizer.param_groups[0]["fused"] is True
-    asked = planned(*PLAIN, f"{target}Adam", "train.optimizer.args.foreach=true")
-    assert asked.speed.optimizer_impl == "foreach"
-
-
-@pytest.mark.representative("torch.optim.Adagrad-fp16_mixed", "torch.optim.Adafactor-bf16_sr")
+@pytest.mark.representative("Adagrad-fp16_mixed", "Adafactor-bf16_sr")
 @pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "bf16_sr"])
-@pytest.mark.parametrize("target", ["torch.optim.Adagrad", "torch.optim.Adafactor"])
-def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> None:
-    given = [*PLAIN, f"precision={mode}", f"train.optimizer.target={target}"]
+@pytest.mark.parametrize("kind", ["Adagrad", "Adafactor"])
+def test_a_run_resumes_bit_for_bit(mode: str, kind: str, tmp_path: Path) -> None:
+    given = [recipe_file(tmp_path, kind), *FILED, f"precision={mode}"]
     given += ["train.warmup_steps=2", "loss_scale.value=8"] if mode == "fp16_mixed" else []
     half = [*given, "train.max_steps=2"]
     assert main([*given, f"run.dir={tmp_path / 'a'}"]) == 0
@@ -207,32 +180,6 @@ def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> No
     a, b = (torch.load(path_in(tmp_path / x), weights_only=True) for x in "ab")
     for key, value in a["trainer"]["model"].items():
         assert torch.equal(value, b["trainer"]["model"][key])
-
-
-def test_target_and_arguments_are_part_of_the_variant() -> None:
-    def variant(*more: str) -> str:
-        composed = compose([*PLAIN, *more])
-        return initial_summary(
-            make_plan(composed.config, composed.given), composed.resolved
-        ).variant_hash
-
-    target = "train.optimizer.target=torch.optim.Adagrad"
-    hashes = [variant(), variant(target), variant(target, "train.optimizer.args.lr_decay=0.5")]
-    assert len(set(hashes)) == 3
-    assert variant(target, "train.optimizer.momentum=0.5") == hashes[1]
-    assert variant("train.optimizer.args.lr_decay=0.5") == hashes[0]
-
-
-def test_fields_without_effect_are_named() -> None:
-    adagrad = "train.optimizer.target=torch.optim.Adagrad"
-    plan = planned(*PLAIN, adagrad, "train.optimizer.beta1=0.5")
-    assert any("beta1 has no effect" in text for text in plan.warnings)
-    decay = "train.optimizer.weight_decay=0.5"
-    plan = planned(*PLAIN, adagrad, decay)
-    assert not plan.warnings
-    assert build_parts(plan).optimizer.param_groups[0]["weight_decay"] == 0.5
-    plan = planned(*PLAIN, "train.optimizer.args.eps=1")
-    assert any("train.optimizer.args.eps has no effect" in text for text in plan.warnings)
 
 
 def test_a_recipes_own_optimizer_and_schedule_win() -> None:
@@ -299,9 +246,6 @@ def test_a_model_without_anything_to_train_is_refused(kind: str) -> None:
 
 
 def test_sparse_gradients_in_16_bits_are_refused_by_name() -> None:
-    adagrad = "train.optimizer.target=torch.optim.Adagrad"
     with pytest.raises(UsageError, match=r"precision=bf16_sr: 1 makes sparse gradients"):
-        small("Sparse", "precision=bf16_sr", adagrad)
-    small("Sparse", "precision=bf16_mixed", adagrad)
-    with pytest.raises(UsageError, match="SparseAdam takes sparse gradients"):
-        small("Small", "precision=bf16_sr", "train.optimizer.target=torch.optim.SparseAdam")
+        small("Sparse", "precision=bf16_sr")
+    small("Sparse", "precision=bf16_mixed")

@@ -143,8 +143,8 @@ def test_a_fetch_that_is_stopped_leaves_nothing_half_done(
 MISTAKES = [
     ([], ["an action is missing; ", "legal: fetch, verify", "write mprun data verify"]),
     (["fecth"], ["'fecth' is not an action", "legal: fetch, verify", "did you mean 'fetch'?"]),
-    (["verify", "fashion_mnist"], ["did you mean 'FashionMNIST'?"]),
-    (["fetch", "root=x"], ["'root=x'", "did you mean 'data.root=...'?"]),
+    (["verify", "FashionMnist"], ["did you mean 'FashionMNIST'?"]),
+    (["fetch", "root=x"], ["'root=x'", "legal: MNIST, FashionMNIST, data.root=FOLDER"]),
     (["fetch", "--force"], ["mprun data has no option '--force'"]),
     (["fetch", "\x1b[31m"], [r"does not take '\x1b[31m'"]),
     (["fetch", "data.root="], ["data.root='': legal is the name of a folder"]),

@@ -16,7 +16,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -225,31 +224,14 @@ def test_some_batches_are_cut_to_size() -> None:
 # ---- parts of a set ------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(torch.arange(10).unsqueeze(1))
-
-
-def test_first_and_selected_samples() -> None:
-    data = loaded_set(DataLoader(NUMBERS, 4, shuffle=True))
-    assert data is not None
-    part = data.select([1, 3, 5, 7, 9])
-    assert part is not None
-    batches, order = batches_of(part)
-    found = [n for b in numbers(batches.epoch(order.draw())) for n in b]
-    assert sorted(found) == [1, 3, 5, 7, 9] != found
-    assert part.samples == 5
-    assert data.first(0).is_empty
-    assert data.first(99) is data
-
-
-def test_a_part_of_a_loader_with_another_sampler_is_whole_batches() -> None:
+def test_a_part_of_a_loader_is_whole_batches() -> None:
     data = loaded_set(DataLoader(NUMBERS, 4, sampler=list(range(9, -1, -1))))
     assert data is not None
-    assert data.select([0]) is None
     batches, order = batches_of(data.first(5))
     assert numbers(batches.epoch(order.draw())) == [[9, 8, 7, 6], [5, 4, 3, 2]]
     assert (batches.length, batches.samples) == (2, 8)
+    assert data.first(0).is_empty
+    assert data.first(99) is data
 
 
 def test_a_data_set_that_gives_batches_has_the_size_of_its_first() -> None:

@@ -93,7 +93,7 @@ def machine(
     Args:
         has: names in `INSTRUCTIONS`; the others are not there.
         architecture: the processor's.
-        onednn: fields of `OneDnn` that differ from an unlimited library's.
+        onednn: fields of `OneDnn` that differ from a library that takes both.
         accelerated: of `hardware`; by default neither format.
         changes: fields of `Machine` that differ.
     """
@@ -101,8 +101,6 @@ def machine(
     assert set(has) <= set(names)
     library = {
         "version": "3.13.3",
-        "limit_by": None,
-        "limit": None,
         "bfloat16": True,
         "float16": True,
     }
@@ -129,11 +127,6 @@ def machine(
         **changes,
     }
     return msgspec.convert(msgspec.to_builtins(made), Machine)
-
-
-def limited(variable: str, value: str, **more: Any) -> dict[str, Any]:
-    """`OneDnn` fields of a library limited by a variable."""
-    return {"limit_by": variable, "limit": value, **more}
 
 
 def measured(

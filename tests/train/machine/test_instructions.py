@@ -9,13 +9,11 @@ import torch
 
 from mprun.train.machine import machine as module
 from mprun.train.machine.machine import (
-    ALLOWED,
     INSTRUCTIONS,
     NEEDED,
     architecture,
     instructions,
     linux_flags,
-    onednn_limit,
 )
 
 SAPPHIRE_RAPIDS = """\
@@ -97,31 +95,8 @@ def test_this_machine_s_answer_agrees_with_pytorch_s() -> None:
             assert torch.cpu.get_capabilities().get(word, there) == there
 
 
-# ---- oneDNN's limit ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, None),
-        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, ("ONEDNN_MAX_CPU_ISA", "AVX2")),
-        (
-            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "AVX2"},
-            ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
-        ),
-        ({"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "AVX2"}, ("DNNL_MAX_CPU_ISA", "AVX2")),
-    ],
-    ids=str,
-)
-def test_the_limit_is_the_variable_onednn_reads(
-    variables: dict[str, str], expected: tuple[str, str] | None
-) -> None:
-    assert onednn_limit(variables) == expected
-
-
 def test_the_tables_name_the_same_sets() -> None:
     x86 = set(INSTRUCTIONS["x86_64"])
-    assert set().union(*ALLOWED.values()) == x86
     assert {name for sets in NEEDED["x86_64"].values() for name in sets} <= x86
     for name, rows in NEEDED.items():
         assert set().union(*map(set, rows.values())) <= set(INSTRUCTIONS[name])

@@ -163,7 +163,8 @@ def test_the_record_is_the_first_processs(groups: Groups) -> None:
     assert ended.statuses == [0, 0], ended.errors
     assert not ended.out[1]
     summary = read_summary(Path("run"))
-    assert summary.memory_bytes.peak
+    assert summary.memory_bytes.peak is None
+    assert "(it is counted for one process alone, not for 2 of ddp)" in ended.out[0]
     row = summary.parallel
     assert (row.kind, row.world_size) == ("ddp", 2)
     assert row.slowest_ms is not None
