@@ -95,8 +95,8 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
 
 def _does_not_fall(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
     """Whether the loss falls where float32's does; float32's alone is no finding."""
-    floor = mode.once("floor", lambda: _moved_by_roundings(mode))
     own, exact = _falls(mode, steps)
+    floor = mode.once("floor", lambda: _moved_by_roundings(mode))
     if exact <= floor and mode.left_s > LONGER * steps * step_s:
         steps *= LONGER
         own, exact = _falls(mode, steps)

@@ -134,12 +134,24 @@ def test_fault_in_the_loss(tmp_path, mode, loss, kind):
     assert all("(loss)" in x.line for x in findings if kind == "lower_dtype")
 
 
-def test_loss_that_the_model_computes_in_16_bits(tmp_path):
+def test_a_mean_that_is_rounded_once_is_what_the_mode_means(tmp_path):
     forward = "self.loss = y.square().mean()"
     added = "import gc; part = [x for x in gc.get_objects() if type(x) is Part][-1]"
     loss = f"{added}; return F.cross_entropy(output, batch[1]) + part.loss"
-    (finding,) = found(tmp_path, "bf16_mixed", forward=forward, loss=loss)
-    assert (finding.kind, finding.module, finding.op) == ("lower_dtype", "part", "mean")
+    assert found(tmp_path, "bf16_mixed", forward=forward, loss=loss) == []
+
+
+def test_a_sum_in_16_bits_of_which_little_is_left(tmp_path):
+    sliding = "c = (y.to(LOW) + 16).cumsum(1); y = y + (c[:, 2:] - c[:, :-2]).mean() * 1e-3"
+    (finding,) = found(tmp_path, "bf16_mixed", forward=sliding)
+    assert (finding.kind, finding.module, finding.op) == ("lower_dtype", "part", "cumsum")
+    assert "is left by sub" in finding.text
+    assert found(tmp_path, "bf16_mixed", forward=sliding.replace("y.to(LOW)", "y.float()")) == []
+
+
+def test_a_sum_that_nothing_uses_is_no_finding(tmp_path):
+    slope = "s = torch.autograd.grad(y.sum(), x, create_graph=True)[0]; y = y + s.mean() * 1e-3"
+    assert found(tmp_path, "bf16_mixed", forward=slope) == []
 
 
 def test_count_in_16_bits(tmp_path):
