@@ -432,7 +432,7 @@ MAY_CHANGE = (
 )
 LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
 # Fields of earlier versions, with the value that changes nothing; another value is refused
-GONE = {"train.optimizer.target": None, "train.optimizer.args": {}}
+GONE: dict[str, Any] = {"train.optimizer.target": None, "train.optimizer.args": {}}
 
 
 def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
@@ -486,7 +486,7 @@ def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
 
 def _of_now(content: Any) -> DictConfig:
     """A run's configuration without the fields that are gone and change nothing."""
-    config = OmegaConf.create(content)
+    config: DictConfig = OmegaConf.create(content)
     for key, default in GONE.items():
         section, _, name = key.rpartition(".")
         row = OmegaConf.select(config, section)
