@@ -12,7 +12,7 @@ float32, with tolerances that are measured on this model:
     fits       check.memory_gib          baseline  nothing changed since mprun-baseline.json
 
 Writes check.json into the run's folder; on GitHub also annotations and the summary of the job.
-Status: 0, 1 for findings of severity error, 2 for usage.
+Status: 0, 1 for findings of severity error, 2 for usage, 4 where a check was not done.
 """
 
 from __future__ import annotations

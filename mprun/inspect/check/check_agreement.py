@@ -82,7 +82,8 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
     own.until(2)  # the first step is slower
     # steps for which all pairs fit into the budget
     affordable = mode.left_s / (2 * FEW * own.step_s)
-    steps = int(min(mode.settings.steps, max(VISITS * count, affordable)))
+    most = VISITS * count if mode.settings.fast else mode.settings.steps
+    steps = int(min(most, max(VISITS * count, affordable)))
     losses = own.until(steps)
     mode.checks.figures |= {"loss_first": losses[0], "loss_last": losses[-1], "steps": len(losses)}
     if not own.is_finite:
@@ -186,7 +187,10 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
     named = list(_by_module(passes))
     if passes.is_16_bit:
         named += _no_gradient(passes)
-        named += [] if named else _far(passes)  # a named module is the cause of a far step
+        if mode.left_s <= 0:
+            mode.checks.not_done["agrees"] = "no time for passes of the whole step"
+        elif not named:  # a named module is the cause of a far step
+            named += _far(passes)
     yield from named
     if passes.is_scaled:
         yield from _scale_changes(passes)
@@ -238,7 +242,7 @@ def _is_suspect(error: SideError, least: float) -> bool:
 def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> Captured:
     """Each module's own errors in the mode, or in float32, on a batch of this number."""
     plan, parts = (mode.exact if exact else mode.plan), mode.trainer(exact).parts
-    part = (mode.exact_batches if exact else mode.batches)[n].parts[0]
+    part = mode.few_samples[exact][n].parts[0]
     handed_on = partial(to_dtype, dtype=torch_dtype(plan.policy.output_dtype))
     with parts.precision.arithmetic.region():  # of the backward pass too
         return capture_in_mode(

@@ -8,7 +8,7 @@ casts, 16-bit inputs of layers whose kernels compute in float32, masks of infini
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
@@ -41,8 +41,11 @@ SUMS = (
     *("linalg_vector_norm", "softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"),
     *("rms_norm", "index_add", "scatter_add"),
 )
-# Ops that give numbers other places
-MOVES = ("index", "index_select", "gather", "cat", "flip", "clone", "constant_pad_nd", "_to_copy")
+# Ops whose results have the numbers of a sum in them, in other places or beside others
+KEEPS = (
+    *("index", "index_select", "gather", "cat", "flip", "clone", "constant_pad_nd", "_to_copy"),
+    *("add", "sub"),
+)
 # The error of what is left of a sum that is a finding, as a share of it, and how many times that of
 # the sum: a difference of two numbers that are eight times as large loses three bits of eight
 LOST, CANCELLED = 0.02, 8.0
@@ -118,7 +121,9 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     arithmetic = watched_arithmetic(build_arithmetic(plan), ops)
     parts = build_parts(plan, build_precision(plan, arithmetic=arithmetic))
     trainer, batch = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)[0]
-    findings = [*_rounded_before(model_of(plan.recipe))]  # as the recipe makes it, before any cast
+    made = model_of(plan.recipe)  # as the recipe makes it, before any cast
+    findings = [*_rounded_before(made)]
+    before = {name: x.clone() for name, x in parts.model.named_buffers()}
     with ops.muted():
         scale = _taken_step(trainer, batch)  # the first: the optimizer has no state before
 
@@ -128,7 +133,8 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     # before the step: the gradients are unscaled then, and the weights those of the forward pass
     with parts.optimizer.register_step_pre_hook(judge), ops.watching(parts.model, parts.optimizer):
         trainer.optimizer_step(batch)
-    return WatchedStep(ops.ops, scale, [*findings, *_stored(mode, parts)])
+    findings += [*_stored(mode, parts), *_averages(made, parts.model, before)]
+    return WatchedStep(ops.ops, scale, findings)
 
 
 def _taken_step(trainer: Trainer, batch: object) -> float:
@@ -188,6 +194,20 @@ def _stored(mode: CheckedMode, parts: TrainingComponents) -> Iterator[Finding]:
             yield Finding("stored_in_16_bits", module, text)
 
 
+def _averages(made: nn.Module, model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Buffers that the code makes in 16 bits and steps change; the mode's model widens them."""
+    after = dict(model.named_buffers())
+    for name, x in made.named_buffers():
+        now = after.get(name)
+        if x.dtype in LOW and now is not None and now.dtype == torch.float32:
+            old = before.get(name)
+            if old is None or old.shape != now.shape or not torch.equal(old, now):
+                module, _, own = name.rpartition(".")
+                text = f"the code makes {own} in {dtype_name(x.dtype)} and steps change it: an "
+                text += "average stands still where a step moves it by less than 0.2 % of itself"
+                yield Finding("stored_in_16_bits", module, text)
+
+
 def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
     """The module with most of the weights that stand still, if those are most of the model's."""
     still = [x for x in audit(model, optimizer).findings if x.kind == "lost_update"]
@@ -240,7 +260,7 @@ def _cancelling_sums(ops: list[StepOp]) -> Iterator[Finding]:
     A sum whose rounding stays as small as that of any other result is what the mode means.
     """
     sums: dict[int, StepOp] = {}
-    """An op to the sum whose numbers it has."""
+    """An op to the sum whose numbers are in its result."""
     for i, op in enumerate(ops):
         if op.phase == "backward":
             continue
@@ -249,11 +269,11 @@ def _cancelling_sums(ops: list[StepOp]) -> Iterator[Finding]:
         before = max((ops[x].error for x in read), default=0.0)
         if op.makes in LOW and spelled(op.name)[0] in SUMS:
             sums[i] = op
-        elif known and op.name in MOVES:
-            sums[i] = known[0]
         elif known and op.error > max(LOST, CANCELLED * before):
             text = f"{dtype_name(known[0].makes)}; an error of {op.error:.1%} is left by {op.name}"
             yield _at("lower_dtype", known[0], text, op.error)
+        elif known and op.name in KEEPS:
+            sums[i] = known[0]
 
 
 def _in_float32(mode: CheckedMode, ops: list[StepOp]) -> Iterator[Finding]:

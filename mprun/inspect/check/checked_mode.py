@@ -44,6 +44,7 @@ T = TypeVar("T")
 # Different batches of the steps that are trained: few, so that each is visited several times and
 # its losses can be compared
 BATCHES = 4
+FEW_SAMPLES = 16  # Of a batch on which each module runs eight times, mostly in float64
 LOSS = ""  # In place of a parameter's name
 LOWER = 16.0  # By which a loss scale that overflows is divided: four passes from 2^16 to 1
 SKIPS = 40  # How often a step may be skipped: from 2^16 the loss scale falls to 2^-14 by 30 of them
@@ -90,6 +91,12 @@ class CheckedMode:
     def exact_batches(self) -> list[Batch]:
         """The same in float32."""
         return batches_of(self.exact, self.settings.samples)
+
+    @cached_property
+    def few_samples(self) -> tuple[list[Batch], list[Batch]]:
+        """Small batches in the mode's dtype and in float32: modules run on them many times."""
+        own, exact = (batches_of(plan, FEW_SAMPLES) for plan in (self.plan, self.exact))
+        return own, exact
 
     @cached_property
     def memory(self) -> StepMemory:

@@ -127,6 +127,111 @@ def test_a_mistake_is_one_line(
     assert "\n" not in str(error.value)
 
 
+# ---- models that others do not run ---------------------------------------------------------------
+
+
+class KeepsItsBalance(nn.Module):
+    """A mixture of experts keeps the loss of its balance, with the graph, as an attribute."""
+
+    aux: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(5, 3), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).float().softmax(-1)
+        self.aux = shares.mean(0).square().sum()
+        return (self.experts(x).unflatten(-1, (3, 2)) * shares[..., None]).sum(1) + self.aux
+
+
+class Slope(nn.Module):
+    """Returns the derivative of its own layers with respect to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return slope[:, :2]
+
+
+@pytest.mark.parametrize("model", [KeepsItsBalance(), Slope()], ids=["aux", "slope"])
+def test_a_model_with_a_kept_graph_or_a_derivative_is_checked_whole(model: nn.Module) -> None:
+    model(torch.randn(3, 5))  # as a training before would have
+    result = mprun.check(model, (torch.randn(64, 5), torch.arange(64) % 2), F.cross_entropy)
+    assert [mode.not_done for mode in result.record.modes] == [{}, {}, {}]
+    assert result.record.findings == []
+    assert result.status == 0
+
+
+class WrongInSlope(Slope):
+    """Its slope is off where it computes in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.is_autocast_enabled("cpu")
+        return super().forward(x) * (1.1 if low else 1.0)
+
+
+def test_a_fault_beside_a_derivative_is_found() -> None:
+    batch = (torch.randn(64, 5), torch.arange(64) % 2)
+    record = mprun.check(WrongInSlope(), batch, F.cross_entropy, precision="bf16_mixed").record
+    assert "larger_error" in {x.kind for _, x in record.findings}
+
+
+# ---- a step that fails, and what is left open ----------------------------------------------------
+
+
+class Fails(nn.Module):
+    """A step that fails everywhere, or under autocast alone."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.layer, self.everywhere = nn.Linear(5, 2), everywhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.everywhere:
+            return y @ torch.ones(3, 3)
+        return y @ torch.ones(2, 2, dtype=y.dtype).float() if y.dtype == torch.float32 else low(y)
+
+
+def low(y: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return y @ torch.ones(2, 2)
+
+
+def test_where_float32_fails_too_that_is_the_only_sentence() -> None:
+    result = mprun.check(Fails(True), (torch.randn(6, 5), LABELS), F.cross_entropy)
+    ((modes, finding),) = result.record.merged
+    assert modes == "fp32, bf16_mixed, fp16_mixed"
+    assert "mat1 and mat2 shapes cannot be multiplied" in finding.text
+    assert finding.text.endswith("; in float32 too")
+    assert "test_check.py" in finding.line
+    assert "make both of one dtype" not in str(result)
+    assert str(result).count("mat1 and mat2") == 1
+    assert result.status == 1
+
+
+def test_where_one_mode_fails_float32_is_said_to_run() -> None:
+    batch = (torch.randn(6, 5), LABELS)
+    result = mprun.check(Fails(False), batch, F.cross_entropy, precision="fp32,bf16_mixed")
+    ((modes, finding),) = result.record.merged
+    assert (modes, finding.kind) == ("bf16_mixed", "step_fails")
+    assert finding.text.endswith("; float32's step runs")
+    assert result.record.modes[1].not_done == dict.fromkeys(
+        ["fits", "dtypes", "robust", "agrees"], "the step fails"
+    )
+
+
+def test_what_is_left_open_has_a_status_of_its_own() -> None:
+    given = ("recipe=linear", "train.lr=1e-12")
+    assert mprun.check(*given, precision="fp32", steps=6).status == 4
+    assert mprun.check(*given, precision="fp32", steps=6, strict=False).status == 0
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 LINEAR = [

@@ -142,7 +142,7 @@ def test_a_mean_that_is_rounded_once_is_what_the_mode_means(tmp_path):
 
 
 def test_a_sum_in_16_bits_of_which_little_is_left(tmp_path):
-    sliding = "c = (y.to(LOW) + 16).cumsum(1); y = y + (c[:, 2:] - c[:, :-2]).mean() * 1e-3"
+    sliding = "c = (y.to(LOW) + 16).cumsum(1); y = y + (c[:, 2:] - c[:, :-2] - 32).mean() * 1e-3"
     (finding,) = found(tmp_path, "bf16_mixed", forward=sliding)
     assert (finding.kind, finding.module, finding.op) == ("lower_dtype", "part", "cumsum")
     assert "is left by sub" in finding.text
@@ -152,6 +152,16 @@ def test_a_sum_in_16_bits_of_which_little_is_left(tmp_path):
 def test_a_sum_that_nothing_uses_is_no_finding(tmp_path):
     slope = "s = torch.autograd.grad(y.sum(), x, create_graph=True)[0]; y = y + s.mean() * 1e-3"
     assert found(tmp_path, "bf16_mixed", forward=slope) == []
+
+
+def test_an_average_that_the_code_keeps_in_16_bits(tmp_path):
+    kept = "self.register_buffer('kept', torch.ones(8, dtype=LOW))"
+    moved = "self.kept.lerp_(y.detach().float().mean(0).to(self.kept.dtype), 1e-3)"
+    (finding,) = found(tmp_path, "bf16_mixed", init=kept, forward=moved)
+    assert (finding.kind, finding.module) == ("stored_in_16_bits", "part")
+    assert "kept in bfloat16 and steps change it" in finding.text
+    assert found(tmp_path, "bf16_mixed", init=kept) == []  # a constant
+    assert found(tmp_path, "bf16_true", init=kept, forward=moved) == []  # as the mode says
 
 
 def test_count_in_16_bits(tmp_path):

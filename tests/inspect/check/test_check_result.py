@@ -75,6 +75,16 @@ def test_errors_come_first_and_what_two_modes_share_is_said_once() -> None:
     ]
 
 
+def test_repeated_layers_are_one_finding_and_what_has_no_place_comes_last() -> None:
+    layers = [Finding("overflow", f"blocks.{n}.n1", "1e5", "mul", "a.py:3", at=n) for n in range(4)]
+    curve = Finding("other_curve", "", "its mean loss is 2, float32's 1")
+    lines = shown(checks("fp16_mixed", curve, *layers))
+    assert lines[0].startswith("failed: tiny in fp16_mixed: 2 errors")
+    assert lines[4] == "error in fp16_mixed: overflow: blocks.0 to 3.n1, mul at a.py:3: 1e5"
+    assert lines[6].startswith("error in fp16_mixed: other_curve: the model")
+    assert lines[7] == "  fix: compare whole runs: mprun sweep precision=fp32,fp16_mixed seeds=5"
+
+
 def test_what_was_not_done_is_no_silent_success() -> None:
     late = "check.budget_s=60 was used up"
     lines = shown(
