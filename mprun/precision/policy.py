@@ -6,7 +6,8 @@ calls the first two columns the variable dtype and the compute dtype.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
 (`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of
-parameters, computation and output, in the notation of DeepMind's jmp; `str(policy)` writes it.
+parameters, computation and output, in the notation of DeepMind's jmp. `str(policy)` writes the name
+of a shipped mode, and that notation where columns of its row were changed.
 
 A row must be one that this version really carries out. Other combinations are refused here, so that
 none is silently replaced by another.
@@ -118,6 +119,13 @@ class Policy(PolicyColumns):
         return plain and self.casting != "op_lists" and not self.tf32
 
     def __str__(self) -> str:
+        if self.name in SHIPPED_MODES and self == policy(self.name):
+            return self.name  # which says more than the dtypes: several modes share them
+        return self.notation
+
+    @property
+    def notation(self) -> str:
+        """The dtypes of parameters, computation and output: `p=fp32,c=bf16,o=fp32`."""
         three = self.param_dtype, self.compute_dtype, self.output_dtype
         dtypes = zip(LETTERS, three, strict=True)
         return ",".join(f"{letter}={SHORT_DTYPES[dtype]}" for letter, dtype in dtypes)
@@ -212,6 +220,6 @@ def _of_dtypes(text: str) -> Policy:
     if not fitting:
         raise ValueError(
             f"no mode has parameters in {params} and computes in {compute} ('{text}'); legal: "
-            + ", ".join(f"{x} ({x.name})" for x in modes)
+            + ", ".join(f"{x.notation} ({x.name})" for x in modes)
         )
     return replace(fitting[0], output_dtype=given.get("o", "float32"))
