@@ -187,7 +187,9 @@ def policy(name: str) -> Policy:
         ValueError: no mode has this name, or these dtypes.
     """
     if not issubclass(type(name), str):
-        raise TypeError(f"a mode of type {type(name).__name__}; legal: a name, such as 'bf16_sr'")
+        near = mode_hint(str(name), SHIPPED_MODES)  # of torch.bfloat16, three
+        kind = type(name).__name__
+        raise TypeError(f"a mode of type {kind}; legal: a name, such as 'bf16_sr'{near}")
     if "=" in name:
         return _of_dtypes(name)
     name = ALIASES.get(name, name)
@@ -197,6 +199,16 @@ def policy(name: str) -> Policy:
             f"no precision mode is named '{name}'{mode_hint(name, SHIPPED_MODES)}; legal: {legal}"
         )
     return Policy(**mode_row(name))
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """A policy itself, or that of a name; `TypeError` or `ValueError` where it is neither."""
+    if not isinstance(given, Policy | str):
+        raise TypeError(
+            f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
+            f"'bf16_sr', or what mprun.policy(name) gives{mode_hint(str(given), SHIPPED_MODES)}"
+        )
+    return given if isinstance(given, Policy) else policy(given)
 
 
 def _of_dtypes(text: str) -> Policy:
