@@ -20,6 +20,9 @@ In anyone's own loop:
     mprun.optim                  # optimizers that keep parameters and state in 16 or 8 bits
     mprun.numerics               # a close look at one training step
 
+To catch: `mprun.UsageError` (a mistake; nothing was started), `mprun.RunFailedError` (the run
+itself failed). To annotate: `mprun.Result`, which `run`, `compare` and `check` return.
+
 Importing this package is cheap: torch is imported when one of these names is first used.
 """
 
@@ -36,11 +39,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mprun import metrics, numerics, optim
     from mprun.cli.functions import check, compare, run
+    from mprun.errors import RunFailedError, UsageError
     from mprun.inspect.divergence import diff
     from mprun.inspect.explained import assert_explained
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
+    from mprun.records.result import Result
     from mprun.study.planned_run import load
     from mprun.train.observe.observe import observe
     from mprun.watch.audit import audit
@@ -48,6 +53,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Precision",
     "Recipe",
+    "Result",
+    "RunFailedError",
+    "UsageError",
     "__version__",
     "assert_explained",
     "audit",
@@ -66,6 +74,9 @@ __all__ = [
 _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
+    "Result": "mprun.records.result",
+    "RunFailedError": "mprun.errors",
+    "UsageError": "mprun.errors",
     "assert_explained": "mprun.inspect.explained",
     "audit": "mprun.watch.audit",
     "check": "mprun.cli.functions",

@@ -123,7 +123,7 @@ class Recipe(ABC):
         """How many samples [B] of the batch are right; None for a regression.
 
         An integer scalar from 0 to B; the run fails with one line at anything else, such as a
-        count of tokens or a mean.
+        mean, or a count of tokens: `mprun.metrics.Accuracy` of `metrics` has their share.
         """
         return None
 

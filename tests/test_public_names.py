@@ -23,6 +23,8 @@ def test_importing_it_does_not_import_torch() -> None:
     code = (
         "import sys, mprun\n"
         "assert {'Precision', 'Recipe', 'numerics', 'optim', 'policy'} <= set(dir(mprun))\n"
+        "assert issubclass(mprun.UsageError, Exception) and mprun.Result(None).csv == ''\n"
+        "assert issubclass(mprun.RunFailedError, Exception)\n"
         "assert 'torch' not in sys.modules and 'yaml' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

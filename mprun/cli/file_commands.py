@@ -58,7 +58,7 @@ def _parsed(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
             names.append(text)
         else:
             raise UsageError(
-                f"mprun data {args[0]} does not take '{text}'; "
+                f"mprun data {args[0]} does not take {text!r}; "
                 f"legal: {', '.join(NAMES)}, data.root=FOLDER{hint(text, NAMES)}"
             )
     return args[0], tuple(dict.fromkeys(names)) or NAMES, root

@@ -38,9 +38,12 @@ PLAIN = re.compile(r"[\w./-]+")  # Texts that Hydra's grammar reads without quot
 def run(*overrides: str, **fields: object) -> Result:
     """Train one recipe in one precision, as `mprun` does.
 
+        result = mprun.run("recipe=my.py", "train.lr=0.01", precision="bf16_mixed", seed=0)
+        result.record.test.accuracy
+
     Args:
         overrides: as on the command line: `"recipe=my.py"`, `"train.lr=0.01"`.
-        fields: overrides whose names have no dot: `precision="bf16_mixed"`, `seed=0`.
+        fields: the same by name: `seed=0`; with a dot in the name `**{"train.lr": 0.01}`.
 
     Returns:
         The run's summary (`record`), its folder (`folder`) and its tables; a notebook shows its
@@ -60,6 +63,7 @@ def run(*overrides: str, **fields: object) -> Result:
         if not issubclass(type(text), str):  # a mistake such as run({"seed": 0})
             kind = type(text).__name__
             raise UsageError(f"an override of type {kind}; legal: texts such as 'recipe=my.py'")
+    _refuse_several(fields.get("precision"))
     composed = compose(with_last(TRAIN, [*overrides, *_overrides(fields)]))
     stop = StopSignals()
     is_main = threading.current_thread() is threading.main_thread()
@@ -77,6 +81,8 @@ def run(*overrides: str, **fields: object) -> Result:
 
 def compare(*runs: Runs, **settings: object) -> Result:
     """Compare runs, as `mprun compare` does.
+
+        mprun.compare("outputs/a", "outputs/b", margin=0.01)
 
     Args:
         runs: results of `mprun.run`, folders, globs, or lists of them; also `"compare.KEY=VALUE"`.
@@ -155,7 +161,8 @@ def check(
     texts = [x for x in given if isinstance(x, str)]
     modes: Any = fields.pop("precision", None)
     if modes is not None:  # several are a list of overrides, which no quotation marks enclose
-        texts.append(f"precision={modes if isinstance(modes, str) else ','.join(modes)}")
+        several = modes if isinstance(modes, list | tuple) else [modes]
+        texts.append(f"precision={','.join(map(str, several))}")
     texts += _overrides({f"check.{k}" if k in names else k: x for k, x in fields.items()})
     taken, overrides = take(with_last(CHECK, texts), CheckSettings)
     settings = taken.own(CheckSettings)
@@ -174,10 +181,39 @@ def check(
 def _overrides(fields: Mapping[str, object]) -> list[str]:
     from mprun.config.reference import override_text
 
-    return [
-        f"{name}={x if isinstance(x, str) and PLAIN.fullmatch(x) else override_text(x)}"
-        for name, x in fields.items()
-    ]
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and "." not in name:
+            raise UsageError(
+                f"{name}={value!r:.200}: {name} takes no mapping; write its fields with a dot: "
+                f"**{dict(_with_dots(name, value))!r:.200}"
+            )
+    return [f"{name}={x if _is_plain(x) else override_text(x)}" for name, x in fields.items()]
+
+
+def _with_dots(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The fields in a mapping by their full names: `run.dir` of `{"dir": ...}` of `run`."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _with_dots(f"{name}.{key}", item)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value's text needs no quotation marks: a name, a path, `torch.bfloat16`."""
+    return not isinstance(value, bool | None) and PLAIN.fullmatch(str(value)) is not None
+
+
+def _refuse_several(given: object) -> None:
+    """Refuse a list of modes for one run."""
+    modes = given.split(",") if isinstance(given, str) and "," in given else given
+    if isinstance(modes, list | tuple | set):
+        listed = ",".join(map(str, modes))
+        raise UsageError(
+            f"precision={given!r:.200}: a run has one precision; call mprun.run for each, or write "
+            f"in a shell `mprun sweep recipe=... precision={listed}` (with seeds and verdicts), "
+            f"or `mprun -m recipe=... precision={listed}`"
+        )
 
 
 def _flat(runs: Iterable[Runs]) -> Iterator[str | Path]:

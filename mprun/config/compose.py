@@ -156,7 +156,7 @@ def _take_launch(raw: DictConfig, parsed: Sequence[Override]) -> None:
     for override in parsed:
         if override.key_or_group == "parallel.world_size" and override.value() != launch.world_size:
             raise UsageError(
-                f"'{override.input_line}': torchrun decides it, and the processes here are "
+                f"{override.input_line!r}: torchrun decides it, and the processes here are "
                 f"{launch.world_size}; start them with torchrun --nproc-per-node=N -m mprun ..."
             )
     with suppress(OmegaConfBaseException):  # reported where the values are read
@@ -212,7 +212,7 @@ def parse(text: str) -> Override:
             near = f"recipe={name}"
         meant = f"; did you mean '{near if '=' in near else f'{near}=...'}'?" if near else ""
         raise UsageError(
-            f"'{text}' is neither a command nor an override; write name=value, "
+            f"{text!r} is neither a command nor an override; write name=value, "
             f"see mprun --help{meant}"
         )
     try:
@@ -220,12 +220,12 @@ def parse(text: str) -> Override:
     except (HydraException, RecursionError) as error:
         reason = one_line(error).partition(" expecting ")[0]  # behind it are tokens of a grammar
         raise UsageError(
-            f"'{text}' cannot be read ({reason}); write name=value, a value with other "
+            f"{text!r} cannot be read ({reason}); write name=value, a value with other "
             "characters than letters, digits and -+._/ in quotes that the shell leaves: "
             "\"name='value'\""
         ) from None
     if not parsed.key_or_group:
-        raise UsageError(f"'{text}' has no name before the '='; write name=value")
+        raise UsageError(f"{text!r} has no name before the '='; write name=value")
     same = SPELLINGS.get(text.lower())
     if parsed.key_or_group == "precision" and not (parsed.is_sweep_override() or parsed.package):
         mode = ALIASES.get(str(parsed.value()))  # another name of it
@@ -241,11 +241,11 @@ def single(override: Override, else_: str = "a sweep, which needs -m") -> Overri
     """
     text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
     if override.is_delete():
-        raise UsageError(f"'{text}': nothing can be deleted; leave {key} out for its default")
+        raise UsageError(f"{text!r}: nothing can be deleted; leave {key} out for its default")
     if override.package is not None:
-        raise UsageError(f"'{text}': {key} cannot be moved to a package; write {key}=...")
+        raise UsageError(f"{text!r}: {key} cannot be moved to a package; write {key}=...")
     if override.is_sweep_override():
-        raise UsageError(f"'{text}' lists several values: {else_}")
+        raise UsageError(f"{text!r} lists several values: {else_}")
     return override
 
 
@@ -259,18 +259,18 @@ def checked(text: str, config_dir: Path | None) -> Override:
     text, key = str(override.input_line), override.key_or_group
     if key.startswith(("hydra.", "hydra/")):
         raise UsageError(
-            f"'{text}': of Hydra's own settings those of a launcher are legal, with -m and in "
+            f"{text!r}: of Hydra's own settings those of a launcher are legal, with -m and in "
             "studies; run.dir=FOLDER names the folder"
         )
     single(override)
     if key in GROUPS:
         _check_option(override, key, config_dir)
     elif key == "recipe.file":
-        raise UsageError(f"'{text}': write recipe=path/to/my.py")
+        raise UsageError(f"{text!r}: write recipe=path/to/my.py")
     elif key in sections():
-        raise UsageError(f"'{text}': {key} has fields; set one of them: {_below(key)}")
+        raise UsageError(f"{text!r}: {key} has fields; set one of them: {_below(key)}")
     elif _is_unknown(key):
-        raise UsageError(f"'{text}': there is no field '{key}'{_or_legal(key)}")
+        raise UsageError(f"{text!r}: there is no field '{key}'{_or_legal(key)}")
     return override
 
 
@@ -318,7 +318,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
         with suppress(OSError, ValueError):  # the value may be no name of a file at all
             if group == "recipe" and Path(f"{value}.py").is_file():
                 near = f", or the path of a file; did you mean 'recipe={value}.py'?"
-        raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
+        raise UsageError(f"{override.input_line!r}: {group} is one of {', '.join(known)}{near}")
     if config_dir is not None and value not in options(group):
         path = config_dir / group / f"{value}.yaml"
         # before Hydra, which reads it without limits, and reports mistakes in terms of its own
@@ -374,12 +374,12 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
     if field is None:
         given = " ".join(str(o.input_line) for o in parsed)
         legal = _or_legal(key) if key and _is_unknown(key) else ""
-        return f"cannot compose '{given}': {one_line(error)}{legal}"
+        return f"cannot compose {given!r}: {one_line(error)}{legal}"
     setting = [o for o in parsed if o.key_or_group.startswith(field.key)]
     # Hydra's text ends in the override that it refuses; without one, the last that sets the field
     refused = [o for o in setting if str(error).endswith(for_hydra(o))]
     override = next(iter([*refused, *reversed(setting)]), None)
-    received = f"'{override.input_line}': " if override else ""
+    received = f"{override.input_line!r}: " if override else ""
     near = hint(str(override.value()), field.choices) if override else ""
     reason = "" if refused else f" ({one_line(cause)})"
     return f"{received}{key} is {field.legal}{near}{reason}"
@@ -476,7 +476,7 @@ def _change(config: DictConfig, override: Override) -> None:
     if key not in MAY_CHANGE:
         if not _is_same(config, key, value):
             raise UsageError(
-                f"'{override.input_line}': a resumed run keeps its configuration; "
+                f"{override.input_line!r}: a resumed run keeps its configuration; "
                 f"legal changes: {', '.join(MAY_CHANGE)}{hint(key, MAY_CHANGE)}"
             )
         return
@@ -493,7 +493,7 @@ def _change(config: DictConfig, override: Override) -> None:
             f"{key}={value}: skip decides what is computed, and the run has {saved}; "
             "legal changes: between off, log and halt"
         )
-    leaves()[key].set_in(config, value, f"'{override.input_line}'")
+    leaves()[key].set_in(config, value, f"{override.input_line!r}")
 
 
 def _is_same(config: DictConfig, key: str, value: Any) -> bool:

@@ -112,7 +112,7 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [text]
     if not override.is_discrete_sweep():
-        raise UsageError(f"'{text}': an interval has infinitely many values; list some: name=a,b")
+        raise UsageError(f"{text!r}: an interval has infinitely many values; list some: name=a,b")
     loader = GlobalHydra.instance().config_loader()  # knows the options that glob(*) matches
     with_options = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     key = override.key_or_group

@@ -193,9 +193,9 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
         field = _field_of(key, known)
         if field is None:
             raise UsageError(
-                f"'{text}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
+                f"{text!r}: there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
             )
-        field.set_in(settings, override.value(), f"'{text}'", _path(key))
+        field.set_in(settings, override.value(), f"{text!r}", _path(key))
         given[field.key] = override
     for key, override in given.items():
         _check_value(settings, known[key], override)
@@ -215,7 +215,7 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UsageError(
-            f"'{override.input_line}': {field.key} is {field.legal} ({first_line(error)})"
+            f"{override.input_line!r}: {field.key} is {field.legal} ({first_line(error)})"
         ) from None
     typed = override.value()  # shown as it was typed: -1, not -1.0
     field.check(typed if isinstance(typed, int | float) else value)
@@ -305,7 +305,7 @@ def study_request(
     resume = own.get("run.resume")
     if resume is not None:
         if of_runs:
-            raise UsageError(f"'{of_runs[0]}': {RESUMED}; leave it out")
+            raise UsageError(f"{of_runs[0]!r}: {RESUMED}; leave it out")
         if config_dir is not None:
             raise UsageError(f"--config-dir {config_dir}: {RESUMED}; leave it out")
         _refuse(overrides, ("seed", "seeds", "first_seed", "advise.max_steps", "run.dir"), RESUMED)
@@ -331,10 +331,10 @@ def _own_value(override: Override) -> bool | str | None:
     single(override, "legal is one")
     if key == "run.trust":
         if not isinstance(value, bool):
-            raise UsageError(f"'{override.input_line}': run.trust is true or false")
+            raise UsageError(f"{override.input_line!r}: run.trust is true or false")
         return value
     if isinstance(value, dict | list):
-        raise UsageError(f"'{override.input_line}': legal is the name of one folder, or null")
+        raise UsageError(f"{override.input_line!r}: legal is the name of one folder, or null")
     name = None if value is None else str(value)
     check_name(key, name, "a folder")
     return name
@@ -351,7 +351,7 @@ def _in_every_folder(override: Override) -> str:
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:
     for text in overrides:
         if text.lstrip("+").partition("=")[0] in keys:
-            raise UsageError(f"'{text}': {reason}; leave it out")
+            raise UsageError(f"{text!r}: {reason}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
     for override in parsed:
         if override.key_or_group in SET_BY_STUDY:
             raise UsageError(
-                f"'{override.input_line}': a study sets seeds and folders itself; "
+                f"{override.input_line!r}: a study sets seeds and folders itself; "
                 "seeds=5 runs seeds 0 to 4"
             )
     has_precision = any(o.key_or_group == "precision" for o in parsed)

@@ -72,7 +72,7 @@ def _device(overrides: Sequence[str], config_dir: Path | None) -> str:
         if (key := _key_of(text)) != "device":
             legal = ["device", "recipe", *fields([DoctorSettings])]
             raise UsageError(
-                f"mprun doctor does not take '{text}' without recipe=NAME{hint(key, legal)}; "
+                f"mprun doctor does not take {text!r} without recipe=NAME{hint(key, legal)}; "
                 f"legal: {', '.join(legal)}"
             )
     return compose(overrides, config_dir).config.device

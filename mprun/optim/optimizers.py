@@ -24,7 +24,7 @@ from mprun.optim import formulas
 from mprun.optim.base import LowPrecisionOptimizer, StorageOptions, kept_in
 from mprun.optim.formulas import QUOTIENTS, Results, formula, root
 from mprun.optim.masters import MasterWeights, masters_of
-from mprun.precision.policy import Policy, dtype_name, policy, torch_dtype
+from mprun.precision.policy import Policy, dtype_name, policy_of, torch_dtype
 from mprun.precision.products import LOW
 
 if TYPE_CHECKING:
@@ -196,10 +196,11 @@ def for_policy(
         options: of `kind`. `foreach` and `fused` have no effect where mprun's own class computes.
 
     Raises:
+        TypeError: `mode` is neither a policy nor a name.
         ValueError: no mode has this name, no parameter is trained, the parameters are float32 and
             the mode's are not (the model is not prepared), or mprun's class lacks an option.
     """
-    row = policy(mode) if isinstance(mode, str) else mode
+    row = policy_of(mode)
     groups = trained_groups(parameters)
     dtypes = {p.dtype for group in groups for p in group["params"]}
     if not dtypes:

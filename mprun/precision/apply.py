@@ -38,13 +38,7 @@ from mprun.precision.arithmetic import (
     with_lstm_fallback,
 )
 from mprun.precision.caster import AutocastCaster, Caster
-from mprun.precision.execution import (
-    chosen_arithmetic,
-    chosen_caster,
-    device_of,
-    loss_scale_of,
-    policy_of,
-)
+from mprun.precision.execution import chosen_arithmetic, chosen_caster, device_of, loss_scale_of
 from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
@@ -59,7 +53,7 @@ from mprun.precision.layers import (
 from mprun.precision.loss_scale import ALONE, BufferGuard, BufferOverflow, Clip, Combine, LossScale
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists, disable_casts
-from mprun.precision.policy import Policy, dtype_name, torch_dtype
+from mprun.precision.policy import Policy, dtype_name, policy_of, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.records.layer_values import layer_values
 

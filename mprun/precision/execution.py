@@ -31,7 +31,7 @@ from mprun.precision.gemms import GEMMS, gemms_of, why_not_native
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
 from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
-from mprun.precision.policy import Policy, policy
+from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.records.layer_values import computes_float16, product_formats
 
@@ -173,16 +173,6 @@ def arithmetic_for(
     if fp32_fallback != "none":
         return Float16Fallback(matmuls=fp32_fallback == "all")
     return NativeArithmetic(watch=watch and policy.is_low)
-
-
-def policy_of(given: Policy | str) -> Policy:
-    """A policy itself, or that of a name; `TypeError` or `ValueError` where it is neither."""
-    if not isinstance(given, Policy | str):
-        raise TypeError(
-            f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
-            "'bf16_sr', or what mprun.policy(name) gives"
-        )
-    return given if isinstance(given, Policy) else policy(given)
 
 
 def device_of(given: torch.device | str | None) -> torch.device:

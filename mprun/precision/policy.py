@@ -6,7 +6,8 @@ calls the first two columns the variable dtype and the compute dtype.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
 (`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of
-parameters, computation and output, in the notation of DeepMind's jmp; `str(policy)` writes it.
+parameters, computation and output, in the notation of DeepMind's jmp. `str(policy)` writes the name
+of a shipped mode, and that notation where columns of its row were changed.
 
 A row must be one that this version really carries out. Other combinations are refused here, so that
 none is silently replaced by another.
@@ -118,6 +119,13 @@ class Policy(PolicyColumns):
         return plain and self.casting != "op_lists" and not self.tf32
 
     def __str__(self) -> str:
+        if self.name in SHIPPED_MODES and self == policy(self.name):
+            return self.name  # which says more than the dtypes: several modes share them
+        return self.notation
+
+    @property
+    def notation(self) -> str:
+        """The dtypes of parameters, computation and output: `p=fp32,c=bf16,o=fp32`."""
         three = self.param_dtype, self.compute_dtype, self.output_dtype
         dtypes = zip(LETTERS, three, strict=True)
         return ",".join(f"{letter}={SHORT_DTYPES[dtype]}" for letter, dtype in dtypes)
@@ -179,7 +187,9 @@ def policy(name: str) -> Policy:
         ValueError: no mode has this name, or these dtypes.
     """
     if not issubclass(type(name), str):
-        raise TypeError(f"a mode of type {type(name).__name__}; legal: a name, such as 'bf16_sr'")
+        near = mode_hint(str(name), SHIPPED_MODES)  # of torch.bfloat16, three
+        kind = type(name).__name__
+        raise TypeError(f"a mode of type {kind}; legal: a name, such as 'bf16_sr'{near}")
     if "=" in name:
         return _of_dtypes(name)
     name = ALIASES.get(name, name)
@@ -189,6 +199,16 @@ def policy(name: str) -> Policy:
             f"no precision mode is named '{name}'{mode_hint(name, SHIPPED_MODES)}; legal: {legal}"
         )
     return Policy(**mode_row(name))
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """A policy itself, or that of a name; `TypeError` or `ValueError` where it is neither."""
+    if not isinstance(given, Policy | str):
+        raise TypeError(
+            f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
+            f"'bf16_sr', or what mprun.policy(name) gives{mode_hint(str(given), SHIPPED_MODES)}"
+        )
+    return given if isinstance(given, Policy) else policy(given)
 
 
 def _of_dtypes(text: str) -> Policy:
@@ -212,6 +232,6 @@ def _of_dtypes(text: str) -> Policy:
     if not fitting:
         raise ValueError(
             f"no mode has parameters in {params} and computes in {compute} ('{text}'); legal: "
-            + ", ".join(f"{x} ({x.name})" for x in modes)
+            + ", ".join(f"{x.notation} ({x.name})" for x in modes)
         )
     return replace(fitting[0], output_dtype=given.get("o", "float32"))

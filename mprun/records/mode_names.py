@@ -54,8 +54,9 @@ KERAS_NAMES = {
 ALIASES = {**OWN_ALIASES, **LIGHTNING_NAMES, **KERAS_NAMES}
 # Names that fit several modes, to those that are suggested, the likeliest first
 MEANT = {
-    "bf16": ("bf16_mixed", "bf16_true", "bf16_sr"),
-    **dict.fromkeys(("fp16", "half"), ("fp16_mixed", "fp16_true", "half_sr")),
+    **dict.fromkeys(("bf16", "torch.bfloat16"), ("bf16_mixed", "bf16_true", "bf16_sr")),
+    **dict.fromkeys(("fp16", "half", "torch.float16"), ("fp16_mixed", "fp16_true", "half_sr")),
+    "torch.float32": ("fp32", "tf32"),
     **dict.fromkeys(("amp", "mixed"), ("bf16_mixed", "fp16_mixed")),
     **dict.fromkeys(("fp8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),
 }

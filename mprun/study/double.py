@@ -40,7 +40,7 @@ def new_double_study(request: StudyRequest) -> Study:
     for text in overrides:
         if text.lstrip("+").startswith("batch"):
             raise UsageError(
-                f"'{text}': mprun double sets the batch itself; train.batch_size is its base"
+                f"{text!r}: mprun double sets the batch itself; train.batch_size is its base"
             )
     composed = compose([*overrides, "batch=double"], config_dir)
     _check_length(composed)

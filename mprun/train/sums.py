@@ -147,8 +147,10 @@ def not_a_count(received: str, size: int) -> str:
     return (
         f"accuracy: the recipe's correct returned {received} for a batch of {size:,} samples; it "
         f"must return the number of samples that are right, an integer scalar from 0 to {size:,}: "
-        "count a sample with several targets once, or judge by the loss (METRIC = "
-        '("loss", "min"), and correct returns None)'
+        "count a sample with several targets once; or, for the share of right tokens, replace "
+        'correct by METRIC = ("accuracy", "max") and a function metrics() that returns '
+        '{"accuracy": mprun.metrics.Accuracy()}; or judge by the loss '
+        '(METRIC = ("loss", "min"), and correct returns None)'
     )
 
 

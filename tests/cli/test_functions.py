@@ -78,10 +78,45 @@ def test_a_run_is_a_result_with_summary_folder_table_and_curve(
 def test_a_recipe_that_was_changed_is_read_again(recipe: Path) -> None:
     first = mprun.run(recipe=recipe, precision="fp32")
     recipe.write_text(RECIPE.replace("WIDTH = 4", "WIDTH = 5"), encoding="utf-8")
-    second = mprun.run(recipe=recipe, precision="fp32")
+    second = mprun.run(recipe=recipe, precision=mprun.policy("fp32"))
     shapes = [mprun.load(x.folder).weights["weight"].shape for x in (second,) if x.folder]
     assert shapes == [(2, 5)]
     assert first.record.recipe_sha256 != second.record.recipe_sha256
+
+
+MEANT = "did you mean 'bf16_mixed', 'bf16_true' or 'bf16_sr'?"
+LINEAR = torch.nn.Linear(1, 1)
+SWEEP = "mprun sweep recipe=... precision=fp32,tf32"
+
+
+@each(
+    ("call", "said"),
+    [
+        (lambda: mprun.run(precision=torch.bfloat16), ["'precision=torch.bfloat16': ", MEANT]),
+        (lambda: mprun.run("precision=torch.bfloat16"), ["'precision=torch.bfloat16': ", MEANT]),
+        (lambda: mprun.run(precision=torch.float16), ["did you mean 'fp16_mixed', 'fp16_true' or"]),
+        (lambda: mprun.run(precision=["fp32", "tf32"]), ["a run has one precision", SWEEP]),
+        (lambda: mprun.run(precision="fp32,tf32"), ["precision='fp32,tf32'", SWEEP, "mprun -m "]),
+        (lambda: mprun.run(run={"dir": "x"}), ["run={'dir': 'x'}", "**{'run.dir': 'x'}"]),
+        (
+            lambda: mprun.run(train={"lr": 1, "optimizer": {"name": "sgd"}}),
+            ["**{'train.lr': 1, 'train.optimizer.name': 'sgd'}"],
+        ),
+        (lambda: mprun.run(recipe="it's.yaml"), ['"recipe=', "recipe is one of"]),
+        (lambda: mprun.check(LINEAR, torch.ones(2, 1), precision=torch.bfloat16), [MEANT]),
+        (lambda: mprun.check(recipe="linear", precision=[torch.bfloat16]), [MEANT]),
+    ],
+    ids=["dtype", "text", "fp16", "list", "comma", "dict", "nested", "quote", "check", "checks"],
+)
+def test_what_is_no_value_of_a_run_is_answered_by_what_to_write(
+    call: Callable[[], object], said: list[str]
+) -> None:
+    with pytest.raises(mprun.UsageError) as caught:
+        call()
+    text = str(caught.value)
+    assert [x for x in said if x not in text] == []
+    assert "''" not in text
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -196,9 +231,33 @@ def test_a_function_of_a_notebook_that_uses_it_can_be_sent_to_another_process(
         (lambda: mprun.run("mnist"), "did you mean 'recipe=mnist'"),
         (lambda: mprun.compare(3), "legal: results of mprun.run"),
         (lambda: mprun.policy(3), "legal: a name"),  # type: ignore[arg-type]
+        (
+            lambda: mprun.policy(torch.bfloat16),  # type: ignore[arg-type]
+            r"legal: a name.* 'bf16_mixed', 'bf16_true' or 'bf16_sr'\?$",
+        ),
+        (
+            lambda: mprun.Precision(torch.bfloat16),  # type: ignore[arg-type]
+            r"a policy of type dtype.* 'bf16_mixed', 'bf16_true' or 'bf16_sr'\?$",
+        ),
+        (
+            lambda: mprun.optim.for_policy(torch.float16, torch.optim.SGD, []),  # type: ignore[arg-type]
+            "a policy of type dtype; legal: the name of a mode",
+        ),
+        (lambda: mprun.audit("m"), "^audit: model is of type str; legal: a torch.nn.Module$"),  # type: ignore[arg-type]
+        (
+            lambda: mprun.audit(torch.nn.Linear(1, 1), "x"),  # type: ignore[arg-type]
+            "^audit: optimizer is of type str; legal: one of torch.optim",
+        ),
+        (
+            lambda: mprun.audit(torch.nn.Linear(1, 1), casts=1),  # type: ignore[arg-type]
+            "^audit: casts is of type int; legal: those of mprun.numerics.CastCounts",
+        ),
         (lambda: mprun.diff("a", "b", 1), "legal: a model"),  # type: ignore[arg-type]
     ],
-    ids=["folder", "number", "run", "file", "recipe", "compare", "policy", "diff"],
+    ids=[
+        *("folder", "number", "run", "file", "recipe", "compare", "policy", "policy-dtype"),
+        *("precision-dtype", "optim-dtype", "audit", "audit-optimizer", "audit-casts", "diff"),
+    ],
 )
 def test_a_wrong_argument_is_answered_by_what_is_legal(
     call: Callable[[], object], said: str

@@ -44,6 +44,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Groups
     ("recipe=mnits", ["'recipe=mnits'", f"one of {RECIPES}", "did you mean 'mnist'?"]),
     ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
+    ("precision='bf 16'", ["\"precision='bf 16'\": precision is one of bf16_mixed"]),
     (
         "precision=[fp32]",
         [

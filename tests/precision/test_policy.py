@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from mprun.config.schema import PrecisionConfig
 from mprun.precision import Policy
 from mprun.precision.policy import LETTERS
 from mprun.precision.policy import policy as shipped
+from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.policy_columns import PolicyColumns
 from mprun.records.run_record import PrecisionRow
 from mprun.train.assemble.dtype_choices import build_policy
@@ -57,8 +58,24 @@ def test_a_text_of_dtypes_is_the_mode_that_has_them(
         assert found == shipped(found.name)
 
 
+@pytest.mark.parametrize("name", SHIPPED_MODES)
+def test_the_text_of_a_shipped_mode_is_its_name(name: str) -> None:
+    """Several modes have the same dtypes, so that their notation would be another mode's."""
+    assert str(shipped(name)) == f"{shipped(name)}" == name
+    assert shipped(str(policy(name))) == policy(name)
+
+
+def test_the_text_of_a_changed_row_is_its_dtypes() -> None:
+    changed = replace(shipped("bf16_mixed"), output_dtype="bfloat16")
+    assert str(changed) == "p=fp32,c=bf16,o=bf16"
+    assert shipped(str(changed)) == changed
+    own = replace(shipped("bf16_mixed"), name="mine")  # its row, under a name of the user's
+    assert str(own) == "p=fp32,c=bf16,o=fp32"
+    assert str(replace(shipped("bf16_sr"), momentum_dtype="bfloat16")) == "p=bf16,c=bf16,o=fp32"
+
+
 def test_jmps_notation() -> None:
-    assert str(shipped("params=float32,compute=half,output=float32")) == "p=fp32,c=fp16,o=fp32"
+    assert str(shipped("params=float32,compute=half,output=float32")) == "fp16_mixed"
     assert shipped("p=f32, c=bf16").name == "bf16_mixed"
     assert shipped("p=f16").name == "fp16_true"
 

@@ -48,6 +48,7 @@ def test_what_is_no_count_of_samples_is_refused_by_name(count: Any, received: st
     with pytest.raises(RunFailedError, match=text) as caught:
         training.fit()
     assert "an integer scalar from 0 to 4" in str(caught.value)
+    assert 'metrics() that returns {"accuracy": mprun.metrics.Accuracy()}' in str(caught.value)
 
 
 def test_skipped_steps_do_not_count_and_losses_are_weighted() -> None:
