@@ -2,11 +2,11 @@
 
 A page is written once, for GitHub and for the site. What is generated is not committed:
 
-- README.md is the site's first page.
+- Links to README.md lead to the site's own first page, `index.md`.
 - `reference/commands.md` has every command with its settings.
 - A comment `<!-- site: NAME -->` in a page becomes what is made from the code: every field, the
-  docstrings of the public names, the findings of a check, the report of a comparison, what
-  differs between versions.
+  docstrings of the public names, the answer that README.md shows, the findings of a check, the
+  report of a comparison, what differs between versions.
 - A link to a file outside of docs/ leads to the repository, if `SOURCE_URL` names it.
 """
 
@@ -29,6 +29,7 @@ from mkdocs.structure.pages import Page
 from omegaconf import MISSING
 
 import mprun
+from docs.examples import examples
 from docs.versions import page as versions_page
 from mprun.cli.compare_command import compared
 from mprun.cli.main import COMMANDS
@@ -54,9 +55,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages and the file that are made here."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     made = {
-        "index.md": "---\nhide: [navigation]\n---\n" + readme.replace("](docs/", "]("),
         "reference/commands.md": commands_page(),
         REPORT: example_report(),
     }
@@ -67,13 +66,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A page with what belongs at its marks, and with links that lead somewhere on the site."""
     path, source = page.file.src_uri, config.extra["source"]
-    folder, top = posixpath.dirname(path), "" if path == "index.md" else "docs"
+    folder = posixpath.dirname(path)
 
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, target))):
             return match[0]
-        goal = posixpath.normpath(posixpath.join(top, folder, target))
+        goal = posixpath.normpath(posixpath.join("docs", folder, target))
         if goal == "README.md":
             return f"[{text}]({posixpath.relpath('index.md', folder or '.')}{anchor})"
         if not (ROOT / goal).exists():
@@ -82,6 +81,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def fill(match: re.Match[str]) -> str:
         made = {
+            "answer": answer,
             "fields": fields,
             "python": python,
             "report": report,
@@ -150,6 +150,11 @@ def _line(field: Field) -> str:
 def _names_all(field: Field) -> bool:
     """Whether a field's text names each of its legal values."""
     return all(re.search(rf"\b{choice}\b", field.doc) for choice in field.choices)
+
+
+def answer(_: str) -> str:
+    """What a sweep prints, as README.md shows it."""
+    return next(f"```\n{x.block}```" for x in examples() if x.example == "answer")
 
 
 def versions(_: str) -> str:

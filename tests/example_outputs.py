@@ -28,7 +28,7 @@ from docs.examples import RECIPES, Example
 from mprun.cli.main import main
 from mprun.inspect.machine_examination import conclusions, findings
 from mprun.inspect.search_result import OpSearch, answer_sentence, outcome_table, rows_table
-from mprun.records.run_record import TimeBudget
+from mprun.records.run_record import Conditions, TimeBudget
 from mprun.study.advise import advise, screened
 from mprun.study.compare.notes import variant_notes
 from mprun.study.compare.times import OVERLAPPED
@@ -113,9 +113,10 @@ DEVIATIONS = (-1.5, -1.0, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 1.0, 1.5)
 """Of ten seeds: their mean is 0, their standard deviation nearly 1."""
 
 
-def write_study(folder: str) -> None:
+def write_study(folder: str, names: Iterable[str] = (), **common: Any) -> None:
     """The runs of a sweep with ten seeds, in which each verdict occurs."""
-    for name, (step_ms, mean, spread, more) in MODES.items():
+    for name in names or MODES:
+        step_ms, mean, spread, more = MODES[name]
         for seed, deviation in enumerate(DEVIATIONS):
             accuracy = 0.8938 + 0.02 * deviation**2 + mean + spread * deviation
             time_ms = step_ms * (1 + 0.02 * (seed % 3))
@@ -127,16 +128,33 @@ def write_study(folder: str) -> None:
                 step_ms=time_ms,
                 data_time_ms={"median": 0.0, "p90": 0.0},
                 memory_bytes={"peak": PEAKS_MIB.get(name, 30) * 2**20},
-                **more,
+                **{**common, **more},
             )
 
 
-def compared(folder: str) -> str:
+@cache
+def own_study() -> str:
+    """A sweep of a recipe in a file, on a machine that computes float32 alone."""
+    names = ("fp32", "bf16_mixed", "fp16_mixed", "half_sr", "tf32")
+    unknown = dict.fromkeys(field.name for field in fields(Conditions))
+    steady: dict[str, Any] = {**unknown, "drift": 1.0}
+    fp16 = {"substitutions": FP32_MATMULS, "conditions": {**steady, "drift": 1.4}}
+    modes: Any = {
+        "bf16_mixed": (18.9, -0.0001, 0.0002, {"execution": "emulated"}),
+        "fp16_mixed": (85.0, -0.0001, 0.0002, fp16),
+    }
+    with patch.dict(MODES, modes):
+        write_study("my_model", names, recipe="my_model", conditions=steady)
+    with patch("mprun.study.report.exports.write_report", lambda *_: [Path("report.html")]):
+        return compared("my_model", "compare.dir=outputs/2026-11-29/20-40-18")
+
+
+def compared(folder: str, *words: str) -> str:
     """What a terminal of 100 columns shows, then what a wide one shows."""
     texts = []
     for columns in ("100", "1000"):
         with patch.dict(os.environ, COLUMNS=columns):
-            texts.append(printed("compare", folder, "compare.report=false"))
+            texts.append(printed("compare", folder, *(words or ["compare.report=false"])))
     return "".join(texts)
 
 
@@ -297,6 +315,8 @@ def no_time_verdict() -> str:
 
 
 OUTPUTS: dict[str, Callable[[Example], str]] = {
+    "answer": lambda _: own_study(),
+    "modes": lambda _: own_study(),
     "sweep": lambda _: study(),
     "advise": lambda _: advice()[0],
     "no-time-verdict": lambda _: no_time_verdict(),

@@ -21,6 +21,7 @@ from mprun.config.reference import leaves
 from mprun.config.settings import fields, take, with_every_mode
 from mprun.errors import UsageError
 from mprun.inspect.check.check_result import CHECKS, CheckSettings
+from mprun.records.mode_names import SHIPPED_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -38,6 +39,14 @@ ELSEWHERE = (
     "my.py",
 )
 """What makes a line need files that only exist in the example."""
+
+
+MAKE = """
+```
+make run      # install, then train FashionMNIST in bfloat16 for less than three minutes
+make test     # install, then run the tests
+```
+"""
 
 
 def text_of(page: Path) -> str:
@@ -58,6 +67,31 @@ def test_the_workflow_example_is_yaml_and_covers_the_oldest_torch() -> None:
         oldest = re.search(rf'"{package}>=([\d.]+)"', project)
         assert oldest is not None
         assert f"{package}=={oldest[1]}.*" in installs
+
+
+def test_the_readme_asks_and_answers_before_it_installs() -> None:
+    text = text_of(ROOT / "README.md")
+    first, _, rest = text.partition("\n## ")
+    order = (
+        "**In which numerical precision should I train this model, what does it buy here, and",
+        "\n$ mprun sweep recipe=my_model.py ",
+        " keeps the accuracy ",
+        'src="docs/pictures/answer.png"',
+        "| Choose a precision | `mprun advise recipe=my_model.py` | [",
+        "| Hunt a numerical problem | `mprun numerics recipe=my_model.py precision=fp16_mixed` | [",
+        "| Gate a repository in CI | `mprun check recipe=my_model.py` | [",
+        MAKE,
+    )
+    places = [first.find(part) for part in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert len(first.splitlines()) <= 45
+    table = rest.partition("verdict\n")[2].partition("```")[0]
+    rows = [line for line in table.splitlines() if line.endswith((" baseline", " equivalent"))]
+    assert len(rows) == 5
+    assert "inconclusive" not in text
+    whole = text_of(ROOT / "docs/reference/studies.md").partition("14 variants")[2]
+    assert [x for x in SHIPPED_MODES if f"\n{x} " not in whole] == []
 
 
 def test_the_own_workflow_runs_what_ci_runs() -> None:

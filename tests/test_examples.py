@@ -204,7 +204,7 @@ def test_blocks_are_written_from_commands(page: Path, capsys: pytest.CaptureFixt
     assert tool.main(["words"]) == 0
     block = (
         '$ echo "one $COLUMNS $TERM"; ls *.py; false\n'
-        "one 77 dumb\nnorms.py\npairs.py\nspirals.py\nvit.py\n"
+        "one 77 dumb\nmy_model.py\nnorms.py\npairs.py\nspirals.py\nvit.py\n"
     )
     made = f"{date.today()} {digest(block)}"
     text = page.read_text(encoding="utf-8")

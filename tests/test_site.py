@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -21,6 +22,12 @@ from mprun.inspect.check.check_result import kinds
 pytest.importorskip("material")
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+DOORS = {
+    "advise": "tutorials/first_run",
+    "numerics": "tutorials/a_nan",
+    "check": "how-to/check",
+}
+"""The commands on the first page, and where each leads."""
 MOST_WORDS = 20_000
 
 
@@ -94,8 +101,22 @@ def test_lists_are_lists(site: Path) -> None:
 
 def test_every_page_is_on_the_site_once(pages: dict[Path, Html], site: Path) -> None:
     expected = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in DOCS[1:]}
-    made = {Path(name) for name in ("index.html", "reference/commands.html", "example_report.html")}
+    made = {Path(name) for name in ("reference/commands.html", "example_report.html")}
     assert {path.relative_to(site) for path in pages} == expected | made
+
+
+def test_the_first_page_asks_answers_and_has_three_doors(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert "Does the accuracy survive?" in text
+    assert "half_sr keeps the accuracy" in html.unescape(text)  # as README.md shows it
+    _, _, cards = text.partition('class="grid cards"')
+    cards, _, rest = cards.partition("From the repository")
+    for command, page in DOORS.items():
+        assert f"mprun {command} recipe=my_model.py" in cards
+        assert f'href="{page}.html"' in cards
+    assert cards.count("<li>") == len(DOORS)
+    assert "make run" in rest
+    assert "make run" not in text.partition("<h1")[2].partition("grid cards")[0]
 
 
 def test_the_reference_has_every_field_command_and_public_name(site: Path) -> None:

@@ -9,6 +9,7 @@ warning where its speed buys nothing.
 
 from __future__ import annotations
 
+from mprun.config.settings import SEEDS
 from mprun.records.console.formatting import counted, joined
 from mprun.study.compare.comparison import (
     KEEPS,
@@ -35,8 +36,7 @@ from mprun.study.report.cells import (
     times,
 )
 
-# Peaks that differ from the baseline's by less than this share are called the same. Peaks are
-# computed, not sampled, so they have no interval.
+# A peak that differs by a smaller share is called the same: it is computed, so has no interval
 SAME_MEMORY = 0.02
 
 
@@ -70,9 +70,30 @@ def headline(comparison: Comparison) -> list[str]:
         gain = "faster to equal quality" if empty else "faster"
         sentences.append(
             f"No variant was shown to keep the {comparison.metric} of {name} and to be {gain} or "
-            "smaller."
+            f"smaller. {_next_step(comparison)}"
         )
     return [*sentences, *empty]
+
+
+def _next_step(comparison: Comparison) -> str:
+    """What to type next if nothing was shown: more seeds, where these may settle it."""
+    needed = [(more, v) for v in comparison.variants[1:] if (more := _more_seeds(v))]
+    if not needed:
+        return f"Take {plain(comparison.baseline)}. Type next: mprun doctor, for native formats."
+    more, nearest = min(needed, key=lambda pair: pair[0])
+    # Seeds that were looked at must not decide when to stop, so the next sweep takes new ones
+    seeds = [run.summary.seed for v in comparison.variants for run in (*v.runs, *v.failed)]
+    command = f"mprun sweep ... seeds={len(nearest.runs) + more} first_seed={max(seeds) + 1}"
+    return f"Type next: {command}, which should settle {plain(nearest.label)}."
+
+
+def _more_seeds(variant: Variant) -> int | None:
+    """About how many seeds would settle the metric, or the speed of one that keeps it."""
+    verdict, ratio = variant.verdict, variant.throughput_ratio
+    if verdict.word == "inconclusive" and not is_emulated(variant):
+        return verdict.more_seeds or (None if verdict.interval else SEEDS["sweep"])  # too few runs
+    is_open = verdict.word in KEEPS and variant.has_own_times and _speed(variant) == 0
+    return judge_ratio(ratio).more_seeds if ratio and is_open else None
 
 
 def _sentence(variant: Variant, *clauses: str) -> str:
@@ -107,31 +128,17 @@ def _effect(comparison: Comparison, variant: Variant) -> str:
 def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     """The effect on the metric, with the difference and the interval that decided."""
     word, difference = variant.verdict.word, variant.difference
-    if word == "worse" and not _lost_metric(comparison, variant):
+    if word == "worse" and variant.verdict.interval is None:  # failed or diverged
         return f"is worse: {plain(variant.verdict.reason)}"
     if word == "inconclusive":
-        more = variant.verdict.more_seeds
         text = f"leaves open whether it keeps the {comparison.metric}"
-        text += "" if more is None else f" ({_would_settle(more)})"
+        text += f" ({_would_settle(more)})" if (more := variant.verdict.more_seeds) else ""
     else:
         text = _effect(comparison, variant)
-    if difference is None:
-        return text
     interval, level = deciding(variant)
-    text += f": {difference_text(comparison, difference.value)}"
-    if interval is None:
-        return text
-    return f"{text}, {level} interval {difference_span(comparison, interval)}"
-
-
-def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
-    """Whether a variant is worse by its metric, not because of failed runs."""
-    difference = variant.difference
-    return (
-        not variant.failed
-        and difference is not None
-        and ((difference.value < 0) == comparison.higher_is_better)
-    )
+    text += f": {difference_text(comparison, difference.value)}" if difference else ""
+    shown = difference and interval and difference_span(comparison, interval)
+    return f"{text}, {level} interval {shown}" if shown else text
 
 
 def _speed(variant: Variant) -> int:
@@ -243,9 +250,8 @@ def _quality_clause(comparison: Comparison, variant: Variant) -> str:
     if quality is None or quality.samples_ratio is None:
         return ""
     name = plain(comparison.baseline)
-    return (
-        f"needs {_ratios(quality, name)} {TO_EQUAL}{_conclusion(variant)}{_missed(quality, name)}"
-    )
+    needed = f"needs {_ratios(quality, name)} {TO_EQUAL}"
+    return f"{needed}{_conclusion(variant)}{_missed(quality, name)}"
 
 
 def warnings(comparison: Comparison) -> list[str]:

@@ -255,7 +255,8 @@ def test_the_answer_never_rests_on_what_is_emulated_or_not_settled() -> None:
         memory_ratio=0.1,
     )
     assert answer.headline(found) == [
-        "No variant was shown to keep the accuracy of fp32 and to be faster or smaller."
+        "No variant was shown to keep the accuracy of fp32 and to be faster or smaller. Type next: "
+        "mprun sweep ... seeds=12 first_seed=3, which should settle bf16_mixed."
     ]
     assert "its speed and memory are not judged" in answer.variant_sentences(found)[2]
 
@@ -271,6 +272,26 @@ def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
     one = changed(found, 1, throughput_ratio=Estimate(2.0, None, 1), memory_ratio=None)
     assert answer.headline(one)[0].startswith("No variant")
     assert "one seed, so without an interval" in answer.variant_sentences(one)[0]
+
+
+def test_an_answer_of_not_shown_says_what_to_type_next() -> None:
+    found = changed(comparison(3), 1, verdict=Verdict("worse", "so"))
+    nearest = Interval(-1, 1)  # the fewest seeds are named, not those of the first variant
+    for more, verdict in (
+        (9, Verdict("inconclusive", "few seeds", 6, nearest)),
+        (8, Verdict("inconclusive", "one seed in common with the baseline")),
+    ):
+        (text,) = answer.headline(changed(found, 2, verdict=verdict))
+        assert f"Type next: mprun sweep ... seeds={more} first_seed=3, which should" in text
+    hopeless = Verdict("inconclusive", "over 1000 seeds", None, nearest)
+    for verdict in (hopeless, Verdict("worse", "so")):
+        (text,) = answer.headline(changed(found, 2, verdict=verdict))
+        assert text.endswith("Take fp32. Type next: mprun doctor, for native formats.")
+    same, speed = Verdict("equivalent", "so"), Estimate(1.02, Interval(0.97, 1.07), 3)
+    (text,) = answer.headline(
+        changed(found, 2, verdict=same, throughput_ratio=speed, memory_ratio=1)
+    )
+    assert "Type next: mprun sweep ... seeds=5 first_seed=3, which should settle" in text
 
 
 def test_one_variant_has_no_verdict() -> None:
