@@ -102,7 +102,8 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         h = self.first(F.silu(self.norm(x))) + self.time(t)[:, :, None, None]
-        return self.second(F.silu(h)) + self.skip(x)
+        result: Tensor = self.second(F.silu(h)) + self.skip(x)
+        return result
 
 
 class DiffusionUnet(nn.Module):
@@ -513,7 +514,8 @@ class Attention(nn.Module):
     def scores(self, q: Tensor, k: Tensor, blank: Tensor) -> Tensor:
         """[B, 4, L, L]."""
         scores = (q @ k.transpose(-1, -2)) * (WIDTH // 4) ** -0.5
-        return scores.masked_fill(blank, torch.finfo(scores.dtype).min)
+        result: Tensor = scores.masked_fill(blank, torch.finfo(scores.dtype).min)
+        return result
 
     def forward(self, x: Tensor, blank: Tensor) -> Tensor:
         split = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
@@ -529,7 +531,8 @@ class MaskOverflows(Attention):
 
     def scores(self, q: Tensor, k: Tensor, blank: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * (WIDTH // 4) ** -0.5
-        return scores + blank.to(scores.dtype) * -1e9
+        result: Tensor = scores + blank.to(scores.dtype) * -1e9
+        return result
 
 
 class UnscaledScores(Attention):
@@ -537,7 +540,8 @@ class UnscaledScores(Attention):
 
     def scores(self, q: Tensor, k: Tensor, blank: Tensor) -> Tensor:
         scores = ((q * 4096) @ k.transpose(-1, -2)) * (WIDTH // 4) ** -0.5 / 4096
-        return scores.masked_fill(blank, torch.finfo(scores.dtype).min)
+        result: Tensor = scores.masked_fill(blank, torch.finfo(scores.dtype).min)
+        return result
 
 
 class TinyVit(nn.Module):
@@ -678,7 +682,8 @@ class Pairs(nn.Module):
 def margin(output: Tensor, batch: Any) -> Tensor:
     """Equal pairs near, others a margin of 1 apart."""
     same = batch[-1]
-    return (same * output.square() + (1 - same) * F.relu(1 - output).square()).mean()
+    result: Tensor = (same * output.square() + (1 - same) * F.relu(1 - output).square()).mean()
+    return result
 
 
 def row_pairs(samples: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
