@@ -217,7 +217,8 @@ def test_a_recipe_that_does_not_is(own: list[str], capsys: pytest.CaptureFixture
     found = planned(*own)["modes"][0]["bytes"]
     out, err = capsys.readouterr()
     assert "loading" in out
-    assert "the data were loaded to see a sample's shape; Own.sample" in err
+    assert "all data were loaded only to learn the shapes of a sample; to save that time, " in err
+    assert "give recipe Own a sample() that returns a TensorSet" in err
     assert found["activations"] == 30 * (6 + 3 + 3 + 3) * 4 + 4
 
 

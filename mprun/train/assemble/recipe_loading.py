@@ -180,8 +180,8 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     if like is None:
         train = load_data(recipe, request).train
         notice = (
-            f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
-            "(see mprun.recipe.Recipe) makes that unnecessary"
+            "all data were loaded only to learn the shapes of a sample; to save that time, give "
+            f"recipe {type(recipe).__name__} a sample() that returns a TensorSet of these shapes"
         )
 
     def one(x: Tensor) -> Tensor:
