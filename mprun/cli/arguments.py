@@ -51,7 +51,7 @@ class Arguments(argparse.Namespace):
     multirun: bool = False
     show_config: bool = False
     save: Path | None = None  # Of diff: where one side is written
-    verbose: bool = False  # Of the commands that compare: everything, not the short answer
+    verbose: bool = False  # Everything, not the short answer
     update: bool = False  # Of check: whether the baseline is written
 
 
@@ -66,7 +66,7 @@ FLAG = {"action": "store_true"}
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
     ("--update",): (FLAG, ("check",)),
-    ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "show")),
+    ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "numerics", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),
     ("--show-config",): (FLAG, ("train",)),
 }

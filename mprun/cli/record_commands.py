@@ -170,7 +170,7 @@ def show_command(args: Sequence[str]) -> int:
     elif not any(name.endswith(".json") for name in names):
         raise UsageError(f"{folder} has no run, no study and no result; {USAGE}")
     for name in sorted(measured):
-        show(_measurement(folder / name, saved[name]))
+        show(_measurement(folder / name, saved[name], known.verbose))
     pages = sorted(name for name in names if name.endswith(".html"))
     others = sorted(x for x in names - measured - {"summary.json"} if x.endswith(".json"))
     for kind, files in (("page", pages), ("record", others)):
@@ -245,13 +245,15 @@ def _show_study(folder: Path, verbose: bool) -> None:
         show(Result(comparison, advice_lines(comparison)[1:]))
 
 
-def _measurement(path: Path, saved: SavedResult) -> Result:
+def _measurement(path: Path, saved: SavedResult, verbose: bool) -> Result:
     """A measurement from its file; a sentence that names the file where it cannot be shown."""
     try:
         content = read_json(path, dict[str, Any], saved.newest)
         # not strict: files have "inf" for an infinite number
         record: Any = msgspec.convert(content, saved.record, strict=False)
-        return Result(record, list(saved.parts(record)))
+        if verbose or saved.short is None:
+            return Result(record, list(saved.parts(record)))
+        return Result(record, [*saved.short(record), "all figures with --verbose"])
     except (UsageError, msgspec.ValidationError) as error:
         return Result(None, [f"the result is in {path}, and cannot be shown again: {error}"])
 

@@ -38,6 +38,7 @@ from mprun.precision.formats import (
     quantise,
 )
 from mprun.precision.rounding import ratio_db
+from mprun.records.console.formatting import share_text
 
 BLOCK = 2**16  # Elements counted together on a CPU: so many stay in a core's cache
 
@@ -294,16 +295,11 @@ class ScaleAdvice:
 
     def __str__(self) -> str:
         seen, scale = self.gradients, self.scale
-        text = (
-            f"{in_words(scale)}: the largest gradient, {seen.largest:.3g} ({seen.where}), becomes "
-        )
-        text += f"{seen.largest * scale:,.0f} of float16's 65,504"
-        without, with_it = seen.becoming_zero(1.0), seen.becoming_zero(scale)
-        if without is not None and with_it is not None:
-            text += (
-                f"; of the non-zero gradients {without:.3%} would become 0 without a loss scale, "
-                f"{with_it:.3%} with it"
-            )
+        text = f"{in_words(scale)}: gradients reach {seen.largest * scale:,.0f} ({seen.where}) of "
+        text += "float16's 65,504"
+        if (without := seen.becoming_zero(1.0)) is not None:
+            text += f"; without a loss scale {share_text(without)} become 0, with it "
+            text += share_text(seen.becoming_zero(scale))
         return text
 
 
@@ -356,14 +352,13 @@ def judge(
     elif low:
         name, have, could = min(low, key=lambda x: x[1])
         word = "too low"
-        reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
-        reason += in_words(advice.scale)
+        reason = f"{name} keep {have:.1f} dB, {could:.1f} dB at {in_words(advice.scale)}"
     elif layers:
         have, name = min((have, name) for name, have, _ in layers)
-        reason = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name}), "
-        is_enough = have >= needed_db
-        at = in_words(advice.scale)
-        reason += f"{needed_db:g} are needed" if is_enough else f"no less than at {at}"
+        where = name.replace("_gradients", "")
+        reason = f"gradients keep {have:.1f} dB or more ({where})"
+        if have < needed_db:
+            reason += f", no less than at {in_words(advice.scale)}"
     losses = seen.becoming_zero(scale), seen.losing_bits(scale)
     return ScaleVerdict(label, scale, word, reason, *losses)
 
@@ -371,9 +366,8 @@ def judge(
 def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
     """Whether a loss scale is needed in float16, and why; the gain of the recommended one."""
     without = judge(1.0, advice, needed_db)
-    if without.word != "fine":
-        return True, f"one is needed: without it {without.reason}"
-    return False, f"none is needed: without one {without.reason}"
+    is_needed, reason = without.word != "fine", f"without a loss scale {without.reason}"
+    return is_needed, f"{'one' if is_needed else 'none'} is needed: {reason}"
 
 
 def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]:

@@ -21,14 +21,7 @@ from mprun.inspect.memory import NAMES, MemoryRecord, ModeMemory
 from mprun.inspect.numerics import KINDS, LONG, NumericsResult, NumericsRow, fp16_db, number
 from mprun.records.console.formatting import UNITS, change_text, shortened, size_text, unit_for
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.study.report.canvas import (
-    LIGHT,
-    MEMORY,
-    colour,
-    figure,
-    legend_above,
-    picture_files,
-)
+from mprun.study.report.canvas import LIGHT, MEMORY, colour, figure, legend_above, picture_files
 
 # Phases with a shaded background, to separate them from the others
 SHADED = ("forward", "optimizer")

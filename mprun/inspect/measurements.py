@@ -28,7 +28,6 @@ from mprun.inspect.histograms import (
     LayerGradients,
     ScaleAdvice,
     expected_db,
-    in_words,
     judge,
     need,
     recommend,
@@ -49,6 +48,7 @@ from mprun.inspect.numerics import (
     NumericsSettings,
     RangeShares,
     ScaleVerdict,
+    pass_sentences,
 )
 from mprun.inspect.tolerance import NEEDED_DB, Deviation, Tolerance, gradient_error, loss_shares
 from mprun.precision.formats import BF16, FP16, Format
@@ -381,7 +381,10 @@ class Measurements:
         formats = self._formats
         fp16, bf16 = formats["fp16"], formats["bf16"]
         word = range_or_precision(fp16.within_tolerance, bf16.within_tolerance)
-        at = "" if self.advice is None else f" ({in_words(self.advice.scale)} for all steps)"
+        passes = {
+            name: FormatResult(f.within_tolerance, f.measure, f.unavoidable, f.tolerance)
+            for name, f in formats.items()
+        }
         losses = [
             f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_within_tolerance
         ]
@@ -390,14 +393,10 @@ class Measurements:
         ]
         return ModelVerdict(
             word=word,
-            reason=f"in float16 at a fitting loss scale{at} {_exactness(fp16)}; "
-            f"in bfloat16 {_exactness(bf16)}",
+            reason="; ".join(map(str.strip, pass_sentences(passes))),
             deciding_rows=[*losses, *(name for name, _ in others)],
             gradients_db={name: f.errors.db for name, f in formats.items()},
-            passes={
-                name: FormatResult(f.within_tolerance, f.measure, f.unavoidable, f.tolerance)
-                for name, f in formats.items()
-            },
+            passes=passes,
             parameters_db={
                 p: {name: f.errors.db_of(p) for name, f in formats.items() if p in f.errors.ratios}
                 for p in fp16.errors.ratios
@@ -441,31 +440,6 @@ class Measurements:
             for label, scale in scales.items()
             if scale is not None
         ]
-
-
-def _exactness(format: FormatVerdict) -> str:
-    """How exact the gradients and the loss of a format's passes are, and what is needed."""
-    measure, tolerance = format.measure, format.tolerance
-    loss, needed = measure.loss_difference, tolerance.gradient_db or 0.0
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if measure.worst_db == -math.inf:
-        text = f"the gradient of {measure.worst_parameter} is not finite"
-    else:
-        text = f"weight gradients keep {_db(measure.worst_db, measure.worst_parameter)} or more"
-        text += f" of signal over noise, {needed:.3g} dB are needed"
-        if measure.worst_db < needed:
-            text += "; without the noise that is no more than what batches differ by "
-            text += _db(measure.judged_db, measure.beyond_parameter)
-    if loss > tolerance.loss:
-        text += f"; the loss is {loss:.2%} off, {tolerance.loss:.2%} are tolerated"
-        text += f", {measure.judged_loss:.2%} beyond what batches differ by"
-    return text
-
-
-def _db(db: float, name: str) -> str:
-    text = "all" if db == math.inf else f"{db:.1f} dB"
-    return f"{text} ({name})" if name and db < math.inf else text
 
 
 NO_ADVICE = "no loss scale can be recommended: every gradient is zero, or one is not finite"

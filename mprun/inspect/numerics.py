@@ -1,16 +1,17 @@
 """`mprun numerics`: what 16-bit formats do to a run's numbers, and which loss scale to take.
 
     mprun numerics recipe=mnist precision=fp16_mixed
+    mprun numerics recipe=mnist precision=fp16_mixed --verbose    (the tables, too)
 
 Takes the overrides of a run, and `numerics.*` settings. Trains, collects statistics at some steps
-and prints them. Writes `numerics.json` with everything, and plots, into the run's folder.
+and prints the answer. Writes `numerics.json` with everything, and plots, into the run's folder.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -21,8 +22,8 @@ from msgspec import Meta
 
 from mprun.inspect.question import Question, SavedResult, prepared_by
 from mprun.inspect.tolerance import Deviation, Tolerance
-from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.console.formatting import listed, share_text
+from mprun.records.console.fitted_table import FittedTable, broken, figure_column, text_column
+from mprun.records.console.formatting import listed, share_text, shortened
 from mprun.records.mode_names import FURTHER_FORMATS
 from mprun.records.policy_columns import Count, Legal, NotNegative, Number
 from mprun.records.run_record import Float32Gradients, LostShares, Reference
@@ -246,7 +247,8 @@ QUESTION = Question(
         "numerics.json",
         NumericsResult,
         SCHEMA_VERSION,
-        lambda record: numerics_parts(record, NumericsSettings().top),
+        lambda record: numerics_parts(record, NumericsSettings().top, verbose=True),
+        lambda record: numerics_parts(record, 0, verbose=False),
     ),
 )
 
@@ -262,34 +264,27 @@ LONG = {"fp16": "float16", "bf16": "bfloat16"}
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"  # A table that is cut names the file with the rest
 NAMED = 5  # The most parameters or rows named in a sentence
+LONGEST = 99  # Columns of a line of the answer
+SHORTEST = 16  # Characters that the name of a layer keeps in it
 
 
-def numerics_parts(
-    result: NumericsResult, top: int, further: Sequence[str] = ()
-) -> Iterator[FittedTable | str]:
-    """What the terminal shows, in this order: sentences, loss scales, rows, lost updates.
-
-    Args:
-        result: the measurements.
-        top: the most rows.
-        further: formats beside those that are always shown.
-    """
+def numerics_parts(result: NumericsResult, top: int, verbose: bool) -> Iterator[FittedTable | str]:
+    """What the terminal shows: the answer; if `verbose`, the tables with up to `top` rows, too."""
     yield from sentences(result)
+    if not verbose:
+        return
+    if result.verdict.deciding_rows:
+        yield f"decided by: {listed(result.verdict.deciding_rows, NAMED)}"
     yield scales_table(result)
-    yield rows_table(result, top, further)
+    yield rows_table(result, top)
     yield lost_table(result, top // 2)  # half: the first table is the one that decides
 
 
-def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
+def rows_table(result: NumericsResult, top: int) -> FittedTable:
     """The `top` rows that decide most: first what decides, then the noise of the format alone.
 
     A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
     a row alone changes them less as a rule.
-
-    Args:
-        result: the statistics.
-        top: how many rows.
-        further: names in `sqnr_db` of formats that get a column, too.
     """
     judged = [row for row in result.rows if row.verdict is not None]
 
@@ -319,7 +314,7 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
             for heading, importance, name in (
                 ("bf16", 7, "bf16"),
                 ("e4m3", 3, "e4m3_scaled"),  # float8 is used with a scale per tensor
-                *((name, 2, name) for name in further),
+                *((x, 2, x) for x in FURTHER_FORMATS if any(x in row.sqnr_db for row in rows)),
             )
         ),
         figure_column("zero", 1, lambda row: share_text(row.histogram.zero / row.histogram.total)),
@@ -359,7 +354,7 @@ def scales_table(result: NumericsResult) -> FittedTable:
     # where none is needed, none is recommended: the scale is the largest that fits
     named = {} if result.loss_scale.needed else {"recommended": "largest"}
     return FittedTable(
-        "loss scales, in float16",
+        "loss scales, in float16 (dB: signal over noise of the worst gradient)",
         text_column("", cell=lambda verdict: named.get(verdict.label, verdict.label)),
         figure_column("scale", cell=lambda verdict: number(verdict.scale)),
         text_column("verdict", cell=lambda verdict: verdict.word),
@@ -415,20 +410,14 @@ def answer_sentence(result: NumericsResult) -> str:
     if (of_gradients := result.verdict.float32_gradients) is not None:
         differ = "they are nothing but rounding errors"
         if of_gradients.db > 0:  # at 0 dB and below, the error is as large as the gradient
-            differ = (
-                f"they differ from float64's by {10 ** (-of_gradients.db / 20):.0%}"  # of amplitude
-            )
-        return (
-            f"float32 itself is not good enough for the gradients: {differ}; most of the error is "
-            f"in {of_gradients.worst}."
-        )
+            share = 10 ** (-of_gradients.db / 20)  # of amplitude
+            differ = f"they differ from float64's by {share:.0%}"
+        answer = "float32 itself is not good enough for the gradients"
+        return f"{answer}: {differ}, most in {of_gradients.worst}."
     answer = f"{GOOD_ENOUGH.get(word, word)}."
     if word not in ("either", "needs precision: fp16") or scale.needed is None:
         return answer
-    if not scale.needed:
-        return f"{answer} float16 needs no loss scale."
-    which = "" if scale.recommended is None else f": {number(scale.recommended)} is recommended"
-    return f"{answer} float16 needs a loss scale{which}."
+    return f"{answer} float16 needs {'a' if scale.needed else 'no'} loss scale."
 
 
 def _float32_sentence(result: Float32Loss) -> str:
@@ -444,51 +433,90 @@ def _float32_sentence(result: Float32Loss) -> str:
 
 
 def sentences(result: NumericsResult) -> list[str]:
-    """The answer, and the verdicts behind it."""
-    verdict, scale = result.verdict, result.loss_scale
-    is_exact = verdict.float32 is None and verdict.float32_gradients is None
-    label = "range or precision" if is_exact else "compared with float32"
-    lines = [answer_sentence(result), f"{label}: {verdict.word} ({verdict.reason})"]
-    if verdict.deciding_rows:
-        lines.append(f"decided by: {listed(verdict.deciding_rows, NAMED)}")
-    lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
-    if scale.needed is not None:
-        lines.append(f"loss scale in float16: {scale.need}")
-    is_needed = scale.needed is not False
-    label = "recommended loss scale" if is_needed else "the largest loss scale that fits"
-    lines.append(f"{label}: {scale.reason}")
-    return [*lines, *_lost(result.lost_updates.all)]
-
-
-def _lost(lost: LostShares) -> list[str]:
-    """What rounding to nearest would do to weights in 16 bits; nothing where none was updated."""
-    shares = (lost.bf16["nearest"], lost.fp16["nearest"])
-    if None in shares:
-        return []
-    bf16, fp16 = map(share_text, shares)
-    return [
-        f"weights in 16 bits: rounded to nearest, bfloat16 loses {bf16} of the updates and float16 "
-        f"{fp16} (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
-        "precision.rounding=kahan keeps each"
+    """The answer in about ten lines: formats, what decides, the loss scale, lost updates."""
+    verdict = result.verdict
+    is_inexact = verdict.float32 or verdict.float32_gradients
+    label = "compared with float32" if is_inexact else "what decides"
+    criterion, *formats = pass_sentences(verdict.passes)
+    lines = [
+        *(answer_sentence(result), f"{label}: {criterion}", *formats),
+        *unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference, most=2),
+        *_scale(result.loss_scale),
+        *_lost(result.lost_updates.all),
     ]
+    return [part for line in lines for part in broken(_with_short_names(line), LONGEST)]
 
 
-def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Reference) -> list[str]:
+def _with_short_names(line: str) -> str:
+    """A line that fits: its longest words, which are names of layers, are cut in the middle."""
+    names = [word for word in line.split() if word.strip("(") not in KINDS]
+    for name in sorted(names, key=len, reverse=True):
+        fitting = max(SHORTEST, len(name) - max(0, len(line) - LONGEST))
+        line = line.replace(name, shortened(name, fitting), 1)
+    return line
+
+
+def pass_sentences(passes: Mapping[str, FormatResult]) -> Iterator[str]:
+    """How exact gradients and loss are in each format, and how exact they have to be."""
+    needs = {k: f"; {x.tolerance.gradient_db or 0:.3g} dB are needed" for k, x in passes.items()}
+    common = needs["fp16"] if len(set(needs.values())) == 1 else ""
+    yield f"signal over noise of the worst parameter's gradient{common}"
+    for name, x in passes.items():
+        need = "" if common else needs[name]
+        yield f"  {LONG[name]}: {_exactness(x.measure, x.tolerance)}{need}"
+
+
+def _exactness(measure: Deviation, tolerance: Tolerance) -> str:
+    """How exact the gradients are, and the loss where it is not exact enough."""
+    if not math.isfinite(measure.loss_difference):
+        return "the loss is not finite"
+    text = f"{measure.worst_db:.1f} dB ({measure.worst_parameter})"
+    if measure.worst_db == math.inf:
+        text = "no error"
+    if measure.worst_db == -math.inf:
+        text = f"the gradient of {measure.worst_parameter} is not finite"
+    elif measure.worst_db < min(tolerance.gradient_db or 0, measure.judged_db):
+        judged = measure.judged_db
+        text += ", within" if judged == math.inf else f", {judged:.1f} dB beyond"
+        text += " the noise between batches"
+    if measure.judged_loss > tolerance.loss:
+        text += f"; loss off by {measure.judged_loss:.2%} ({tolerance.loss:.2%} tolerated)"
+    return text
+
+
+def _scale(scale: LossScaleResult) -> Iterator[str]:
+    """What float16 loses without a loss scale, and which one is recommended, or would fit."""
+    if scale.needed is None:
+        yield scale.reason
+        return
+    zero = next((x.becoming_zero for x in scale.verdicts if x.label == "none"), None)
+    lost = f"; {share_text(zero)} become 0" if zero else ""
+    yield f"{scale.need.partition(': ')[2]}{lost}"  # the answer says whether one is needed
+    label = "recommended" if scale.needed else "largest that fits"
+    yield f"  {label}: {scale.reason.partition('; ')[0]}"
+
+
+def _lost(lost: LostShares) -> Iterator[str]:
+    """What rounding to nearest would do to weights in 16 bits; nothing where none was updated."""
+    if (bf16 := lost.bf16["nearest"]) is None or (fp16 := lost.fp16["nearest"]) is None:
+        return
+    cure = "; cures: bf16_sr, half_sr" if max(bf16, fp16) else ""
+    yield (
+        f"16-bit weights lose {share_text(bf16)} of the updates in bfloat16, {share_text(fp16)} in "
+        f"float16{cure}"
+    )
+
+
+def unjudged(
+    undetermined: Sequence[str], zero: Sequence[str], reference: Reference, most: int = NAMED
+) -> Iterator[str]:
     """Parameters not judged: their gradients are only rounding errors, or exactly zero."""
-    lines = []
     if undetermined:
-        lines.append(
-            f"not judged: {listed(undetermined, NAMED)}: only rounding errors (the float32 "
-            f"gradient differs from {reference.name}'s by more than a tenth)"
-        )
+        yield f"not judged, gradients are only rounding errors: {listed(undetermined, most)}"
     if zero:
-        lines.append(f"not judged: {listed(zero, NAMED)}: the gradient is exactly zero in float32")
+        yield f"not judged, gradients are exactly zero: {listed(zero, most)}"
     if reference.reason:
-        lines.append(
-            f"note: this model was not computed in float64 ({reference.reason}); gradients that "
-            f"are only rounding errors were detected with {reference.name}"
-        )
-    return lines
+        yield f"note: rounding errors are those beside {reference.name}: {reference.reason}"
 
 
 def number(scale: float) -> str:

@@ -14,6 +14,7 @@ Each inspected step is taken several times from the same weights on the same sam
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,14 +35,9 @@ from mprun.inspect.measurements import (
     gradient_errors,
     variances_of_halves,
 )
-from mprun.inspect.numerics import (
-    SCHEMA_VERSION,
-    NumericsResult,
-    NumericsSettings,
-    numerics_parts,
-)
+from mprun.inspect.numerics import SCHEMA_VERSION, NumericsResult, NumericsSettings, numerics_parts
 from mprun.inspect.passes import in_float64
-from mprun.inspect.question import Given, Prepared, of_run
+from mprun.inspect.question import Given, Measuring, Prepared, of_run
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.console import ReportPart, report_nothing
@@ -52,12 +48,7 @@ from mprun.train.assemble.plan import Plan
 from mprun.train.data import Batch
 from mprun.train.data.batches import halves
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
-from mprun.train.signals import StopSignals
-from mprun.watch.updates import (
-    DTYPES,
-    OWN_SEED,
-    weights_moved,
-)
+from mprun.watch.updates import DTYPES, OWN_SEED, weights_moved
 
 # How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it
 ATTEMPTS = 6
@@ -143,16 +134,13 @@ def inspect_steps(
 def prepare(given: Given) -> Prepared:
     """Plan the run, and check that it has steps to inspect."""
     planned = plan_run(compose(given.overrides, given.config_dir), "numerics")
-    settings = given.settings(NumericsSettings)
+    settings, verbose = given.settings(NumericsSettings), given.options.verbose
     steps_to_inspect(planned.plan, settings)  # raises before a folder is made
-    return of_run(planned, lambda m: recipe_numerics(planned, settings, m.stop, m.report))
+    return of_run(planned, lambda m: recipe_numerics(planned, settings, m, verbose))
 
 
 def recipe_numerics(
-    planned: PlannedRun,
-    settings: NumericsSettings,
-    stop: StopSignals,
-    report: ReportPart,
+    planned: PlannedRun, settings: NumericsSettings, measuring: Measuring, verbose: bool
 ) -> Result:
     """Train a planned run and inspect some steps.
 
@@ -160,8 +148,9 @@ def recipe_numerics(
         RunFailedError: the run failed before the first of them.
         SignalReceivedError: a signal ended it before the first of them.
     """
+    stop = measuring.stop
     with planned.executing(), stop.deferred():  # a signal ends the run after a step, with results
-        inspected = inspect_steps(planned.plan, settings, stop.requested, report)
+        inspected = inspect_steps(planned.plan, settings, stop.requested, measuring.report)
     content = {
         "schema_version": SCHEMA_VERSION,
         **planned.described(
@@ -181,10 +170,12 @@ def recipe_numerics(
         title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
         title += f"{len(inspected.steps)} steps measured"
         files |= numerics_plot(inspected.result, title)
-    further = settings.formats
-    parts = list(numerics_parts(inspected.result, settings.top, further))
-    steps, skipped = inspected.steps, inspected.skipped
-    parts.append(f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped")
+    steps, skipped = inspected.steps, len(inspected.skipped)
+    left_out = f", {skipped} skipped" if skipped else ""
+    text = f"inspected {len(steps)} of {steps[-1]} steps{left_out}"
+    more = f"; all figures by mprun show {shlex.quote(str(measuring.folder))} --verbose"
+    parts = [*numerics_parts(inspected.result, settings.top, verbose)]
+    parts.append(text if verbose else text + more)
     if inspected.ended is None:
         return Result(content, parts, files)
     warning = f"the run ended early, its results are above: {inspected.ended}"
@@ -298,9 +289,7 @@ class _StepInspector:
             self._exact_gradients(batch, inside)
             return self._exact_probe.loss
 
-        if (
-            self.measured.float32 is not None
-        ):  # shown in an earlier step: two recorded passes are slow
+        if self.measured.float32 is not None:  # two recorded passes are slow: one step is enough
             return True
         result = float32_loss(loss, float64, run)
         if result is not None and not is_good_enough(result):

@@ -74,6 +74,8 @@ class SavedResult:
     record: type
     newest: int  # The `schema_version` that is written; newer files are of a later mprun
     parts: Callable[[Any], Iterable[FittedTable | str]]
+    short: Callable[[Any], Iterable[FittedTable | str]] | None = None
+    """What is shown without `--verbose`; None: the same."""
 
 
 @dataclass(frozen=True)

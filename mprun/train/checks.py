@@ -39,11 +39,12 @@ def page_fault_warning(summary: Summary) -> str | None:
     if share is None or share <= PAGE_FAULT_SHARE:
         return None
     # glibc's is the only allocator that `speed=auto` has settings for
-    cure = "speed=auto makes it" if allocator == "glibc" else "set it to"
+    cure = "speed=auto makes it" if allocator == "glibc" else "set the allocator to"
     return (
-        f"page faults take about {share:.0%} of a step ({summary.page_faults_per_step:,.0f} of "
-        f"{summary.hardware.page_fault_us:.2g} us): the allocator ({allocator}) returns memory to "
-        f"the system and gets it back in each step; {cure} keep its memory"
+        f"about {share:.0%} of the time of a step goes into getting memory from the system "
+        f"({summary.page_faults_per_step:,.0f} page faults a step, "
+        f"{summary.hardware.page_fault_us:.2g} us each), because the allocator ({allocator}) gives "
+        f"memory back after use: {cure} keep its memory"
     )
 
 

@@ -172,6 +172,7 @@ def test_whether_a_loss_scale_is_needed_is_said_and_is_so(
     assert (verdicts["none"]["word"] != "fine") == needed
     assert all(v["reason"] for v in scale["verdicts"])
     out = capsys.readouterr().out
-    assert ("loss scale in float16: one is needed: without it " in out) == needed
-    assert ("loss scale in float16: none is needed: without one " in out) == (not needed)
-    assert ("recommended loss scale: " in out) == needed
+    assert "\nwithout a loss scale " in out
+    assert scale["need"].startswith("one is needed: " if needed else "none is needed: ")
+    assert ("\n  recommended: " in out) == needed
+    assert ("\n  largest that fits: " in out) == (not needed)

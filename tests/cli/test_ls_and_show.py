@@ -159,6 +159,12 @@ def test_a_sweep_of_m_and_measurements_are_shown(capsys: Capture) -> None:
         first, _ = run(capsys, command, "recipe=linear", *options, f"run.dir={command}")
         again, _ = run(capsys, "show", command)
         assert again.strip()
+        if command == "numerics":  # the tables come on demand, without a second measurement
+            assert first.splitlines()[-2].endswith("all figures by mprun show numerics --verbose")
+            again = again.replace("all figures with --verbose\n", "")
+            full, _ = run(capsys, "show", command, "--verbose")
+            assert full.startswith(again)
+            assert ("loss scales, in float16" in full) > ("loss scales, in float16" in again)
         shown = [line for line in without_paths(first) if not line.startswith("inspected ")]
         assert without_paths(again) == shown[-len(without_paths(again)) :], command
     file = Path("memory/memory.json")

@@ -84,14 +84,14 @@ def test_whether_one_is_needed_and_why() -> None:
     assert high is not None
     assert fine is not None
     assert need(low)[0]
-    assert need(low)[1].startswith("one is needed: without it a keep ")
+    assert need(low)[1].startswith("one is needed: without a loss scale a keep ")
     assert need(high) == (
         True,
-        "one is needed: without it the largest gradient, 1e+06 (fc.weight), overflows",
+        "one is needed: without a loss scale the largest gradient, 1e+06 (fc.weight), overflows",
     )
     needed, text = need(fine)
     assert not needed
-    assert text.startswith("none is needed: without one none overflows, all keep ")
+    assert text.startswith("none is needed: without a loss scale gradients keep ")
 
 
 def test_more_is_asked_where_more_is_needed() -> None:

@@ -76,7 +76,7 @@ def test_from_a_tenth_of_the_steps_on_a_warning_counts_them(skipped: int, warned
     ("faults", "price_us", "allocator", "ending"),
     [
         (1000.0, 0.6, "glibc", "speed=auto makes it keep its memory"),
-        (1000.0, 0.6, "jemalloc", "set it to keep its memory"),
+        (1000.0, 0.6, "jemalloc", "set the allocator to keep its memory"),
         (1000.0, 0.5, "glibc", None),
         (None, 5.0, "glibc", None),
     ],
@@ -91,7 +91,10 @@ def test_page_faults_of_more_than_a_twentieth_of_a_step_get_a_warning(
     text = page_fault_warning(summary)
     assert (text is None) == (ending is None)
     if text is not None and ending is not None:
-        assert text.startswith("page faults take about 6% of a step (1,000 of 0.6 us)")
+        assert text.startswith(
+            "about 6% of the time of a step goes into getting memory from the system (1,000 page "
+            "faults a step, 0.6 us each)"
+        )
         assert allocator in text
         assert text.endswith(ending)
 

@@ -180,6 +180,7 @@ REMEDIES = {
     UNKNOWN: "a drift of the machine cannot be separated from the modes",
 }
 
+UNEVEN = 1.05  # Two ratios of the same times that differ by less need no explanation
 COLLAPSE = 0.1  # The share of seeds that collapse, in the example of a failure that few seeds miss
 
 
@@ -198,6 +199,7 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
     for untimed, labels in by_reason({v.label: v.untimed for v in variants if v.untimed}).items():
         yield f"the times of {', '.join(labels)} are without {untimed}"
+    yield from _uneven_times(variants)
     yield from _unknown_quality(variants)
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:
@@ -206,6 +208,21 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
             f"{min(pairs)} seeds can miss a rare failure: a failure on 1 seed in "
             f"{1 / COLLAPSE:.0f} is missed with probability {100 * missed:.0f} %"
         )
+
+
+def _uneven_times(variants: Sequence[Variant]) -> Iterator[str]:
+    """A sentence where the medians that the table shows have another ratio than the pairs."""
+    for v in variants[1:]:
+        mean, own, other = v.step_time_ratio, v.step_time_ms, variants[0].step_time_ms
+        if v.execution == "native" and mean and own and other and other.median:
+            medians = own.median / other.median
+            if not 1 / UNEVEN <= mean.value / medians <= UNEVEN:
+                yield (
+                    f"{v.label}: its time ratio, {mean.value:.2f}, is the mean over {mean.n} pairs "
+                    f"of equal seed; the medians of all runs ({own.median:.3g} and "
+                    f"{other.median:.3g} ms) have the ratio {medians:.2f}: some runs were slower "
+                    "than the others"
+                )
 
 
 def _unknown_quality(variants: Sequence[Variant]) -> Iterator[str]:

@@ -267,8 +267,8 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
     measured, without = by_step
     text = (
         f"{cause.takes} {100 * fmean(theirs):.0f} % of {base_label}'s step and "
-        f"{100 * fmean(ours):.0f} % of {label}'s; without that, {label} takes {without:.2f} of "
-        f"the step time instead of {measured.value:.2f}"
+        f"{100 * fmean(ours):.0f} % of {label}'s; without that, the time ratio of {label} would "
+        f"be {without:.2f}, not {measured.value:.2f}"
     )
     return Artefact(cause.name, text, cause.remedy, without)
 

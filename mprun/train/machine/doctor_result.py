@@ -395,12 +395,12 @@ def _onednn(onednn: OneDnn) -> str:
 def roofline_parts(roof: Roofline) -> Iterator[str]:
     """The bound and the share of it that is reached, and what limits them."""
     rates = ", ".join(f"{rate:,.0f} GFLOP/s ({name})" for name, rate in roof.gflops.items())
-    least = f"at least {significant(roof.least_ms)} ms, its {roof.flops / 1e9:.3g} GFLOP at {rates}"
+    least = f"at least {significant(roof.least_ms)} ms, for {roof.flops / 1e9:.3g} GFLOP at {rates}"
     times, reached = roof.step_time_ms, ""
     if times.median is not None and roof.share is not None:
-        spread = f"{significant(times.p10)}-{significant(times.p90)}"
-        least = f"{significant(times.median)} ms ({spread}, {times.n} steps), {least}"
-        reached = f": it reaches {100 * roof.share:.0f} % of the roof"
+        spread = f"median of {times.n} steps, 80 % of them {significant(times.p10)} to "
+        reached = f"; here {significant(times.median)} ms ({spread}{significant(times.p90)}), "
+        reached += f"{100 * roof.share:.0f} % of the roof"
     yield f"{roof.recipe}, {roof.variant}, batch {roof.batch_size}: a step takes {least}{reached}"
     yield from roof.notes
 
