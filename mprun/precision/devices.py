@@ -139,12 +139,6 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.accelerator.max_memory_allocated(device) if backend(device).memory else None
 
 
-def reset_peak(device: torch.device) -> None:
-    """Count the peak anew."""
-    if backend(device).memory:
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
 def free_bytes(device: torch.device) -> int | None:
     """Free memory of a device; None if it does not say."""
     return int(torch.accelerator.get_memory_info(device)[0]) if backend(device).memory else None

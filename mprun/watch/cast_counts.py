@@ -5,11 +5,6 @@ the next op that does; `CastCounts._reason` lists what it does not keep. A layer
 (a recurrent cell, shared layers) then reads and writes all of its weights each time, and autograd
 keeps each copy until the backward pass.
 
-    with mprun.numerics.CastCounts(model) as casts:           # around one call
-        loss = model(batch)
-    loss.backward()
-    print(mprun.audit(model, optimizer, casts))
-
 Casts below autograd are counted, of autocast and of the model's own code, but not inside of what
 `torch.compile` made. No bit of a result changes.
 """
@@ -86,6 +81,11 @@ class RepeatedCast:
 class CastCounts(DispatchMode):
     """Counts the casts of a model's parameters while it is entered: around one call of the model.
 
+        with mprun.numerics.CastCounts(model) as casts:
+            loss = model(batch)
+        loss.backward()
+        print(mprun.audit(model, optimizer, casts))
+
     Args:
         model: on any device; its parameters stay the same while this is used.
     """
@@ -99,12 +99,12 @@ class CastCounts(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled inside: else its results would have other bits."""
+        """Whether compiled code stays compiled inside: yes, else its results had other bits."""
         return True
 
     @contextmanager
     def next_call(self, entries: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the next call of each of these modules is counted, and no later one."""
+        """A context in which the next call of each of `entries`, and no later one, is counted."""
         watched: set[nn.Module] = set()
         calls: list[nn.Module] = []
 
@@ -149,7 +149,7 @@ class CastCounts(DispatchMode):
         ]
 
     def findings(self, model: nn.Module) -> Iterator[AuditFinding]:
-        """A finding for each reason and dtype, and the fewest modules that it concerns."""
+        """A finding for each reason and dtype, with the fewest modules of `model` concerned."""
         among = {self._parameters[key.parameter] for key in self._counts}
         groups: dict[tuple[str, torch.dtype], dict[nn.Parameter, RepeatedCast]] = {}
         for cast in self.repeated():

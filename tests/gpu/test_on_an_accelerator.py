@@ -114,7 +114,7 @@ def test_the_clock_agrees_with_the_wall() -> None:
 def test_the_counted_memory_is_what_the_allocator_gives(mode: str) -> None:
     words = ["recipe=mnist", "recipe.model.units=4096", "data.source=generated"]
     words += ["data.train_limit=4096", "data.eval_limit=64", "train.batch_size=2048"]
-    devices.reset_peak(DEVICE)
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
     assert main([*words, f"precision={mode}", "train.max_steps=10", "run.dir=run"]) == 0
     memory = read_summary(Path("run")).memory_bytes
     assert memory.allocator_peak is not None
