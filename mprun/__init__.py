@@ -19,9 +19,8 @@ In anyone's own loop:
     mprun.metrics                # accuracy, perplexity; torchmetrics by name
     mprun.optim                  # optimizers that keep parameters and state in 16 or 8 bits
     mprun.numerics               # a close look at one training step
-
-To catch: `mprun.UsageError` (a mistake; nothing was started), `mprun.RunFailedError` (the run
-itself failed). To annotate: `mprun.Result`, which `run`, `compare` and `check` return.
+    mprun.UsageError, mprun.RunFailedError   # to catch: a mistake, a run that failed
+    mprun.Result                 # to annotate: what run, compare and check return
 
 Importing this package is cheap: torch is imported when one of these names is first used.
 """

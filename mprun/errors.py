@@ -37,13 +37,13 @@ class MprunError(Exception):
 
 
 class UsageError(MprunError):
-    """The command line, the configuration or the data it names cannot be used (status 2)."""
+    """A mistake, `except mprun.UsageError`: overrides, recipe or data cannot be used (status 2)."""
 
     status = EXIT_USAGE
 
 
 class RunFailedError(MprunError):
-    """The run itself failed, for a reason that needs no traceback (status 1)."""
+    """The run itself failed: `except mprun.RunFailedError`; its record says why (status 1)."""
 
 
 class MachineFailedError(RunFailedError):

@@ -89,7 +89,7 @@ def _tensor(value: Any, what: str, where: str, metric: str) -> Tensor:
 
 
 class SummedMetric(ABC):
-    """A metric that is computed from sums over all batches."""
+    """A metric that is computed from sums over all batches: `class Hits(SummedMetric)`."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -99,7 +99,7 @@ class SummedMetric(ABC):
         self._sums = None
 
     def update(self, output: Any, batch: Any) -> None:
-        """Add a batch.
+        """Add a batch, the `output` of the model beside it.
 
         Raises:
             RunFailedError: scores or targets cannot be found, or their shapes do not fit.
@@ -116,7 +116,7 @@ class SummedMetric(ABC):
         return math.nan if self._sums is None else self._value(self._sums.cpu())
 
     def merge_state(self, other: SummedMetric) -> None:
-        """Add the batches of another one, such as another process's."""
+        """Add the batches of `other`, such as another process's."""
         if other._sums is not None:
             own = self._sums
             self._sums = other._sums if own is None else own + other._sums.to(own.device)
@@ -137,15 +137,7 @@ class SummedMetric(ABC):
 
 
 class _OfClasses(SummedMetric):
-    """A metric of predicted classes.
-
-    Args:
-        ignore_index: targets with this value are left out.
-        class_dim: the dimension of the scores with an entry for each class; None: the last or the
-            second one, whichever fits the targets.
-        shift: whether the scores at a position predict the target of the next one, as those of a
-            causal language model do whose labels are its inputs.
-    """
+    """A metric of predicted classes; `Accuracy` describes the arguments."""
 
     def __init__(
         self, ignore_index: int = IGNORED, class_dim: int | None = None, shift: bool = False
@@ -206,9 +198,10 @@ class Accuracy(_OfClasses):
 
 
 class Perplexity(_OfClasses):
-    """exp(sum of the cross-entropies of all tokens / their number).
+    """exp(sum of the cross-entropies of all tokens / their number): `Perplexity(shift=True)`.
 
-    It is not the mean of the perplexities of batches, which would be larger.
+    It is not the mean of the perplexities of batches, which would be larger. `ignore_index`,
+    `class_dim` and `shift` are those of `Accuracy`.
     """
 
     def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:

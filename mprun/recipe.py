@@ -32,7 +32,14 @@ BY_LOSS = ("loss", "min")
 
 
 class Recipe(ABC):
-    """Model, data, loss and metric of one training task."""
+    """Model, data, loss and metric of one training task; its fields are its parameters.
+
+        @dataclass
+        class Digits(mprun.Recipe):
+            units: int = 64  # recipe.model.units=32 sets it
+
+    At least `model`, `data` and `loss` are written.
+    """
 
     METRIC: ClassVar[tuple[str, str]] = BY_ACCURACY
     """What the task is judged by, and which values are better: "max" or "min".
@@ -65,14 +72,14 @@ class Recipe(ABC):
 
     @abstractmethod
     def data(self, request: DataRequest) -> Splits:
-        """The samples.
+        """The samples, as `request` (folder, limits, seed) wants them.
 
         Raises:
             UsageError: the data are not available; the message names the remedies.
         """
 
     def sample(self) -> TensorSet | None:
-        """Samples like those of `data`, any number of them, or None.
+        """A few samples like those of `data`, any number of them, or None.
 
         Only shapes and dtypes are used, to plan a step without the data (`mprun memory`), so
         `torch.empty` is enough. With None, planning loads the data.
@@ -80,7 +87,7 @@ class Recipe(ABC):
         return None
 
     def prepare(self, inputs: Any) -> Any:
-        """Stored inputs [B, ...] of a batch as the model's: floating or, like token ids, integer.
+        """The stored `inputs` [B, ...] as the model's: floating or, like token ids, integer.
 
         Unchanged unless overridden. It gets all but the last item of a batch that is a tuple (the
         first of a pair), else the whole batch. Integers are prepared on the training device,
@@ -120,7 +127,7 @@ class Recipe(ABC):
         return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
     def correct(self, output: Any, batch: Any) -> Tensor | None:
-        """How many samples [B] of the batch are right; None for a regression.
+        """How many samples [B] of the batch `output` has right; None for a regression.
 
         An integer scalar from 0 to B; the run fails with one line at anything else, such as a
         mean, or a count of tokens: `mprun.metrics.Accuracy` of `metrics` has their share.

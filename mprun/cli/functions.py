@@ -1,9 +1,5 @@
 """`mprun`, `mprun compare` and `mprun check` as functions: the same arguments, a `Result` back.
 
-    run = mprun.run("recipe=my.py", "train.max_steps=100", precision="bf16_mixed", seed=0)
-    mprun.compare("outputs")
-    mprun.check(model, batch, loss, precision="bf16_mixed")
-
 No progress is shown. A mistake raises the error whose text the command prints. A recipe's file that
 was changed is read again; what it imports is not.
 """
@@ -63,7 +59,6 @@ def run(*overrides: str, **fields: object) -> Result:
         if not issubclass(type(text), str):  # a mistake such as run({"seed": 0})
             kind = type(text).__name__
             raise UsageError(f"an override of type {kind}; legal: texts such as 'recipe=my.py'")
-    _refuse_several(fields.get("precision"))
     composed = compose(with_last(TRAIN, [*overrides, *_overrides(fields)]))
     stop = StopSignals()
     is_main = threading.current_thread() is threading.main_thread()
@@ -181,39 +176,22 @@ def check(
 def _overrides(fields: Mapping[str, object]) -> list[str]:
     from mprun.config.reference import override_text
 
+    texts = {k: "" if isinstance(x, bool | None) else str(x) for k, x in fields.items()}
     for name, value in fields.items():
         if isinstance(value, Mapping) and "." not in name:
             raise UsageError(
-                f"{name}={value!r:.200}: {name} takes no mapping; write its fields with a dot: "
-                f"**{dict(_with_dots(name, value))!r:.200}"
+                f"{name}={value!r}: {name} takes no mapping; write its fields with a dot: "
+                f"**{ {f'{name}.{key}': x for key, x in value.items()} }"
             )
-    return [f"{name}={x if _is_plain(x) else override_text(x)}" for name, x in fields.items()]
-
-
-def _with_dots(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The fields in a mapping by their full names: `run.dir` of `{"dir": ...}` of `run`."""
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, item in value.items():
-        yield from _with_dots(f"{name}.{key}", item)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value's text needs no quotation marks: a name, a path, `torch.bfloat16`."""
-    return not isinstance(value, bool | None) and PLAIN.fullmatch(str(value)) is not None
-
-
-def _refuse_several(given: object) -> None:
-    """Refuse a list of modes for one run."""
-    modes = given.split(",") if isinstance(given, str) and "," in given else given
-    if isinstance(modes, list | tuple | set):
-        listed = ",".join(map(str, modes))
-        raise UsageError(
-            f"precision={given!r:.200}: a run has one precision; call mprun.run for each, or write "
-            f"in a shell `mprun sweep recipe=... precision={listed}` (with seeds and verdicts), "
-            f"or `mprun -m recipe=... precision={listed}`"
-        )
+        if name == "precision" and (isinstance(value, list) or "," in texts[name]):
+            raise UsageError(
+                f"precision={value!r}: a run has one precision; call mprun.run for each, or write "
+                "in a shell `mprun sweep recipe=... precision=fp32,bf16_mixed` (seeds and "
+                "verdicts), or `mprun -m recipe=... precision=fp32,bf16_mixed`"
+            )
+    return [
+        f"{k}={x if PLAIN.fullmatch(x) else override_text(fields[k])}" for k, x in texts.items()
+    ]
 
 
 def _flat(runs: Iterable[Runs]) -> Iterator[str | Path]:

@@ -38,13 +38,7 @@ from mprun.inspect.histograms import (
     recommend,
 )
 from mprun.inspect.numerics import KINDS, Histogram, ScaleVerdict
-from mprun.precision._torch import (
-    in_backward,
-    node_number,
-    outside_of_modes,
-    viewed,
-    write_count,
-)
+from mprun.precision._torch import in_backward, node_number, outside_of_modes, viewed, write_count
 from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
@@ -216,7 +210,7 @@ class LayerStatistics:
 
 
 class Statistics(StepListener):
-    """Statistics of a model's steps.
+    """Statistics of a model's steps, as `mprun.numerics.statistics(model)` gives them.
 
     Args:
         model: the model of the steps.
@@ -252,7 +246,7 @@ class Statistics(StepListener):
     # ---- results ---------------------------------------------------------------------------------
 
     def of(self, *kinds: str) -> dict[str, LayerStatistics]:
-        """Rows of some kinds, by `kind name`."""
+        """The rows of some `kinds`, by `kind name`."""
         return {f"{r.kind} {r.name}": r for r in self.rows.values() if r.kind in kinds}
 
     def gradients(self) -> LayerGradients:
@@ -262,7 +256,7 @@ class Statistics(StepListener):
         return LayerGradients(size, str(source), layers)
 
     def recommended_loss_scale(self, headroom: float = 2.0) -> ScaleAdvice | None:
-        """The loss scale to take in float16; None where gradients allow no advice: `recommend`."""
+        """The loss scale to take in float16, `headroom` below overflow; None without advice."""
         return recommend(self.gradients(), headroom)
 
     def judge(self, scale: float) -> ScaleVerdict | None:
@@ -274,7 +268,7 @@ class Statistics(StepListener):
 
     @contextmanager
     def watching(self) -> Iterator[Statistics]:
-        """Measure every training step while this is entered."""
+        """A context in which every training step is measured."""
         self._new_step = True
         follow = self.largest.tracker.following
         listeners = (self.largest, self)
@@ -383,7 +377,11 @@ def scale_of(loss_scale: Any) -> float:
 def statistics(
     model: nn.Module, optimizer: Optimizer | None = None, loss_scale: Any = 1.0
 ) -> Iterator[Statistics]:
-    """Measure every training step inside; the statistics outlive the region. See `Statistics`."""
+    """Measure every training step inside: `with statistics(model) as measured:`.
+
+    Yields:
+        `Statistics(model, optimizer, loss_scale)`, which outlives the region.
+    """
     with Statistics(model, optimizer, loss_scale).watching() as measured:
         yield measured
 

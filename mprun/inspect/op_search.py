@@ -1,9 +1,5 @@
 """Which ops of a model do not tolerate the lower dtype, and the smallest list that spares them.
 
-    result = sensitivity(model, torch.nn.functional.cross_entropy, batches, torch.float16)
-    for row in result.ops: ...                      # the effect of each op on loss and gradients
-    lists = result.smallest_ops().lists             # for OpListCaster(lists, torch.float16)
-
 Each op is measured *alone*: it is lower and everything else is float32. Harm is 1 where that does
 as much as is tolerated, and infinite where a loss is NaN. Harm alone does not choose a set: if two
 ops overflow, the loss is NaN until both are moved. So `smallest_set` measures sets. In the end no
@@ -299,7 +295,7 @@ class Fp32List(Selection):
 
 
 class Sensitivity:
-    """Measures candidates one by one, and sets of them.
+    """Measures candidates one by one, and sets of them: `sensitivity(model, ...)` gives one.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
@@ -323,7 +319,7 @@ class Sensitivity:
         """Everything lower."""
 
     def kept(self, names: Names) -> Deviation:
-        """The distance from float32 with these high and the others lower; each set once."""
+        """The distance from float32 with `names` high and the others lower; each set once."""
         key = frozenset(names)
         if key not in self._known:
             self._report(f"kept high: {', '.join(names) or 'nothing'}", len(self._known))
@@ -343,7 +339,7 @@ class Sensitivity:
         return asked.beside(self.unavoidable, self.candidates.slack_db)
 
     def smallest(self, asked: Tolerance = DEFAULT) -> Selection:
-        """The smallest set that was found that keeps to the tolerance."""
+        """The smallest set that was found that keeps to the tolerance that is `asked`."""
         tolerance = self.beside(asked)
 
         def harm(names: Names) -> float:
@@ -370,7 +366,10 @@ def sensitivity(
     loss_scales: Sequence[float] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Sensitivity:
-    """Measure the effect of each op of a model in a 16-bit dtype.
+    """The effect of each op of a model in a 16-bit dtype, measured on loss and gradients.
+
+        result = mprun.numerics.sensitivity(model, F.cross_entropy, batches, torch.float16)
+        lists = result.smallest_ops().lists  # for mprun.Precision(..., op_lists=lists)
 
     The model is not changed. About two forward and backward passes are run for each op and each
     batch, and the float32 gradients of each batch are kept in memory.

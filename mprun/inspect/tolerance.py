@@ -69,7 +69,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The distance from float32 that the lower dtype may have.
+    """The distance from float32 that the lower dtype may have: `Tolerance(loss=0.02)`.
 
     Where weights of its precision are further away by themselves, no list of ops could keep to it:
     then `SLACK_DB` more than those is tolerated.
@@ -82,14 +82,14 @@ class Tolerance:
     the loss alone."""
 
     def beside(self, unavoidable: Deviation, slack_db: float = SLACK_DB) -> Tolerance:
-        """This, and at least what goes with `CastProbe.unavoidable`, and so much worse."""
+        """The same, and at least `CastProbe.unavoidable` and `slack_db` worse than it."""
         loss = max(self.loss, unavoidable.loss_difference * 10 ** (slack_db / 20))
         if self.gradient_db is None:
             return Tolerance(loss, None)
         return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - slack_db))
 
     def harm(self, measure: Deviation) -> float:
-        """The share of the tolerance that is used up: 1 is all; infinite for NaN."""
+        """The share of the tolerance that `measure` uses up: 1 is all; infinite for NaN."""
         harms = [measure.judged_loss / self.loss]
         if self.gradient_db is not None:
             harms.append(10 ** ((self.gradient_db - measure.judged_db) / 20))

@@ -1,15 +1,5 @@
 """Optimizers with parameters and state in 16 or 8 bits: drop-in `torch.optim.Optimizer`s.
 
-Usable in anyone's own loop:
-
-    from mprun.optim import AdamW
-
-    model = model.to(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-3)          # stochastic rounding
-    ...
-    loss.backward()
-    optimizer.step()
-
 With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
 compute a step in float32 and round it once: stochastically, with a remainder, or to nearest. Others
 get float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.

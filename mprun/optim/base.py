@@ -186,13 +186,12 @@ class GradScaledOptimizer(EagerOptimizer, ScaledOptimizer):
 
 
 class LowPrecisionOptimizer(GradScaledOptimizer):
-    """The base of all optimizers; a subclass gives its formula, its moments and its constants.
-
-    The other arguments are described in `StorageOptions`.
+    """The base: `class Lion(LowPrecisionOptimizer)` gives its formula, moments and constants.
 
     Args:
         params: as for any optimizer, in float32, float16 or bfloat16; each stays in its dtype.
         defaults: the subclass's options.
+        rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `StorageOptions`.
 
     Raises:
         ValueError: an option that is none of those.
@@ -230,7 +229,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; raises `ValueError` as the constructor."""
+        """Add `param_group`, parameters with options; raises `ValueError` as the constructor."""
         # First, because PyTorch fills in the options that the group lacks
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -263,10 +262,10 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
 
     @abstractmethod
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
-        """The formula's constants but the first; `step` counts from 1, a float or a tensor."""
+        """The constants of the formula of `group` but the first; `step` counts from 1."""
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
-        """Whether the first moment is stored between steps."""
+        """Whether the first moment of `group` is stored between steps."""
         return bool(group.get("momentum", True))
 
     zero_grad = zero_grad

@@ -1,11 +1,7 @@
 """Float32 masters of 16-bit parameters, for an optimizer that would lose small updates.
 
 An optimizer of `torch.optim`, or of anyone else, computes in the dtype of the parameters. In 16
-bits it loses small updates, and its state underflows. Here it gets float32 copies of them:
-
-    with float32_masters(model) as masters:
-        inner = torch.optim.Adagrad(model.parameters(), lr=0.1)     # holds the copies
-    optimizer = MasterWeights(inner, masters)
+bits it loses small updates, and its state underflows. Here it gets float32 copies of them.
 
 Gradients are copied up before a step, and its result is rounded into the parameters: to nearest,
 or stochastically with the bits that the other optimizers of `mprun.optim` draw. What a step leaves
@@ -49,10 +45,13 @@ def masters_of(parameters: Iterable[nn.Parameter]) -> Masters:
 
 @contextmanager
 def float32_masters(model: nn.Module) -> Iterator[Masters]:
-    """Inside, `model` has float32 masters in place of its trainable 16-bit parameters.
+    """A context in which `model` has float32 masters in place of trainable 16-bit parameters.
 
-    An optimizer that is made inside holds the masters. At the end the model has its parameters
-    back.
+        with float32_masters(model) as masters:
+            inner = torch.optim.Adagrad(model.parameters(), lr=0.1)  # holds the masters
+        optimizer = mprun.optim.MasterWeights(inner, masters)
+
+    At the end the model has its parameters back.
     """
     masters = masters_of(p for p in model.parameters() if p.requires_grad)
     with parameters_replaced(model, {p: master for master, p in masters.items()}):
@@ -60,7 +59,7 @@ def float32_masters(model: nn.Module) -> Iterator[Masters]:
 
 
 class MasterWeights(GradScaledOptimizer, MasteredOptimizer):
-    """An optimizer whose 16-bit parameters have float32 masters.
+    """An optimizer whose 16-bit parameters have float32 masters: `MasterWeights(inner, masters)`.
 
     `param_groups` and `state` have the 16-bit parameters; options are those of `inner`, which gets
     them before each step, so learning-rate schedules work. The state of a parameter has its master
@@ -105,7 +104,7 @@ class MasterWeights(GradScaledOptimizer, MasteredOptimizer):
         return {**super().__getstate__(), **{name: vars(self)[name] for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with masters of those in 16 bits."""
+        """Add the parameters of `param_group`, with masters of those in 16 bits."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if len(self.param_groups) <= len(self.inner.param_groups):

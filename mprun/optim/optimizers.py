@@ -46,9 +46,10 @@ QUOTIENTS.add("adamw")
 
 
 class AdamW(LowPrecisionOptimizer):
-    """`torch.optim.AdamW` with parameters and moments in low dtypes.
+    """`torch.optim.AdamW` with low dtypes: `AdamW(model.bfloat16().parameters())`.
 
-    eps is added in float32: float16 has no 1e-8.
+    `params`, `lr`, `betas`, `eps` and `weight_decay` as there, but eps is added in float32: float16
+    has no 1e-8. `storage` are the `StorageOptions`. Raises `ValueError` for what is not legal.
     """
 
     first = "exp_avg"
@@ -97,7 +98,11 @@ def nesterov(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
 
 
 class SGD(LowPrecisionOptimizer):
-    """`torch.optim.SGD` with parameters and momentum in low dtypes."""
+    """`torch.optim.SGD` with low dtypes: `SGD(model.bfloat16().parameters(), lr=0.1)`.
+
+    `params`, `lr`, `momentum`, `dampening`, `weight_decay` and `nesterov` as there; `storage` are
+    the `StorageOptions`. Raises `ValueError` for what is not legal.
+    """
 
     first = "momentum_buffer"
 
@@ -142,7 +147,11 @@ def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
 
 
 class RMSprop(LowPrecisionOptimizer):
-    """`torch.optim.RMSprop` with parameters and moments in low dtypes."""
+    """`torch.optim.RMSprop` with low dtypes: `RMSprop(model.bfloat16().parameters())`.
+
+    `params`, `lr`, `alpha`, `eps`, `weight_decay` and `momentum` as there; `storage` are the
+    `StorageOptions`. Raises `ValueError` for what is not legal.
+    """
 
     first = "momentum_buffer"
     second = "square_avg"
@@ -187,7 +196,7 @@ def for_policy(
     """An optimizer like `kind(parameters, **options)` for parameters as the policy stores them.
 
     Args:
-        mode: a policy or its name: `precision.policy`.
+        mode: a policy or its name: `for_policy("bf16_sr", torch.optim.SGD, model.parameters())`.
         kind: a class of `torch.optim`, or another one that takes the gradients of one backward
             pass.
         parameters: as for any optimizer, of prepared models; frozen ones (`requires_grad=False`)

@@ -104,7 +104,7 @@ def eager_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """An optimizer's method, as PyTorch's, which takes many times as long in the common case."""
+    """As PyTorch's method, which takes many times as long in the common case, `set_to_none`."""
     if not set_to_none:
         inspect.unwrap(Optimizer.zero_grad)(optimizer, set_to_none)
         return

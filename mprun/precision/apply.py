@@ -3,17 +3,7 @@
 `Precision` is one class with four parts: the policy names the dtypes, the caster decides how ops
 get theirs, the arithmetic computes the ops, the loss scale scales the loss and decides whether a
 step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
-all modes. In your own loop (docs/tutorials/your_loop.md; several models and optimizers too):
-
-    precision.prepare(model)
-    optimizer = mprun.optim.for_policy(precision.policy, torch.optim.AdamW, model.parameters())
-    for x, y in batches:
-        optimizer.zero_grad()
-        precision.begin_step()
-        loss = precision.loss(loss_function, precision.forward(model, x), y)
-        precision.backward(loss)
-        skipped = precision.step(optimizer)  # `unscale` first, to read or clip gradients
-        precision.update()
+all modes. It works in anyone's own loop (docs/tutorials/your_loop.md).
 """
 
 from __future__ import annotations
@@ -70,6 +60,17 @@ NOT_SCALED = (
 
 class Precision:
     """A policy at work on a model, or on several that train together.
+
+        precision = mprun.Precision("bf16_sr")
+        precision.prepare(model)
+        optimizer = mprun.optim.for_policy(precision.policy, torch.optim.AdamW, model.parameters())
+        for x, y in batches:
+            optimizer.zero_grad()
+            precision.begin_step()
+            loss = precision.loss(loss_function, precision.forward(model, x), y)
+            precision.backward(loss)
+            skipped = precision.step(optimizer)  # `unscale` first, to read or clip gradients
+            precision.update()
 
     Args:
         policy: the mode, or its name.
@@ -186,6 +187,7 @@ class Precision:
 
         The parameters are new objects: make optimizers afterwards. Layers of `layers` get their own
         dtype. Gradients are accumulated in the policy's dtype. None is the device of `Precision`.
+        `memory_format` is that of `Tensor.to`.
 
         Raises:
             TypeError: `model` is no module.
@@ -250,7 +252,7 @@ class Precision:
             guard.before(step)
 
     def step_region(self) -> AbstractContextManager[object]:
-        """Around all forward and backward passes of a step, if there are several.
+        """A context around all forward and backward passes of a step, if there are several.
 
         A weight that one pass has cast is not cast again by the next.
         """
@@ -401,7 +403,7 @@ class Precision:
         self.loss_scale.update()
 
     def buffer_overflows(self) -> list[BufferOverflow]:
-        """Buffers that became non-finite in steps that were taken, since the last call.
+        """The buffers that became non-finite in steps that were taken, since the last call.
 
         On CUDA it waits for those steps.
         """

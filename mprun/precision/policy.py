@@ -6,8 +6,7 @@ calls the first two columns the variable dtype and the compute dtype.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
 (`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of
-parameters, computation and output, in the notation of DeepMind's jmp. `str(policy)` writes the name
-of a shipped mode, and that notation where columns of its row were changed.
+parameters, computation and output, in DeepMind's notation (jmp), as `str` of a changed row is too.
 
 A row must be one that this version really carries out. Other combinations are refused here, so that
 none is silently replaced by another.

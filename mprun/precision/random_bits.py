@@ -91,10 +91,11 @@ def tensor_number(name: str) -> int:
 def name_parameters(model: nn.Module, prefix: str = "") -> None:
     """Give the parameters of `model` their names, by which `mprun.optim` draws random bits.
 
-    Then two optimizers, or the shards of one, round with different bits, and replicas with the
-    same bits. `Precision.prepare` does it.
+    After `name_parameters(model)`, two optimizers, or the shards of one, round with different bits,
+    and replicas with the same bits. `Precision.prepare` does it.
 
     Args:
+        model: any; each of its parameters gets its name.
         prefix: put before the names, to distinguish several models.
     """
     for name, p in model.named_parameters():
@@ -104,8 +105,9 @@ def name_parameters(model: nn.Module, prefix: str = "") -> None:
 def mark_shard(p: Tensor, name: str, start: int) -> None:
     """Mark `p` as a part of a parameter, so that `mprun.optim` draws the random bits of this part.
 
-    Steps on the shards then give the bits of a step on the whole. Call it after `Precision.prepare`
-    and `name_parameters`, before the first step. It stays where `p.data` is replaced.
+    Steps on the shards then give the bits of a step on the whole. Call `mark_shard(p, name, start)`
+    after `Precision.prepare` and `name_parameters`, before the first step. It stays where `p.data`
+    is replaced.
 
     Args:
         p: a range of the flat whole, contiguous in memory, as FSDP2's local shards are (parts along

@@ -38,7 +38,7 @@ PICTURE_PX = 760  # The width of a picture in a notebook
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a measurement."""
+    """What `run`, `compare` and `check` return; `print(mprun.run("recipe=my.py"))` shows it."""
 
     record: Any
     """All of it, for programs: a dataclass, a msgspec Struct, or plain values."""

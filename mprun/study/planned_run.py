@@ -219,13 +219,7 @@ class PolicyProbe:
         for part in batch.parts:
             inputs, share = to_dtype(part.inputs, dtype), part.weight / batch.weight
             loss, _ = forward_backward(
-                self._precision,
-                forward,
-                self._loss,
-                inputs,
-                part.content,
-                share,
-                before_backward,
+                self._precision, forward, self._loss, inputs, part.content, share, before_backward
             )
             self.loss += loss.item()
 
@@ -246,7 +240,7 @@ class SavedModel:
 
 
 def load(run: str | Path | Result, *, trust: bool = False) -> SavedModel:
-    """The model, configuration and weights of a run.
+    """The model, configuration, weights and recipe of a run: `mprun.load("last").model`.
 
     Args:
         run: its folder, what `mprun.run` returned, or "last" for the newest run below outputs/.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +106,12 @@ def audit(
     Raises:
         TypeError: an argument is something else.
     """
-    _check_kinds(model, optimizer, casts)
+    takes_steps = optimizer is None or hasattr(optimizer, "param_groups")  # or wraps one that does
+    counts = isinstance(casts, CastCounts | None)
+    if not (isinstance(model, nn.Module) and takes_steps and counts):
+        given = ", ".join(type(x).__name__ for x in (model, optimizer, casts))
+        legal = "a torch.nn.Module, its optimizer or None, mprun.numerics.CastCounts or None"
+        raise TypeError(f"audit got arguments of type {given}; legal: {legal}")
     safe = _kept_safe(optimizer)
     trained = {p for p in model.parameters() if p.requires_grad}
     unsafe = {p for p in trained if p.dtype in LOW} - safe
@@ -120,19 +124,6 @@ def audit(
         *float32_findings(model),
     )
     return Audit(findings, dtype_rows(model, optimizer), notes)
-
-
-def _check_kinds(model: Any, optimizer: Any, casts: Any) -> None:
-    """Raise `TypeError` for an argument of `audit` that is something else."""
-    takes_steps = optimizer is None or hasattr(optimizer, "param_groups")  # or wraps one that does
-    counts = casts is None or isinstance(casts, CastCounts)
-    for name, given, is_legal, legal in (
-        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        ("optimizer", optimizer, takes_steps, "one of torch.optim or mprun.optim, or None"),
-        ("casts", casts, counts, "those of mprun.numerics.CastCounts, or None"),
-    ):
-        if not is_legal:
-            raise TypeError(f"audit: {name} is of type {type(given).__name__}; legal: {legal}")
 
 
 def _updates(optimizer: Optimizer | None, unsafe: Parameters) -> tuple[Updates, tuple[str, ...]]:

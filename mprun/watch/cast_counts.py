@@ -99,6 +99,11 @@ class RepeatedCast:
 class CastCounts(DispatchMode):
     """Counts the casts of a model's parameters while it is entered: around one call of the model.
 
+        with mprun.numerics.CastCounts(model) as casts:
+            loss = model(batch)
+        loss.backward()
+        print(mprun.audit(model, optimizer, casts))
+
     Args:
         model: on any device; its parameters stay the same while this is used.
     """
@@ -117,12 +122,12 @@ class CastCounts(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled inside: else its results would have other bits."""
+        """Whether compiled code stays compiled inside: yes, else its results had other bits."""
         return True
 
     @contextmanager
     def next_call(self, entries: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the next call of each of these modules is counted, and no later one."""
+        """A context in which the next call of each of `entries`, and no later one, is counted."""
         watched: set[nn.Module] = set()
         calls: list[nn.Module] = []
 

@@ -99,7 +99,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one training step."""
+    """The memory of one training step, as `mprun.numerics.memory(...)` gives it."""
 
     points: tuple[MemoryPoint, ...]
     """Its ops, in the order they ran."""
@@ -121,7 +121,7 @@ class StepMemory:
         points: Sequence[MemoryPoint],
         kinds: Mapping[str, str],
     ) -> StepMemory:
-        """The sums.
+        """The sums over `storages`, at each of `points`; `kinds` as the field.
 
         Raises:
             ValueError: no points.
@@ -182,7 +182,7 @@ class StepMemory:
         ]
 
     def largest(self, count: int = 10) -> list[StorageMemory]:
-        """The largest storages at the peak."""
+        """The `count` largest storages at the peak."""
         return [
             StorageMemory(h.nbytes, h.category, h.owner, list(h.shape), dtype_name(h.dtype))
             for h in self.peak_holds[:count]
@@ -216,7 +216,7 @@ def memory(
     inputs: Iterable[Tensor] = (),
     warmup: int = 1,
 ) -> StepMemory:
-    """The memory of one training step.
+    """The memory of one training step: `memory(step, model, optimizer).peak_bytes`.
 
     Args:
         step: runs one whole step: zero gradients, forward, backward, optimizer step.
@@ -238,7 +238,7 @@ def memory(
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have no data: a model of any size can be made, and a step of it counted.
+    """A context, `with fake_tensors():`, for models of any size: tensors made inside have no data.
 
     Code that reads values (`x.item()`, a branch on a tensor) fails inside, compiled code runs op by
     op, and the state of PyTorch's random numbers is restored at the end.
@@ -265,12 +265,15 @@ def fake_tensors() -> Iterator[None]:
 def record_memory(
     model: nn.Module, optimizer: Optimizer, inputs: Iterable[Tensor] = ()
 ) -> Iterator[MemoryRecorder]:
-    """Count the live memory while one step of any loop runs inside; compiled code runs op by op.
+    """Count the memory of one step inside: `with record_memory(model, optimizer) as recorder:`.
 
     Args:
         model: the model.
         optimizer: its optimizer, whose state should exist already.
         inputs: tensors of the batch that exist before; counted as activations.
+
+    Yields:
+        The recorder: `step_memory()`, after the step, in which compiled code runs op by op.
     """
     recorder = MemoryRecorder(model, optimizer)
     with without_compiled_code(), recorder.recording(inputs, optimizer):
@@ -280,7 +283,7 @@ def record_memory(
 class MemoryRecorder(OpWatcher, StepListener):
     """Registers the storage of every tensor that an op makes, and notes when the storage dies.
 
-    Tensors on other devices than the model's are not counted.
+    `record_memory(model, optimizer)` makes one. Tensors on other devices are not counted.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -305,7 +308,7 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     @contextmanager
     def recording(self, inputs: Iterable[Tensor] = (), *followed: Optimizer) -> Iterator[None]:
-        """Count while this is entered; `inputs` as in `record_memory`.
+        """A context in which this counts; `inputs` as in `record_memory`.
 
         Optimizers that are `followed` notify this of their steps; else the caller does.
         """
@@ -335,6 +338,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._alive.clear()
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        """Return what `run` makes of `func`, `args`, `kwargs`; may raise `DtypeMismatchError`."""
         if func.namespace in NO_OPS:
             return run()
         context, back = self.tracker.context(), in_backward()
@@ -364,7 +368,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._classify_state()
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
-        """The batch, or most of it (all tokens but the last); not a small part of a data set."""
+        # the batch, or most of it (all tokens but the last); not a small part of a data set
         for x in tensors_of(inputs):
             if not _has_storage(x) or storage_key(x) in self._alive:
                 continue

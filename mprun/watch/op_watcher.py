@@ -59,7 +59,7 @@ class OpWatcher(DispatchMode):
         self._muted = False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        """Handle the op `func`, an `OpOverload`: call `run` once and return its result."""
+        """Handle the op `func(*args, **kwargs)`: call `run` once and return its result."""
         raise NotImplementedError
 
     @contextmanager
@@ -69,7 +69,7 @@ class OpWatcher(DispatchMode):
         *optimizers: Optimizer | None,
         listeners: Sequence[StepListener] = (),
     ) -> Iterator[None]:
-        """Know the modules of `model` and the steps of `optimizers` while this is entered."""
+        """A context: know modules of `model`, steps of `optimizers`; notify `listeners`."""
         try:
             with self.tracker.following(model, *optimizers, listeners=listeners):
                 yield
@@ -81,7 +81,7 @@ class OpWatcher(DispatchMode):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Inside, ops run without `on_op`."""
+        """A context in which ops run without `on_op`."""
         before, self._muted = self._muted, True
         try:
             yield

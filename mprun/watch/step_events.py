@@ -65,7 +65,7 @@ class StepListener:
         """The model, or a part, is called to train it; None: the loop notifies of a micro-batch."""
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
-        """A module is called, and not by another one: the model, or a part called by itself.
+        """The module at `path` gets `inputs`, not from another one: the model, or a part by itself.
 
         `StepTracker` notifies of every such call, also without training and in a recomputation.
         `StepHooks` notifies of those that train, with an empty path, and before `on_step_begin`:
@@ -73,10 +73,10 @@ class StepListener:
         """
 
     def on_module_end(self, path: str, outputs: Any) -> None:
-        """A module, called by another one or not, returned `outputs`; None where it raised."""
+        """The module at `path`, whoever called it, returned `outputs`; None where it raised."""
 
     def on_forward_end(self, path: str, outputs: Any) -> None:
-        """The call that `on_forward_begin` was notified of returned `outputs`."""
+        """The call of `path` that `on_forward_begin` was notified of returned `outputs`."""
 
     def on_evaluation(self) -> None:
         """The model is called without training it."""
@@ -91,7 +91,7 @@ class StepListener:
         """
 
     def on_update_end(self, optimizer: Optimizer) -> None:
-        """It ended."""
+        """The step of `optimizer` ended."""
 
     def on_step_end(self, skipped: bool) -> None:
         """Every optimizer has stepped; `skipped`: none of them changed its parameters."""
@@ -251,10 +251,7 @@ class StepHooks:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        listeners: Sequence[StepListener],
+        self, model: nn.Module, optimizers: Sequence[Optimizer], listeners: Sequence[StepListener]
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._calls = {
@@ -378,10 +375,7 @@ class StepHooks:
 
 
 def when_gradients_are_complete(
-    args: Any,
-    kwargs: Any,
-    ready: Callable[[], None],
-    incomplete: Callable[[], None] = lambda: None,
+    args: Any, kwargs: Any, ready: Callable[[], None], incomplete: Callable[[], None] = lambda: None
 ) -> StepArguments | None:
     """Call `ready` once the gradients of `optimizer.step(*args[1:], **kwargs)` are complete.
 

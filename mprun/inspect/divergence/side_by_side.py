@@ -1,7 +1,5 @@
 """The errors of two sides of a model with their bounds, and the first that is beyond.
 
-    print(mprun.diff(model, copy.deepcopy(model).bfloat16(), batch))
-
 Of each module, forward and backward, and of each side:
 
     arising     its own error: of what the module's own code computes from the inputs that this side
@@ -284,7 +282,9 @@ def diff(
     batch: Any,
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> Difference:
-    """Find where two models part on the same batch, and which module is the first.
+    """The modules where two models part on the same batch, and which is the first.
+
+        print(mprun.diff(model, copy.deepcopy(model).bfloat16(), batch))
 
     Both run in training without dropout, from the same random numbers; nothing of them changes.
 

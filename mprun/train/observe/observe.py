@@ -1,14 +1,5 @@
 """Observes a training loop that is not mprun's, and leaves the record of a run.
 
-    with mprun.observe(model, optimizer, out="runs/bf16", seed=0) as run:
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = loss_function(model(x), y)
-            loss.backward()
-            optimizer.step()
-            run.log(loss=loss)          # optional: what `mprun compare` judges by
-    print(run)
-
 Hooks follow the loop's own calls (`StepHooks`), and no bit of the training changes. `mprun compare`
 reads the record. What costs time is done in the first steps, which are not timed (`StepProbes`).
 What remains is a read of the clock and of each gradient in every step. `TrainerRecord` does the
@@ -373,6 +364,15 @@ def observe(
     precision: Precision | None = None,
 ) -> Iterator[Observation]:
     """Observe the training inside, and leave a record of it.
+
+        with mprun.observe(model, optimizer, out="runs/bf16", seed=0) as run:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = loss_function(model(x), y)
+                loss.backward()
+                optimizer.step()
+                run.log(loss=loss)  # optional: what `mprun compare` judges by
+        print(run)
 
     Args:
         model: what trains; an `nn.ModuleList` of several models that train together.

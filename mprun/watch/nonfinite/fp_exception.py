@@ -45,7 +45,7 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class FpException:
-    """One floating-point exception."""
+    """One floating-point exception: `with fp_exceptions(model) as report: report.findings`."""
 
     verdict: str
     """One of `VERDICTS`."""
@@ -59,6 +59,7 @@ class FpException:
     outside           NaN or infinity that existed before the first op: in the data, in a weight
     """
     step: int
+    """The first step in which the op did it."""
     last_step: int
     """The last step in which the same op did it."""
     op: str
@@ -72,6 +73,7 @@ class FpException:
     location: str | None
     """The line of Python that ran the op; for a backward op, the line of its forward op."""
     inputs: tuple[TensorStats, ...]
+    """The tensors that the op read."""
     outputs: tuple[TensorStats, ...]
     """Those that are not finite."""
     in_float64: TensorStats | None = None
@@ -142,7 +144,7 @@ class FpException:
                 yield f"{unscaled:.4g} without the loss scale of {self.loss_scale:g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it, with the largest magnitude of each tensor."""
+        """The fields as JSON has them, with the largest magnitude of each tensor."""
         row: dict[str, Any] = msgspec.to_builtins(self)
         for tensor in filter(None, (*row["inputs"], *row["outputs"], row["in_float64"])):
             tensor["max_abs"] = TensorStats(**tensor).max_abs
@@ -161,7 +163,10 @@ def finding_lines(new: Sequence[FpException]) -> list[str]:
 
 
 class NonfiniteReport:
-    """The exceptions so far: each distinct one with the details of its first time, and counts."""
+    """The exceptions so far: `with fp_exceptions(model) as report: print(report.findings)`.
+
+    Each distinct one has the details of its first time, and counts.
+    """
 
     def __init__(self) -> None:
         self._distinct: dict[tuple[str | None, ...], FpException] = {}
@@ -173,7 +178,7 @@ class NonfiniteReport:
         """Exceptions without details: there were too many distinct ones."""
 
     def add_step(self, exceptions: Iterable[FpException]) -> tuple[FpException, ...]:
-        """Add those of a step; return the findings among them that are new."""
+        """Add the `exceptions` of a step; return the findings among them that are new."""
         return tuple(e for e in exceptions if self.add(e) and e.verdict == "finding")
 
     def add(self, exception: FpException) -> bool:
@@ -210,7 +215,7 @@ class NonfiniteReport:
         return self.of("absorbed")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for `load_state_dict`, as JSON has them."""
+        """The plain values for `load_state_dict`, as JSON has them."""
         return {
             "counts": dict(self.counts),
             "dropped_steps": self.dropped_steps,
@@ -219,7 +224,7 @@ class NonfiniteReport:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Continue from the `state` of a `state_dict`."""
         self.counts = dict(state["counts"])
         self.dropped_steps, self.left_out = state["dropped_steps"], state["left_out"]
         loaded = msgspec.convert(state["exceptions"], list[FpException])

@@ -1,13 +1,5 @@
 """The inspection of steps, their verdict, and the response to it: log, halt, or skip.
 
-In any loop:
-
-    with fp_exceptions(model, optimizer, action="halt") as report:
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss_function(model(x), y).backward()
-            optimizer.step()
-
 A step ends when all optimizers have stepped; where a `torch.amp.GradScaler` skips that, with the
 next forward pass. Of optimizers that take turns, each turn is a step.
 
@@ -268,7 +260,7 @@ class Snapshot:
 
 
 class FpExceptionError(FloatingPointError):
-    """A floating-point exception ended the loop; `exception` is the worst, `report` has all."""
+    """`except FpExceptionError`: one ended the loop; `exception` is the worst, `report` has all."""
 
     def __init__(self, text: str, exception: FpException | None, report: NonfiniteReport) -> None:
         super().__init__(text)
@@ -285,6 +277,12 @@ def fp_exceptions(
     first_step: int = 1,
 ) -> Iterator[NonfiniteReport]:
     """Inspect every op inside for NaN and infinities that are made of finite numbers.
+
+        with mprun.numerics.fp_exceptions(model, optimizer, action="halt") as report:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss_function(model(x), y).backward()
+                optimizer.step()
 
     Args:
         model: the model, on its device and in its dtype.
