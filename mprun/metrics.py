@@ -169,10 +169,17 @@ class _OfClasses(SummedMetric):
 
 
 class Accuracy(_OfClasses):
-    """The share of targets whose class has the largest score: right / counted.
+    """The share of targets whose class has the largest score: `Accuracy(shift=True)`.
 
     Scores of the shape of the targets are those of class 1 against class 0: logits, whose limit is
     0, or, if they are integers, the predicted classes.
+
+    Args:
+        ignore_index: targets with this value are left out.
+        class_dim: the dimension of the scores with an entry for each class; None: the last or the
+            second one, whichever fits the targets.
+        shift: whether the scores at a position predict the target of the next one, as those of a
+            causal language model do whose labels are its inputs.
     """
 
     def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:

@@ -308,8 +308,9 @@ class Logger(Callback, ABC):
                     "train/lr": line.lr,
                     "train/loss_scale": line.loss_scale,
                     "time/step_ms": line.step_time_ms,
-                    "time/data_ms": line.data_time_ms,
                 }
+                if line.data_time_ms is not None:
+                    values["time/data_ms"] = line.data_time_ms
                 self.scalars(values, line.step)
         if time.perf_counter() - self._written_at >= self.WRITE_EVERY_S:
             self.flush()
