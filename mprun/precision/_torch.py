@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -126,6 +127,21 @@ def without_compiled_code() -> AbstractContextManager[None]:
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
     return backward_node() is not None
+
+
+def in_autograd_function() -> bool:
+    """Whether the calling thread is inside the forward pass of a `torch.autograd.Function`.
+
+    Gradients are off there, also where the function has a backward pass.
+    """
+    named = (x for x in calling_frames() if x.f_code.co_name == "forward" and x.f_code.co_argcount)
+    first = (x.f_locals.get(x.f_code.co_varnames[0]) for x in named)
+    return any(isinstance(x, FunctionCtx) for x in first)
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether a tensor is seen from inside of `torch.func`: `vmap` hides a dimension of it."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -31,7 +31,7 @@ class StepLine(NamedTuple):
     loss_scale: float = 1.0
     skipped: bool = False
     step_time_ms: float = 0.0
-    data_time_ms: float = 0.0
+    data_time_ms: float | None = 0.0  # None: it is not known
     timed: bool = True  # Whether it is part of the statistics: its batch has the full size
     page_faults: int | None = None
     parts: Mapping[str, float] = MappingProxyType({})  # The named parts of the loss

@@ -308,7 +308,7 @@ class Logger(Callback, ABC):
                     "train/lr": line.lr,
                     "train/loss_scale": line.loss_scale,
                     "time/step_ms": line.step_time_ms,
-                    "time/data_ms": line.data_time_ms,
+                    "time/data_ms": line.data_time_ms or 0.0,
                 }
                 self.scalars(values, line.step)
         if time.perf_counter() - self._written_at >= self.WRITE_EVERY_S:

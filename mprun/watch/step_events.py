@@ -31,6 +31,7 @@ from mprun.precision._torch import (
     backward_node,
     compiles_itself,
     copied_without_hooks,
+    in_autograd_function,
     in_backward,
     is_compiled,
     next_node,
@@ -60,8 +61,8 @@ class StepListener:
     def on_step_begin(self) -> None:
         """The first forward pass begins."""
 
-    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
-        """The model is called to train it, or the loop notifies that a micro-batch is ready."""
+    def on_micro_batch(self, module: nn.Module | None, inputs: tuple[Any, Any]) -> None:
+        """The model, or a part, is called to train it; None: the loop notifies of a micro-batch."""
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """A module is called, and not by another one: the model, or a part called by itself.
@@ -238,8 +239,9 @@ class StepTracker:
 class StepHooks:
     """Notifies `listeners` of the steps of a loop.
 
-    A step lasts from the first forward pass to the end of the optimizer's `step()`; of several
-    optimizers, to the end of the last one's.
+    A step lasts from the first forward pass that trains to the end of the optimizer's `step()`; of
+    several optimizers, until each has stepped at least once. A forward pass that runs inside of a
+    backward pass is a recomputation, and begins nothing.
 
     Args:
         model: the model. One without a forward pass of its own (`nn.ModuleList`) stands for its
@@ -315,26 +317,28 @@ class StepHooks:
         Such a loop need not call the model itself: Lightning calls `training_step`.
         """
         self._loop_counts = True
-        self._begin_micro_batch(((batch,), {}))
+        self._begin_micro_batch(None, ((batch,), {}))
 
-    def _begin_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+    def _begin_micro_batch(self, module: nn.Module | None, inputs: tuple[Any, Any]) -> None:
         self.begin_step()
-        self._notify("on_micro_batch", inputs)
+        self._notify("on_micro_batch", module, inputs)
 
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_call = False
         if in_backward():  # a recomputation
             return
+        # Reentrant checkpointing calls what it recomputes later in an autograd function
+        trains = torch.is_grad_enabled() or in_autograd_function()
         # Validation between steps runs in the other mode, also where its gradients are left on
-        if self._training is None and torch.is_grad_enabled():
+        if self._training is None and trains:
             self._training = module.training
-        if module.training != self._training or not torch.is_grad_enabled():
+        if module.training != self._training or not trains:
             self._notify("on_evaluation")
             return
         self._in_call = True
         self._notify("on_forward_begin", "", (args, kwargs))
         if not self._loop_counts:
-            self._begin_micro_batch((args, kwargs))
+            self._begin_micro_batch(module, (args, kwargs))
 
     def _on_forward_end(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._in_call:
@@ -361,7 +365,7 @@ class StepHooks:
             self._end_update(optimizer, taken=False)
 
     def _on_loss(self, loss: Tensor) -> None:
-        if self._in_step:
+        if self._in_step and not in_backward():  # reentrant checkpointing goes backward inside
             self._notify("on_loss", loss)
 
     def _end_update(self, optimizer: Optimizer, taken: bool) -> None:

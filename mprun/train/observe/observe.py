@@ -72,7 +72,7 @@ logger = logging.getLogger("mprun")
 WRITE_EVERY_S = 1.0
 MAX_NAMES = 20  # Of the gradients that are not finite: one NaN of the loss spoils all of them
 NO_STEP = (
-    "no step was observed: the loop has to call the model and the optimizer that were given to "
+    "no step was observed: the loop has to call the model and each optimizer that were given to "
     "mprun.observe"
 )
 ON_NONFINITE = ("off", "report", "save")
@@ -82,7 +82,7 @@ class Observation(StepListener):
     """What `mprun.observe` yields; its arguments are those of `observe`.
 
     Attributes:
-        audit: the dtype audit of the second step; None before it.
+        audit: the dtype audit of the second step that is taken; None before it.
         nonfinite: the first step with a NaN or an infinity; None without one.
         summary: the record so far.
     """
@@ -185,25 +185,25 @@ class Observation(StepListener):
         self._steps += 1
         waited = None if self._ended_at is None else (now - self._ended_at) * 1e3
         step = ObservedStep(self._steps, data_time_ms=waited)
-        step.timed = self._probes.is_timed(self._steps)
         if now - self._written_at > WRITE_EVERY_S:
             self._write()
         if self._steps == 1:
             self._probes.before(1)
+        step.timed = not self._probes.looks
         self._current = step
         self._watch.switch("compute")
         self._clock.start()
 
-    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+    def on_micro_batch(self, module: nn.Module | None, inputs: tuple[Any, Any]) -> None:
         assert self._current is not None
-        self._current.calls += 1
         args, kwargs = inputs
-        self._current.samples += samples_of(args) or samples_of(kwargs)
+        self._current.calls[id(module)].append(samples_of(args) or samples_of(kwargs))
 
     def on_evaluation(self) -> None:
         # inside of a step, a call without gradients is part of the step
         if self._current is None and self._ended_at is not None:
             self._ended_at = None
+            self._clock.pause()  # its time is not part of the next step's
             self._watch.switch("evaluation")
 
     def on_loss(self, loss: Tensor) -> None:
@@ -252,13 +252,12 @@ class Observation(StepListener):
             self._check_loss(step)  # a scaler does not call an optimizer that it skips
         step.skipped, step.lr = skipped, float(self._optimizers[0].param_groups[0].get("lr", 0.0))
         self._waiting.append(step)
-        self._probes.after(step.step)
+        self._probes.after(skipped)
         if self._capture is not None:
             self._capture.next_step()
-        if step.step == 1:
-            self._on_first_step(step)
-        elif step.samples != self.summary.batch_size:
-            step.timed = False  # a partial batch
+        if step.step == 1:  # what is not known before a step: the dtypes of autocast, the batch
+            self._record.batch(step)
+            self._read_precision()
         self._probes.before(step.step + 1)
         self._ended_at = self._watch.switch("data")
 
@@ -297,18 +296,12 @@ class Observation(StepListener):
             summary.status, summary.error, summary.failed_by = "failed", failure, "run"
             logger.warning(failure)
         self._read_precision()
+        self._probes.note_missing()
         summary.memory_bytes = replace(summary.memory_bytes, **self._probes.bytes_by_category())
         if self.audit is not None:
             summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
-        self._record.close()
-
-    def _on_first_step(self, step: ObservedStep) -> None:
-        """Record what is not known before a step: the dtypes of autocast, and the batch size."""
-        batch = self.summary.batch
-        self.summary.batch_size = batch.effective = batch.base = step.samples
-        batch.accumulate = max(step.calls, 1)
-        batch.micro = step.samples // batch.accumulate
-        self._read_precision()
+        summary.warnings += self._probes.notes
+        self._probes.notes += self._record.close()
 
     def _read_precision(self) -> None:
         summary, read = self.summary, self._probes.autocast
@@ -383,7 +376,7 @@ def observe(
 
     Args:
         model: what trains; an `nn.ModuleList` of several models that train together.
-        optimizer: its optimizer, or several; a step ends when each has stepped.
+        optimizer: its optimizer, or several; a step ends when each has stepped at least once.
         out: the folder of the record, new or empty.
         name: of the variant in comparisons; None for the precision mode, read from the loop.
         seed: pairs this run with others of the same seed; None for `torch.initial_seed()`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite, nan
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from mprun.errors import UsageError
 from mprun.precision import NativeArithmetic
-from mprun.precision._torch import is_compiled, original_module
+from mprun.precision._torch import is_compiled, is_transformed, original_module
 from mprun.records.console.formatting import size_text
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
@@ -48,7 +48,7 @@ from mprun.records.run_record import (
     page_fault_share,
 )
 from mprun.train.callbacks import StepLine
-from mprun.train.clock import StepTime
+from mprun.train.clock import StepStatistics, StepTime
 from mprun.train.machine.conditions import allocator
 from mprun.train.observe.step_probes import NonfiniteStep, device_of
 from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
@@ -290,10 +290,10 @@ class LastPart:
 
 
 def samples_of(args: Any) -> int:
-    """The first dimension of the first tensor in these arguments; 0 without one."""
+    """The first dimension of the first tensor in these arguments; 0 if it is not known."""
     for x in args.values() if isinstance(args, Mapping) else args:
         if isinstance(x, Tensor) and x.dim():
-            return int(x.shape[0])
+            return 0 if is_transformed(x) else int(x.shape[0])
         if isinstance(x, tuple | list | Mapping) and (count := samples_of(x)):
             return count
     return 0
@@ -308,12 +308,20 @@ class ObservedStep:
     skipped: bool = False
     data_time_ms: float | None = None
     """None after an evaluation, whose time cannot be separated from the wait."""
-    calls: int = 0  # Of the model: one for each micro-batch
-    samples: int = 0
+    calls: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Module (by `id`) to the samples of each call of it; a step without a call has no time."""
     timed: bool = True
     values: dict[str, Tensor | float] = field(default_factory=dict)  # What the loop logged for it
     finite: list[Tensor | bool] = field(default_factory=list)
     """Whether each loss that went backward is finite."""
+
+    @property
+    def batches(self) -> list[int]:
+        """The samples of each micro-batch.
+
+        Of several models those of the one that got most: one may get what another one returned.
+        """
+        return max(self.calls.values(), key=sum, default=[])
 
 
 class ObservedRecord(Recorder):
@@ -340,6 +348,10 @@ class ObservedRecord(Recorder):
         self._logged: dict[int, dict[str, Any]] = {}
         """Step to what its line has in place of mprun's figures."""
         self._broken = False
+        self._sizes: Counter[int] = Counter()
+        """How many steps had so many samples."""
+        self._unseen = 0
+        """Steps without a call of the model: where they began is not known."""
 
     def config(self, content: dict[str, Any]) -> None:
         """Write config.yaml."""
@@ -355,10 +367,30 @@ class ObservedRecord(Recorder):
         self.on_event(row)
         self._write([])
 
+    def batch(self, step: ObservedStep) -> None:
+        """The training's batch is that of this step."""
+        batches, batch = step.batches, self._summary.batch
+        self._summary.batch_size = batch.effective = batch.base = sum(batches)
+        batch.accumulate = max(len(batches), 1)
+        batch.micro = batch.effective // batch.accumulate
+
+    def _count(self, steps: list[ObservedStep]) -> None:
+        """Steps of the most common size are timed; the first one may have another."""
+        by_size = {sum(step.batches): step for step in steps}
+        self._sizes.update(sum(step.batches) for step in steps)
+        self._unseen += sum(not step.calls for step in steps)
+        common = self._sizes.most_common(1)[0][0]
+        if common != self._summary.batch_size:
+            self.batch(by_size[common])
+            self._statistics, self._conditions = StepStatistics(), ConditionsRecorder(self._summary)
+        for step in steps:
+            step.timed &= bool(step.calls) and sum(step.batches) == common
+
     def steps(self, steps: list[ObservedStep], times: list[StepTime]) -> None:
         """Write steps that are complete."""
         if not steps:
             return
+        self._count(steps)
         last, lines = self._history.last, []
         for step, time in zip(steps, times, strict=True):
             values = {name: float(value) for name, value in step.values.items()}
@@ -367,8 +399,9 @@ class ObservedRecord(Recorder):
             # a loss that is only logged may be a mean, without the NaN that went backward
             known = values.get("loss") if all(map(bool, step.finite)) else nan
             self.last_part.add(step.step, known, step.skipped)
-            logged = {"loss": None, **values, "data_time_ms": step.data_time_ms}
-            self._logged[step.step] = logged
+            self._logged[step.step] = {"loss": None, **values}
+            if not step.calls:
+                self._logged[step.step] |= {"step_time_ms": None, "data_time_ms": None}
             lines.append(
                 StepLine(
                     step=step.step,
@@ -378,7 +411,7 @@ class ObservedRecord(Recorder):
                     loss_scale=1.0,  # the loop's scaler is not known
                     skipped=step.skipped,
                     step_time_ms=time.ms,
-                    data_time_ms=step.data_time_ms or 0.0,
+                    data_time_ms=step.data_time_ms,
                     timed=step.timed,
                     page_faults=time.page_faults,
                 )
@@ -414,15 +447,35 @@ class ObservedRecord(Recorder):
         known = {name: x for name, x in vars(scores_of(values)).items() if x is not None}
         self._summary.test = replace(self._summary.test, **known)
 
-    def close(self) -> None:
-        """Write the last figures."""
+    def close(self) -> list[str]:
+        """Write the last figures; returns why some are null, which the record's warnings have."""
         if self._history.last is None:
             self._without_validation()
         self.on_end(self._summary.status)
         self._conditions.on_end(self._summary.status)
+        if self._unseen:  # the time of their forward passes would count as a wait for data
+            self._summary.time_budget_s = None
+        reasons = [*self._reasons()] if self._summary.steps else []
+        self._summary.warnings += reasons
         self.summary()
         with contextlib.suppress(OSError):
             self._folder.close()
+        return reasons
+
+    def _reasons(self) -> Iterator[str]:
+        """Why there is no step time, or no throughput."""
+        size = self._summary.batch_size
+        if self._summary.step_time_ms.median is None:
+            counts = {
+                "had no call that is seen (call the model itself, no method of it)": self._unseen,
+                f"had other than {size} samples": self._sizes.total() - self._sizes[size],
+            }
+            rest = "".join(f", {count} {what}" for what, count in counts.items() if count)
+            yield f"no step time: of {self._summary.steps} steps the first ones are not timed{rest}"
+        elif not size:
+            yield "no throughput: no call of the model shows how many samples it gets"
+        elif self._summary.samples_per_second is None:
+            yield "no throughput: each step follows an evaluation, which hides the wait for data"
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self._try(lambda: Recorder._write(self, rows))
@@ -477,5 +530,9 @@ def _figures(summary: Summary) -> Iterator[str]:
         yield f"page faults {summary.page_faults_per_step:,.0f} per step, {share:.1%} of its time"
     if summary.skipped_steps:
         yield f"skipped     {summary.skipped_steps} steps, by the loss scale"
-    memory = {k: v for k, v in vars(summary.memory_bytes).items() if v}
-    yield "memory      " + ", ".join(f"{k} {size_text(v)}" for k, v in memory.items())
+    memory = {k: size_text(v) for k, v in vars(summary.memory_bytes).items() if v}
+    allocator = f"; allocator {x}" if (x := memory.pop("allocator_peak", None)) else ""
+    where = f"{x} at the peak" if (x := memory.pop("peak", None)) else "each by itself"
+    sizes = ", ".join(f"{k} {size}" for k, size in memory.items())
+    # at the peak a category may have less than its own size: gradients are made one by one
+    yield f"memory      {where}: {sizes}{allocator}"

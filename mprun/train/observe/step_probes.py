@@ -6,6 +6,8 @@ Nothing of the start is timed:
     step 2        the casts of the model's first call; the audit, where the gradients are complete
     steps 3, 4    memory op by op, if it is asked for; optimizers have made their state by then
 
+Steps that a loss scale skips do not count from step 2 on: the next one is looked at in their place.
+
 The loop has no configuration, so its precision is read: each column of the policy from what decides
 it, which are the parameters, their gradients, the optimizer, the backend switches, and autocast in
 the first step. The mode is the one whose row of the table fits, else `custom`.
@@ -149,8 +151,7 @@ def mode_name(row: PrecisionRow) -> str:
     return next((name for name in SHIPPED_MODES if fits(policy(name))), CUSTOM)
 
 
-AUDITED_STEP = 2  # The first shows autocast; the optimizer has its state then
-RECORDED_STEPS = (3, 4)  # optimizers have made their state by then
+RECORDED_STEPS = 2  # After the audit: optimizers have made their state by then
 
 
 class StepProbes(StepListener):
@@ -160,7 +161,9 @@ class StepProbes(StepListener):
         self._model, self._optimizers = model, optimizers
         self._is_compiled = any(map(is_compiled, model.modules()))
         self._stack = ExitStack()
-        self._step = 0
+        self._step = self._taken = 0
+        self.looks = True
+        """Whether something is looked at in this step: it is not timed."""
         self._recorder: MemoryRecorder | None = None
         self._autocast: Counter[torch.dtype] = Counter()
         """How many calls of layers in the first step autocast would cast to a dtype."""
@@ -169,18 +172,15 @@ class StepProbes(StepListener):
         """What could not be looked at, and why."""
         self.memory_bytes: dict[str, int] = {}
         """Bytes by category at the larger peak of the recorded steps."""
-        self._gradient_bytes = 0
+        self._gradient_bytes: dict[int, int] = {}
+        """Optimizer (by `id`) to bytes of its gradients in the audited step."""
         self._casts: CastCounts | None = None
-        self._recorded = RECORDED_STEPS if memory and self._can_record() else ()
+        self._to_record = RECORDED_STEPS if memory and self._can_record() else 0
 
     @property
     def autocast(self) -> torch.dtype | None:
         """What autocast casts most calls of layers to; None without autocast."""
         return self._autocast.most_common(1)[0][0] if self._autocast else None
-
-    def is_timed(self, step: int) -> bool:
-        """Whether nothing is looked at in this step."""
-        return step > AUDITED_STEP and step not in self._recorded
 
     def before(self, step: int) -> None:
         """The step number `step` is the next one: called before anything of it runs."""
@@ -191,15 +191,24 @@ class StepProbes(StepListener):
                 # a region that `forward` enters itself is only seen from inside
                 handle = layer.register_forward_pre_hook(self._note_autocast)
                 self._stack.callback(handle.remove)
-        if step == AUDITED_STEP and not self._is_compiled:
+        # the optimizer has its state after a step that was taken
+        audits = self._taken > 0 and not self._is_audited
+        records = self._is_audited and self._to_record > 0
+        self.looks = self._taken == 0 or audits or records
+        if audits:
             self._casts = CastCounts(self._model)
-            self._stack.enter_context(self._casts.next_call(entries(self._model)))
-        if step in self._recorded:
+            if not self._is_compiled:
+                self._stack.enter_context(self._casts.next_call(entries(self._model)))
+        if records:
             self._recorder = MemoryRecorder(self._model, self._optimizers[0])
             # hooks of the optimizer cannot be added here, while it calls them
             self._stack.enter_context(self._recorder.recording())
 
-    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
+    @property
+    def _is_audited(self) -> bool:
+        return len(self._gradient_bytes) == len(self._optimizers)
+
+    def on_micro_batch(self, module: nn.Module | None, inputs: tuple[Any, Any]) -> None:
         if self._step == 1:
             self._note_autocast()
 
@@ -212,8 +221,9 @@ class StepProbes(StepListener):
         if self._recorder is not None:
             self._recorder.tracker.begin_update()
             self._recorder.on_update_begin(optimizer, args, kwargs)
-        if self._step == AUDITED_STEP:
-            self._gradient_bytes += _bytes(gradients(optimizer))
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        if self._casts is not None and (overflow is None or not overflow.item()):
+            self._gradient_bytes[id(optimizer)] = _bytes(gradients(optimizer))
             self._audit(optimizer)
 
     def on_update_end(self, optimizer: Optimizer) -> None:
@@ -221,12 +231,22 @@ class StepProbes(StepListener):
             self._recorder.tracker.end_update()
             self._recorder.on_update_end(optimizer)
 
-    def after(self, step: int) -> None:
+    def after(self, skipped: bool) -> None:
         """The step is over."""
-        if step <= AUDITED_STEP or step in self._recorded:
+        self._taken += not skipped
+        if skipped:  # the memory of a step that is taken is asked for
+            self._recorder = None
+        self._to_record -= self._recorder is not None
+        if self.looks:
             self.close()
 
-    def bytes_by_category(self) -> dict[str, int]:
+    def note_missing(self) -> None:
+        """The training is over: note what no step showed."""
+        if not self._is_audited:
+            text = "no audit, and the memory of gradients is not known: fewer than two steps"
+            self.notes.append(f"{text} were taken (those that a loss scale skips do not count)")
+
+    def bytes_by_category(self) -> dict[str, Any]:
         """Bytes by category: at the peak, if memory was recorded, else of what outlives a step."""
         if self.memory_bytes:
             return self.memory_bytes
@@ -234,13 +254,14 @@ class StepProbes(StepListener):
         return {
             "parameters": _bytes(self._model.parameters()),
             "buffers": _bytes(self._model.buffers()),
-            "gradients": self._gradient_bytes,
+            "gradients": sum(self._gradient_bytes.values()) if self._is_audited else None,
             "optimizer_state": _bytes(x for x in tree_leaves(states) if isinstance(x, Tensor)),
         }
 
     def close(self) -> None:
         """Stop looking."""
         self._stack.close()
+        self._casts = None
         if self._recorder is not None:
             totals = self._recorder.step_memory().totals
             if totals["peak"] > self.memory_bytes.get("peak", 0):
@@ -248,14 +269,11 @@ class StepProbes(StepListener):
             self._recorder = None
 
     def _can_record(self) -> bool:
-        reason = ""
-        if len(self._optimizers) > 1:
-            reason = "there are several optimizers"
-        elif self._is_compiled:
-            reason = "ops of compiled code are not seen"
-        if reason:
+        several = len(self._optimizers) > 1
+        if several or self._is_compiled:
+            reason = "several optimizers" if several else "ops of compiled code are not seen"
             self.notes.append(f"activations were not counted: {reason}")
-        return not reason
+        return not (several or self._is_compiled)
 
     def _audit(self, optimizer: Optimizer) -> None:
         if len(self._optimizers) > 1:

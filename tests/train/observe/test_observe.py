@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
+from mprun.records.console.formatting import size_text
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.observe.observe import Observation
 from tests.run.clock import Clock
@@ -451,3 +452,70 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
             run.log(loss=torch.ones(2))
         model(torch.ones(1, 2)).mean().backward()
         optimizer.step()
+
+
+# ---- steps that a loss scale skips ---------------------------------------------------------------
+
+
+def scaled_steps(overflows: str, out: Path, fused: bool = False, memory: bool = False) -> Any:
+    """An observed loop whose steps overflow where the text has an `x`."""
+    model = model_of("tied")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with mprun.observe(model, optimizer, out, memory=memory) as run:
+        for (x, y), mark in zip(batches(), overflows, strict=False):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            if mark == "x":
+                next(p for p in model.parameters() if p.grad is not None).grad[0] = torch.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    return run
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflows", [".x..........", "xx.xx.......", "..x.x......."])
+def test_skipped_steps_are_not_the_ones_looked_at(
+    overflows: str, fused: bool, tmp_path: Path
+) -> None:
+    """The second step that is taken is audited; memory is that of a loop without overflows."""
+    expected = scaled_steps("." * 12, tmp_path / "plain", fused, memory=True)
+    run = scaled_steps(overflows, tmp_path / "run", fused, memory=True)
+    assert run.summary.skipped_steps == overflows.count("x")
+    assert run.audit == expected.audit is not None
+    assert "gradients" in run.audit.dtypes
+    assert run.summary.memory_bytes == expected.summary.memory_bytes
+    own = scaled_steps(overflows, tmp_path / "own", fused).summary.memory_bytes
+    assert own.gradients == own.parameters
+    assert run.summary.step_time_ms.median is not None
+
+
+def test_what_no_step_showed_is_null_with_the_reason(tmp_path: Path) -> None:
+    run = scaled_steps("xxxx", tmp_path / "run")
+    summary = read_summary(tmp_path / "run")
+    assert run.audit is summary.memory_bytes.gradients is summary.step_time_ms.median is None
+    assert "no audit, and the memory of gradients is not known: fewer than two steps" in str(run)
+    assert "no step time: of 4 steps the first ones are not timed" in str(run)
+    assert any("no audit" in text for text in summary.warnings)
+
+
+def test_gradients_of_an_optimizer_that_steps_twice_count_once(tmp_path: Path) -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+    with mprun.observe(nn.ModuleList([a, b]), [first, second], tmp_path / "run") as run:
+        for n in range(12):
+            b(a(torch.randn(8, 4))).mean().backward()
+            first.step()
+            if n % 2:
+                second.step()
+    assert run.summary.steps == 6
+    assert run.summary.memory_bytes.gradients == run.summary.memory_bytes.parameters
+    assert any("no audit: several optimizers" in text for text in run.summary.warnings)
+
+
+def test_the_memory_line_says_what_its_sizes_are(tmp_path: Path) -> None:
+    _, run = trained(plain, "tied", tmp_path / "peak", memory=True)
+    total = size_text(run.summary.memory_bytes.peak)
+    assert f"memory      {total} at the peak: parameters " in str(run)
+    _, run = trained(plain, "tied", tmp_path / "own")
+    assert "memory      each by itself: parameters " in str(run)
