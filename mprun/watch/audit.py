@@ -41,6 +41,8 @@ KINDS = {
     "loaded_in_16_bits": "16-bit parameters whose optimizer loses small updates",
     "state_in_16_bits": "an optimizer keeps its moments in 16 bits and rounds them to nearest",
     "repeated_cast": "a forward pass casts the same weights to the same dtype again and again",
+    "buffer_in_16_bits": "a step writes a buffer in 16 bits, where a slow average stands still",
+    "sum_in_16_bits": "a cumsum in 16 bits whose differences are far from float64's",
     "tf32": "float32 matmuls are computed in TensorFloat-32 or bfloat16",
 }
 
@@ -93,7 +95,8 @@ def audit(
     Args:
         model: on any device.
         optimizer: the one that trains it; without it, parameters in 16 bits count as unsafe.
-        casts: of one forward pass (`cast_counts`); without it, repeated casts are not looked for.
+        casts: of one forward pass (`cast_counts`); without it, repeated casts, sums and buffers are
+            not looked at.
 
     Returns:
         The findings: `lost_update` only where parameters have gradients.

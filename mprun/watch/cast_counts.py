@@ -1,4 +1,4 @@
-"""Casts of weights that one forward pass repeats, and the dtypes of a model by module.
+"""Casts of weights that one forward pass repeats, sums and buffers in 16 bits, dtypes by module.
 
 `torch.autocast` casts a float32 weight where an op needs it in 16 bits, and keeps the result for
 the next op that does; `CastCounts._reason` lists what it does not keep. A layer that runs in a loop
@@ -9,6 +9,9 @@ keeps each copy until the backward pass.
         loss = model(batch)
     loss.backward()
     print(mprun.audit(model, optimizer, casts))
+
+It also measures each `cumsum` with a result in 16 bits against float64, and notes which 16-bit
+buffers are written to from when it is made until its findings are asked for.
 
 Casts below autograd are counted, of autocast and of the model's own code, but not inside of what
 `torch.compile` made. No bit of a result changes.
@@ -28,13 +31,17 @@ from torch.optim import Optimizer
 
 from mprun.precision._torch import (
     DispatchMode,
+    calling_frames,
     in_backward,
     local_tensor,
     op_name,
+    outside_of_modes,
     storage_key,
     viewed,
+    write_count,
 )
 from mprun.precision.policy import dtype_name
+from mprun.precision.products import LOW
 from mprun.records.console.formatting import size_text
 
 # Why the casts were made again -> what to do
@@ -47,6 +54,12 @@ FIXES = {
     "region": "enter torch.autocast once, around the whole forward pass: its casts are dropped "
     "where a region ends",
 }
+# Of a sum's differences, relative to what is summed (rms); results in 16 bits are within 0.4 %
+MAX_SUM_ERROR = 0.02
+FLOAT32_SUM = "sum in float32, x.float().cumsum(dim), and subtract before the result is cast back"
+FLOAT32_BUFFER = (
+    "keep the buffer in float32 (.float() after the model's own cast); cast what is read"
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,11 @@ class CastCounts(DispatchMode):
         self._names = {storage_key(local_tensor(p)): n for n, p in self._parameters.items()}
         self._counts: Counter[CastKey] = Counter()
         self._reasons: dict[str, str] = {}
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._sum = MAX_SUM_ERROR, "", torch.float32
+        """The largest error of a cumulative sum in 16 bits, its module and its dtype."""
+        low = {name: x for name, x in model.named_buffers() if x.dtype in LOW}
+        self._buffers = {n: (x, write_count(x), x.detach().clone()) for n, x in low.items()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -150,6 +168,7 @@ class CastCounts(DispatchMode):
 
     def findings(self, model: nn.Module) -> Iterator[AuditFinding]:
         """A finding for each reason and dtype, and the fewest modules that it concerns."""
+        yield from self._in_16_bits(model)
         among = {self._parameters[key.parameter] for key in self._counts}
         groups: dict[tuple[str, torch.dtype], dict[nn.Parameter, RepeatedCast]] = {}
         for cast in self.repeated():
@@ -161,13 +180,49 @@ class CastCounts(DispatchMode):
                 rows = [casts[p] for p in model.get_submodule(name).parameters() if p in casts]
                 yield AuditFinding("repeated_cast", name, _text(rows, dtype), FIXES[reason])
 
+    def _in_16_bits(self, model: nn.Module) -> Iterator[AuditFinding]:
+        """Cumulative sums, and buffers that were replaced or written to since the beginning."""
+        error, module, dtype = self._sum
+        if error > MAX_SUM_ERROR:
+            text = f"differences of neighbours in a cumsum in {dtype_name(dtype)} are off by "
+            text += f"{error:.1%} of what is summed (rms)"
+            yield AuditFinding("sum_in_16_bits", module, text, FLOAT32_SUM)
+        now = dict(model.named_buffers())
+        for dtype in LOW:
+            names = [
+                n for n, x in self._buffers.items() if x[0].dtype is dtype and _changed(now, n, *x)
+            ]
+            if names:
+                least = torch.finfo(dtype).eps / 4  # half a unit, relative to the number
+                text = (
+                    f"a step writes {names[0]} ({len(names)} such) in {dtype_name(dtype)}: half a "
+                )
+                text += (
+                    f"unit is {least:.2%} or more, so an average with momentum 0.999 stands still "
+                )
+                text += f"while it is less than {least / 0.001:.0%} off what it follows"
+                module = names[0].rpartition(".")[0]
+                yield AuditFinding("buffer_in_16_bits", module, text, FLOAT32_BUFFER)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if op_name(func) == "_to_copy":
             self._note(args[0], kwargs.get("dtype"))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if op_name(func) == "cumsum" and result.dtype in LOW and result.numel() > 1:
+            self._note_sum(args[0], args[1], result)
+        return result
+
+    def _note_sum(self, x: Tensor, dim: int, sums: Tensor) -> None:
+        with outside_of_modes():
+            exact = x.double().narrow(dim, 1, x.shape[dim] - 1)  # the differences of an exact sum
+            error = float((sums.double().diff(dim=dim) - exact).norm() / exact.norm())
+        if error > self._sum[0]:
+            callers = (frame.f_locals.get("self") for frame in calling_frames())
+            names = (self._modules.get(x) for x in callers if isinstance(x, nn.Module))
+            self._sum = error, next((x for x in names if x is not None), ""), sums.dtype
 
     def _note(self, x: Tensor, dtype: torch.dtype | None) -> None:
         local = local_tensor(x)
@@ -189,6 +244,11 @@ class CastCounts(DispatchMode):
             return "cache"
         # It is emptied where the outermost region ends: a region entered again casts again
         return "region" if viewed(x) is x else "view"
+
+
+def _changed(now: Mapping[str, Tensor], name: str, x: Tensor, count: int, before: Tensor) -> bool:
+    # batch norms write to their buffers without counting it
+    return now.get(name) is not x or write_count(x) > count or not torch.equal(x, before)
 
 
 def fewest_modules(

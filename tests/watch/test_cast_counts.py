@@ -192,3 +192,82 @@ def test_gradients_and_state_are_those_of_the_module() -> None:
     assert ("gradients", "bfloat16", "", 6) in rows
     assert ("optimizer state", "bfloat16", "b", 12) in rows
     assert ("optimizer state", "float32", "(not of this model)", 6) in rows
+
+
+# ---- sums and buffers in 16 bits -----------------------------------------------------------------
+
+
+class Averages(nn.Module):
+    """Means over windows, as differences of a sum, and a buffer that a step may write."""
+
+    def __init__(self, dtype: torch.dtype, writes: str = "") -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.writes, self.dtype = writes, dtype
+        self.mean: Tensor
+        self.register_buffer("mean", torch.ones(8, dtype=dtype))
+        self.register_buffer("table", torch.ones(8, dtype=dtype))  # is only read
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach().mean((0, 1)).to(self.dtype) * 1e-3
+        if self.writes == "in place":
+            self.mean.mul_(0.999).add_(seen)
+        elif self.writes == "anew":
+            self.mean = self.mean * 0.999 + seen
+        sums = x.to(self.dtype).cumsum(1)
+        return self.inner((sums[:, 4:] - sums[:, :-4]).float() * self.table)  # type: ignore[no-any-return]
+
+
+def in_16_bits(model: nn.Module, x: Tensor) -> list[tuple[str, str, str]]:
+    with CastCounts(model) as casts:
+        model(x)
+    found = mprun.audit(model, casts=casts).findings
+    return [(f.kind, f.module, f.text) for f in found if f.kind != "loaded_in_16_bits"]
+
+
+@pytest.mark.parametrize("length", [6, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_sum_in_16_bits_is_found_where_its_error_is_large(
+    dtype: torch.dtype, length: int
+) -> None:
+    """By hand: the differences of the sum beside those of a sum in float64."""
+    x = torch.rand(2, length, 8, generator=torch.Generator().manual_seed(0))
+    low = x.to(dtype)
+    got, exact = low.cumsum(1).double(), low.double().cumsum(1)
+    error = ((got.diff(dim=1) - exact.diff(dim=1)).norm() / exact.diff(dim=1).norm()).item()
+    found = in_16_bits(nn.Sequential(nn.Identity(), Averages(dtype)), x)
+    if dtype is torch.float32 or error < 0.02:
+        assert found == []
+    else:
+        [(kind, module, text)] = found
+        assert (kind, module) == ("sum_in_16_bits", "1")
+        assert f"off by {error:.1%} of what is summed" in text
+    assert (error > 0.02) == (length == 512 and dtype is not torch.float32)
+
+
+@pytest.mark.parametrize("writes", ["in place", "anew", ""])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_buffer_in_16_bits_that_a_step_writes_is_found(dtype: torch.dtype, writes: str) -> None:
+    model = nn.Sequential(Averages(dtype, writes))
+    found = in_16_bits(model, torch.zeros(2, 6, 8))
+    if dtype is torch.float32 or not writes:
+        assert found == []
+        return
+    [(kind, module, text)] = found
+    assert (kind, module) == ("buffer_in_16_bits", "0")
+    assert "a step writes 0.mean (1 such)" in text
+    least = {torch.bfloat16: 1.95, torch.float16: 0.24}[dtype]  # 2^-9 and 2^-12, over 0.001
+    assert f"while it is less than {least:.0%} off" in text
+    # what the text says, on numbers
+    for goal, moves in ((1 + 0.9 * least, False), (1 + 4 * least, True)):
+        after = torch.tensor(0.999 + 0.001 * goal, dtype=torch.float64)  # the average was 1
+        assert (after.to(dtype).item() != 1) == moves
+    assert kind in KINDS
+
+
+def test_a_batch_norm_in_bfloat16_is_one_finding() -> None:
+    """Its kernel writes to the buffers without counting it."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).bfloat16()
+    [(kind, module, text)] = in_16_bits(model, torch.randn(4, 1, 8, 8).bfloat16())
+    assert (kind, module) == ("buffer_in_16_bits", "1")
+    assert "1.running_mean (2 such)" in text

@@ -519,3 +519,22 @@ def test_the_memory_line_says_what_its_sizes_are(tmp_path: Path) -> None:
     assert f"memory      {total} at the peak: parameters " in str(run)
     _, run = trained(plain, "tied", tmp_path / "own")
     assert "memory      each by itself: parameters " in str(run)
+
+
+@pytest.mark.parametrize("writes", ["before", "after", ""])
+def test_a_buffer_that_the_loop_writes_is_in_the_audit(writes: str, tmp_path: Path) -> None:
+    """Before the forward pass, or after the optimizer's step, as an average of weights is."""
+    model = nn.Linear(4, 1)
+    model.register_buffer("average", model.weight.detach().bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mprun.observe(model, optimizer, tmp_path / "run") as run:
+        for _ in range(3):
+            if writes == "before":
+                model.average = model.average * 0.999  # type: ignore[operator]
+            model(torch.randn(2, 4)).mean().backward()
+            optimizer.step()
+            if writes == "after":
+                model.average.lerp_(model.weight.detach().bfloat16(), 0.001)  # type: ignore[operator, union-attr]
+    kinds = [finding.kind for finding in run.audit.findings]
+    assert kinds == (["buffer_in_16_bits"] if writes else [])
+    assert any("buffer_in_16_bits" in x for x in run.summary.warnings) == bool(writes)
