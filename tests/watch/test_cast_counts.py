@@ -260,15 +260,14 @@ def test_a_buffer_in_16_bits_that_a_step_writes_is_found(dtype: torch.dtype, wri
     assert f"while it is less than {least:.0%} off" in text
     # what the text says, on numbers
     for goal, moves in ((1 + 0.9 * least, False), (1 + 4 * least, True)):
-        mean = torch.ones(1, dtype=dtype)
-        after = mean * 0.999 + torch.tensor(goal * 1e-3, dtype=torch.float64)
-        assert (after.to(dtype) != mean).item() == moves
+        after = torch.tensor(0.999 + 0.001 * goal, dtype=torch.float64)  # the average was 1
+        assert (after.to(dtype).item() != 1) == moves
     assert kind in KINDS
 
 
 def test_a_batch_norm_in_bfloat16_is_one_finding() -> None:
     """Its kernel writes to the buffers without counting it."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.BatchNorm2d(2)).bfloat16()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).bfloat16()
     [(kind, module, text)] = in_16_bits(model, torch.randn(4, 1, 8, 8).bfloat16())
     assert (kind, module) == ("buffer_in_16_bits", "1")
-    assert "1.running_mean (4 such)" in text
+    assert "1.running_mean (2 such)" in text
