@@ -4,6 +4,7 @@
     python -m benchmarks.check_faults --only lstm --only gate_detached
     python -m benchmarks.check_faults --healthy 200            also so many checks of healthy models
     python -m benchmarks.check_faults --healthy 200 --only none --out
+    python -m benchmarks.check_faults --strangers 36 --only strangers      twelve other models
 
 Each fault of `check_models/` is trained by `preset=smoke` and checked, in the mode in which it acts
 and in this process, so seconds are without the start of Python and imports. It is found if the
@@ -42,6 +43,7 @@ FOLDER = ROOT / "benchmarks" / "check_models"
 MODELS = ("transformer", "cnn_batchnorm", "lstm", "vae", "mixture_of_experts", "tiny_llama")
 MODES = ("fp32", "bf16_mixed", "fp16_mixed")
 NONE = "none"
+STRANGERS = "strangers"  # Models on which no threshold of the check was chosen
 
 
 class Planted(NamedTuple):
@@ -90,7 +92,7 @@ def planted(only: Sequence[str]) -> list[Planted]:
         UsageError: there is no such fault or model.
     """
     faults = []
-    for model in MODELS:
+    for model in (*MODELS, *({STRANGERS} & {*only})):
         try:
             table = importlib.import_module(f"benchmarks.check_models.{model}").FAULTS
         except UsageError as error:
@@ -159,16 +161,16 @@ def judged(fault: Planted, folder: Path) -> Row:
     return Row(fault, by_smoke, smoke_s, found, named, seen.seconds)
 
 
-def healthy_cases() -> Iterator[tuple[str, str, int]]:
-    """Healthy models in all modes, seed after seed."""
-    names = importlib.import_module("benchmarks.check_models.healthy").MODELS
+def healthy_cases(recipe: str) -> Iterator[tuple[str, str, int]]:
+    """The healthy models of a file in all modes, seed after seed."""
+    names = importlib.import_module(f"benchmarks.check_models.{recipe}").MODELS
     return ((name, mode, seed) for seed in count() for name in names for mode in MODES)
 
 
-def false_alarms(checks: int) -> Iterator[tuple[str, str, int, Looked]]:
-    """Check healthy models so often."""
-    for name, mode, seed in islice(healthy_cases(), checks):
-        seen = looked("healthy", mode, f"recipe.model.name={name}", f"seed={seed}")
+def false_alarms(checks: int, recipe: str) -> Iterator[tuple[str, str, int, Looked]]:
+    """Check healthy models of a file so often."""
+    for name, mode, seed in islice(healthy_cases(recipe), checks):
+        seen = looked(recipe, mode, f"recipe.model.name={name}", f"seed={seed}")
         yield name, mode, seed, seen
 
 
@@ -223,9 +225,9 @@ def _faults(only: Sequence[str]) -> list[str]:
     return [faults_table(rows)] if rows else []
 
 
-def _healthy(checks: int) -> list[str]:
+def _healthy(checks: int, recipe: str = "healthy") -> list[str]:
     alarms, not_done, began = [], 0, time.monotonic()
-    for name, mode, seed, seen in false_alarms(checks):
+    for name, mode, seed, seen in false_alarms(checks, recipe):
         alarms += [Alarm(name, mode, seed, x) for x in seen.findings]
         not_done += len(seen.not_done)
         shown = "; ".join(map(str, seen.findings)) or "no finding"
@@ -252,10 +254,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", default=[], help="a fault, a model, or none")
     parser.add_argument("--healthy", type=int, default=0, help="checks of healthy models")
+    parser.add_argument("--strangers", type=int, default=0, help="checks of twelve other models")
     parser.add_argument("--out", action="store_true", help="write to benchmarks/results/")
     args: Any = parser.parse_args(words)
     try:
         tables = [*_faults(args.only), *_healthy(args.healthy)]
+        tables += _healthy(args.strangers, STRANGERS)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2

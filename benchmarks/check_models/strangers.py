@@ -1,10 +1,10 @@
 """Twelve models of twelve kinds, written as their users write them, each with faults to plant.
 
     python -m mprun check recipe=benchmarks/check_models/strangers.py recipe.model.name=pinn
-    python -m benchmarks.check_faults --strangers
+    python -m benchmarks.check_faults --only strangers --strangers 36
 
 No threshold of `mprun check` was chosen on them. `recipe.model.fault=NAME` plants a fault of
-`FAULTS` in its model.
+`FAULTY` in the model that it is about.
 """
 
 from __future__ import annotations
@@ -822,6 +822,7 @@ MODELS = {
     "dlrm": Stranger(Dlrm, clicks, of_clicks),
 }
 
+# Name to: its model, and what `FAULTS` of other files has
 FAULTY = {
     "angles_in_16_bits": (
         "diffusion_unet",
@@ -848,6 +849,7 @@ FAULTY = {
     "half_and_back": ("dlrm", "interaction", "bf16_mixed", "A forgotten .half().float()."),
     "rounded_table": ("dlrm", "bags.1", "bf16_mixed", "Weights of a bfloat16 checkpoint."),
 }
+FAULTS: Faults = {name: row[1:] for name, row in FAULTY.items()}
 PLANTED: Plants = {
     "angles_in_16_bits": AnglesIn16Bits,
     "epsilon_vanishes": EpsilonVanishes,
@@ -876,11 +878,11 @@ class StrangersModel(FaultyRecipe):
     """One of `MODELS`, with a fault of `FAULTY` or without."""
 
     name: str = "pinn"
-    """A name in MODELS."""
+    """A name in MODELS; with a fault, the model is that of the fault."""
     fault: str = NONE
     """A name in FAULTY."""
 
-    FAULTS: ClassVar[Faults] = {name: row[1:] for name, row in FAULTY.items()}
+    FAULTS: ClassVar[Faults] = FAULTS
     PLANTS: ClassVar[Plants] = PLANTED
 
     def __post_init__(self) -> None:
@@ -888,11 +890,16 @@ class StrangersModel(FaultyRecipe):
         if self.name not in MODELS:
             raise ValueError(f"name={self.name}: legal is {', '.join(MODELS)}")
 
+    @property
+    def kind(self) -> Stranger:
+        """The row of `MODELS`."""
+        return MODELS[self.name if self.fault == NONE else FAULTY[self.fault][0]]
+
     def healthy(self) -> nn.Module:
-        return MODELS[self.name].build()
+        return self.kind.build()
 
     def drawn(self, samples: int, generator: Generator) -> Any:
-        return MODELS[self.name].draw(samples, generator)
+        return self.kind.draw(samples, generator)
 
     def loss(self, output: Any, batch: Any) -> Any:
-        return MODELS[self.name].loss(output, batch)
+        return self.kind.loss(output, batch)
