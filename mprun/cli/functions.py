@@ -156,7 +156,7 @@ def check(
     texts = [x for x in given if isinstance(x, str)]
     modes: Any = fields.pop("precision", None)
     if modes is not None:  # several are a list of overrides, which no quotation marks enclose
-        several = modes if isinstance(modes, list | tuple) else [modes]
+        several = modes if isinstance(modes, Iterable) and not isinstance(modes, str) else [modes]
         texts.append(f"precision={','.join(map(str, several))}")
     texts += _overrides({f"check.{k}" if k in names else k: x for k, x in fields.items()})
     taken, overrides = take(with_last(CHECK, texts), CheckSettings)
@@ -183,7 +183,8 @@ def _overrides(fields: Mapping[str, object]) -> list[str]:
                 f"{name}={value!r}: {name} takes no mapping; write its fields with a dot: "
                 f"**{ {f'{name}.{key}': x for key, x in value.items()} }"
             )
-        if name == "precision" and (isinstance(value, list) or "," in texts[name]):
+        is_list = isinstance(value, list) or ("," in texts[name] and "=" not in texts[name])
+        if name == "precision" and is_list:
             raise UsageError(
                 f"precision={value!r}: a run has one precision; call mprun.run for each, or write "
                 "in a shell `mprun sweep recipe=... precision=fp32,bf16_mixed` (seeds and "

@@ -106,9 +106,8 @@ def audit(
     Raises:
         TypeError: an argument is something else.
     """
-    takes_steps = optimizer is None or hasattr(optimizer, "param_groups")  # or wraps one that does
-    counts = isinstance(casts, CastCounts | None)
-    if not (isinstance(model, nn.Module) and takes_steps and counts):
+    steps = optimizer is None or hasattr(optimizer, "param_groups")  # or wraps one that has
+    if not (isinstance(model, nn.Module) and steps and isinstance(casts, CastCounts | None)):
         given = ", ".join(type(x).__name__ for x in (model, optimizer, casts))
         legal = "a torch.nn.Module, its optimizer or None, mprun.numerics.CastCounts or None"
         raise TypeError(f"audit got arguments of type {given}; legal: {legal}")

@@ -97,6 +97,7 @@ SWEEP = "mprun sweep recipe=... precision="
         (lambda: mprun.run(precision=torch.float16), ["did you mean 'fp16_mixed', 'fp16_true' or"]),
         (lambda: mprun.run(precision=["fp32", "tf32"]), ["a run has one precision", SWEEP]),
         (lambda: mprun.run(precision="fp32,tf32"), ["precision='fp32,tf32'", SWEEP, "mprun -m "]),
+        (lambda: mprun.run(precision="p=fp32,c=bf16,o=bf16"), ["precision is one of bf16_mixed"]),
         (lambda: mprun.run(run={"dir": "x"}), ["run={'dir': 'x'}", "**{'run.dir': 'x'}"]),
         (
             lambda: mprun.run(train={"lr": 1, "optimizer": {"name": "sgd"}}),
@@ -104,9 +105,21 @@ SWEEP = "mprun sweep recipe=... precision="
         ),
         (lambda: mprun.run(recipe="it's.yaml"), ['"recipe=', "recipe is one of"]),
         (lambda: mprun.check(LINEAR, torch.ones(2, 1), precision=torch.bfloat16), [MEANT]),
-        (lambda: mprun.check(recipe="linear", precision=[torch.bfloat16]), [MEANT]),
+        (lambda: mprun.check(recipe="linear", precision={torch.bfloat16}), [MEANT]),
     ],
-    ids=["dtype", "text", "fp16", "list", "comma", "dict", "nested", "quote", "check", "checks"],
+    ids=[
+        "dtype",
+        "text",
+        "fp16",
+        "list",
+        "comma",
+        "policy",
+        "dict",
+        "nested",
+        "quote",
+        "check",
+        "checks",
+    ],
 )
 def test_what_is_no_value_of_a_run_is_answered_by_what_to_write(
     call: Callable[[], object], said: list[str]
