@@ -273,8 +273,6 @@ def numerics_parts(result: NumericsResult, top: int, verbose: bool) -> Iterator[
     yield from sentences(result)
     if not verbose:
         return
-    if result.verdict.deciding_rows:
-        yield f"decided by: {listed(result.verdict.deciding_rows, NAMED)}"
     yield scales_table(result)
     yield rows_table(result, top)
     yield lost_table(result, top // 2)  # half: the first table is the one that decides
@@ -438,8 +436,9 @@ def sentences(result: NumericsResult) -> list[str]:
     is_inexact = verdict.float32 or verdict.float32_gradients
     label = "compared with float32" if is_inexact else "what decides"
     criterion, *formats = pass_sentences(verdict.passes)
+    decided = [f"  decided by: {listed(rows, 2)}"] if (rows := verdict.deciding_rows) else []
     lines = [
-        *(answer_sentence(result), f"{label}: {criterion}", *formats),
+        *(answer_sentence(result), f"{label}: {criterion}", *formats, *decided),
         *unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference, most=2),
         *_scale(result.loss_scale),
         *_lost(result.lost_updates.all),
@@ -501,10 +500,8 @@ def _lost(lost: LostShares) -> Iterator[str]:
     if (bf16 := lost.bf16["nearest"]) is None or (fp16 := lost.fp16["nearest"]) is None:
         return
     cure = "; cures: bf16_sr, half_sr" if max(bf16, fp16) else ""
-    yield (
-        f"16-bit weights lose {share_text(bf16)} of the updates in bfloat16, {share_text(fp16)} in "
-        f"float16{cure}"
-    )
+    shares = f"{share_text(bf16)} in bfloat16, {share_text(fp16)} in float16"
+    yield f"16-bit weights lose updates: {shares}{cure}"
 
 
 def unjudged(
