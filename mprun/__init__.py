@@ -16,7 +16,7 @@ In anyone's own loop:
     mprun.diff(a, b, batch)      # where two precisions, versions or compiled and eager part
     mprun.assert_explained(kernel, x, reference=f)   # a test without a guessed tolerance
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
-    mprun.metrics                # accuracy, F1, perplexity, mean absolute error
+    mprun.metrics                # accuracy, perplexity; torchmetrics by name
     mprun.optim                  # optimizers that keep parameters and state in 16 or 8 bits
     mprun.numerics               # a close look at one training step
 

@@ -1,12 +1,12 @@
-"""Metrics by name: accuracy, F1, perplexity and mean absolute error.
+"""Metrics by name: accuracy and perplexity.
 
 A metric has `update(output, batch)`, called once for each batch, and `compute()`, called at the end
 of an epoch or of a data set:
 
     def metrics():
-        return {"f1": mprun.metrics.F1("binary"), "perplexity": "perplexity"}
+        return {"tokens": mprun.metrics.Accuracy(shift=True), "perplexity": "perplexity"}
 
-    METRIC = ("f1", "max")
+    METRIC = ("tokens", "max")
 
 Any object with these two methods is a metric. For one whose `update` takes something else, give a
 pair `(metric, select)`: `select(output, batch)` returns the arguments of `update`. Metrics of
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from mprun.errors import RunFailedError
 from mprun.precision import devices
 from mprun.train.loss_terms import shown
 
-__all__ = ["F1", "SHIPPED", "Accuracy", "MeanAbsoluteError", "Perplexity", "SummedMetric"]
+__all__ = ["SHIPPED", "Accuracy", "Perplexity", "SummedMetric"]
 
 # Why not torchmetrics, which a recipe may use: its sums and quotients are float32, so a mean over a
 # million batches would be off in the third digit; it wants the number of classes before the first
@@ -176,90 +176,33 @@ class _OfClasses(SummedMetric):
         raise self._refuse(scores, targets, legal)
 
 
-class _OfPredictions(_OfClasses):
-    """A metric of the class that is predicted: the one with the largest score.
+class Accuracy(_OfClasses):
+    """The share of targets whose class has the largest score: right / counted.
 
     Scores of the shape of the targets are those of class 1 against class 0: logits, whose limit is
     0, or, if they are integers, the predicted classes.
     """
 
-    def _predicted(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Predicted and true classes [n], and the number of classes if it is known."""
+    def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
+        predicted, true = self._predicted(scores, targets)
+        counted = true.ne(self._ignore_index)
+        return torch.stack((predicted.eq(true).logical_and(counted).sum(), counted.sum())).double()
+
+    def _predicted(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Predicted and true classes [n]."""
         if scores.shape == (*targets.shape, 1):
             scores = scores.squeeze(-1)
         if scores.shape != targets.shape:
             by_class, true = self._by_class(scores, targets)
-            return by_class.argmax(1), true.long(), by_class.shape[1]
+            return by_class.argmax(1), true.long()
         if self._shift:
             raise self._refuse(scores, targets, "with shift, scores have a dimension of classes")
-        is_logit = scores.is_floating_point()
-        classes = scores.gt(0).long() if is_logit else scores.long()
-        return classes.reshape(-1), targets.long().reshape(-1), 2 if is_logit else None
-
-
-class Accuracy(_OfPredictions):
-    """The share of targets whose class has the largest score: right / counted."""
-
-    def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
-        predicted, true, _ = self._predicted(scores, targets)
-        counted = true.ne(self._ignore_index)
-        return torch.stack((predicted.eq(true).logical_and(counted).sum(), counted.sum())).double()
+        classes = scores.gt(0) if scores.is_floating_point() else scores
+        return classes.long().reshape(-1), targets.long().reshape(-1)
 
     def _value(self, sums: Tensor) -> float:
         right, counted = sums.tolist()
         return right / counted if counted else math.nan
-
-
-class F1(_OfPredictions):
-    """F1 of a class: 2 x right / (predicted + true), the harmonic mean of precision and recall.
-
-    Args:
-        average: "macro": the mean over the classes that are predicted or true anywhere; "binary":
-            F1 of class 1 of two.
-        classes: the number of classes, needed only for scores that are predicted classes.
-        ignore_index, class_dim, shift: as for `Accuracy`.
-    """
-
-    def __init__(
-        self,
-        average: Literal["macro", "binary"] = "macro",
-        classes: int | None = None,
-        ignore_index: int = IGNORED,
-        class_dim: int | None = None,
-        shift: bool = False,
-    ) -> None:
-        if average not in ("macro", "binary"):
-            raise ValueError(f"F1: average={average!r}; legal: 'macro', 'binary'")
-        super().__init__(ignore_index, class_dim, shift)
-        self._is_binary, self._classes = average == "binary", classes
-
-    def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
-        predicted, true, known = self._predicted(scores, targets)
-        classes = self._classes or known
-        if classes is None:
-            raise self._refuse(scores, targets, "for predicted classes give F1(classes=N)")
-        if self._is_binary and classes != 2:
-            raise self._refuse(scores, targets, f"F1('binary') has 2 classes, these are {classes}")
-        counted = true.ne(self._ignore_index)
-        weight = counted.double()
-        # an index of -100 is illegal; class 0 with weight 0 counts nothing
-        true, predicted = true.where(counted, 0), predicted.where(counted, 0)
-        sums = torch.zeros(3, classes, dtype=torch.float64, device=scores.device)
-        sums[0].index_add_(0, true, weight * predicted.eq(true))
-        sums[1].index_add_(0, predicted, weight)
-        sums[2].index_add_(0, true, weight)
-        return sums
-
-    def _value(self, sums: Tensor) -> float:
-        right, predicted, true = sums
-        if not true.sum():
-            return math.nan
-        both = predicted + true
-        if self._is_binary:
-            # 0, as scikit-learn: class 1 is neither predicted nor true
-            return float(2 * right[1] / both[1]) if both[1] else 0.0
-        seen = both > 0
-        return float((2 * right[seen] / both[seen]).mean())
 
 
 class Perplexity(_OfClasses):
@@ -289,24 +232,8 @@ class Perplexity(_OfClasses):
             return math.inf
 
 
-class MeanAbsoluteError(SummedMetric):
-    """The mean of |score - target| over all their elements."""
-
-    def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
-        if scores.squeeze().shape != targets.squeeze().shape:  # they would be broadcast
-            raise self._refuse(scores, targets, "both have the same shape")
-        errors = (scores.double().reshape(-1) - targets.double().reshape(-1)).abs()
-        return torch.stack((errors.sum(), errors.new_tensor(errors.numel())))
-
-    def _value(self, sums: Tensor) -> float:
-        total, elements = sums.tolist()
-        return total / elements if elements else math.nan
-
-
 # The metrics that a recipe may give by name
 SHIPPED: dict[str, type[SummedMetric]] = {
     "accuracy": Accuracy,
-    "f1": F1,
     "perplexity": Perplexity,
-    "mean_absolute_error": MeanAbsoluteError,
 }

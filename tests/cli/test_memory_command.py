@@ -215,9 +215,7 @@ def test_a_recipe_that_gives_its_sample_is_not_asked_for_data(
 @pytest.mark.parametrize("own", [("nn.Linear(6, 3)", "")], indirect=True)
 def test_a_recipe_that_does_not_is(own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(*own)["modes"][0]["bytes"]
-    out, err = capsys.readouterr()
-    assert "loading" in out
-    assert "the data were loaded to see a sample's shape; Own.sample" in err
+    assert "loading" in capsys.readouterr().out
     assert found["activations"] == 30 * (6 + 3 + 3 + 3) * 4 + 4
 
 

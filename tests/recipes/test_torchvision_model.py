@@ -151,12 +151,6 @@ def test_a_folder_of_images_trains() -> None:
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), "the colours tell the classes apart"
 
 
-def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipe=resnet", "data.source=generated", "data.train_limit=9", "train.batch_size=8"]
-    assert main([*words, "data.eval_limit=8", "train.epochs=1"]) != 0
-    assert "does not leave one sample for an epoch's last batch" in capsys.readouterr().err
-
-
 # ---- modes ---------------------------------------------------------------------------------------
 
 

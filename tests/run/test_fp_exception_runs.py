@@ -345,15 +345,3 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert fragment in line
     assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["debug.fp_exceptions=log"], "debug.fp_exceptions=log never ends a run"),
-        (["debug.fp_exceptions=halt", "precision=fp16_mixed"], None),
-    ],
-)
-def test_a_limit_without_effect_is_warned_of(words: list[str], reason: str | None) -> None:
-    warnings = compose(["recipe=linear", *words, "debug.halt_after=3"]).warnings
-    assert any(reason in text for text in warnings) if reason else not warnings

@@ -78,7 +78,7 @@ class Language(Recipe):
         return int(batch["labels"].ne(-100).sum())
 
     def metrics(self):
-        return {"perplexity": Perplexity(), "f1": "f1", "tokens": Count()}
+        return {"perplexity": Perplexity(), "right": "accuracy", "tokens": Count()}
 '''
 YAML = """# @package _global_
 recipe: {name: numbers, target: own_language.Language}
@@ -107,7 +107,7 @@ def test_every_metric_and_part_is_recorded(
     assert conforms(raw(), Summary)
     summary, content = read_summary(Path("run")), raw()
     assert content["metric"] == {"name": "perplexity", "higher_is_better": False}
-    names = ["loss", "loss.token", "loss.size", "perplexity", "f1", "tokens"]
+    names = ["loss", "loss.token", "loss.size", "perplexity", "right", "tokens"]
     assert list(content["metrics"]) == names
     last = content["history"][-1]
     for name in names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import zipfile
 from collections import OrderedDict
@@ -117,18 +116,6 @@ def test_tensors_and_plain_values_are_read() -> None:
 
 
 # ---- data ----------------------------------------------------------------------------------------
-
-
-def test_only_a_published_archive_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever another one would unpack to; where nothing can be downloaded, none is."""
-    raw = Path("MNIST/raw")
-    raw.mkdir(parents=True)
-    for name in sources.SIZE_BYTES:
-        (raw / f"{name}.gz").write_bytes(gzip.compress(bytes(2**22)))
-    monkeypatch.setitem(sources.MIRRORS, "MNIST", ())
-    with pytest.raises(sources.DownloadError, match="no server is known"):
-        sources.download("MNIST", Path())
-    assert not [path for path in raw.iterdir() if path.suffix != ".gz"]
 
 
 def test_every_server_is_asked_over_tls() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.metrics import F1, Accuracy
+from mprun.metrics import Accuracy
 from mprun.precision import LossScale
 from mprun.precision.nested import all_tensors
 from mprun.records.run_record import Scores
@@ -45,13 +45,13 @@ class Largest:
 
 
 class Judged(Base):
-    """Judged by the shipped F1, with others beside it."""
+    """Judged by the shipped accuracy, with others beside it."""
 
-    METRIC = ("f1", "max")
+    METRIC = ("right", "max")
 
     def metrics(self) -> dict[str, Any]:
         return {
-            "f1": "f1",
+            "right": "accuracy",
             "top": (torchmetrics.F1Score("multiclass", num_classes=3, average="macro"), pair),
             "auroc": (torchmetrics.AUROC("multiclass", num_classes=3), pair),  # keeps a list
             "largest": Largest(),
@@ -87,7 +87,8 @@ def expected(rows: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
     )
     auroc = torchmetrics.functional.auroc(outputs, targets, "multiclass", num_classes=3)
     largest = outputs.max().item() * len(outputs)
-    return {"f1": float(f1), "top": float(f1), "auroc": float(auroc), "largest": largest}
+    right = float(outputs.argmax(1).eq(targets).double().mean())
+    return {"right": right, "top": float(f1), "auroc": float(auroc), "largest": largest}
 
 
 @pytest.mark.parametrize("micro", [None, 3], ids=["whole", "micro"])
@@ -243,11 +244,11 @@ class Forgetful(Largest):
 
 
 class Unsavable(Base):
-    METRIC = ("f1", "max")
+    METRIC = ("right", "max")
 
     def metrics(self) -> dict[str, Any]:
         metrics = {"forgetful": Forgetful(), "iter": Generator(), "module": Hidden()}
-        return {"f1": "f1", **metrics}
+        return {"right": "accuracy", **metrics}
 
 
 def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
@@ -259,9 +260,9 @@ def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
     again.load_state_dict(state)
     again.fit()
     first, second = resumed.epochs
-    assert set(values(first.train)) == {"f1"}
+    assert set(values(first.train)) == {"right"}
     assert first.train.metrics is not None
-    assert set(first.train.metrics) == {"f1", "forgetful", "iter", "module"}
+    assert set(first.train.metrics) == {"right", "forgetful", "iter", "module"}
     assert values(second.train) == values(log.epochs[1].train)
     assert [row["metric"] for row, _ in resumed.events] == ["forgetful", "iter", "module"]
     row, text = resumed.events[1]
@@ -314,7 +315,7 @@ def test_metrics_that_draw_random_numbers_do_not_change_the_run() -> None:
     class Draws(Base):
         def metrics(self) -> dict[str, Any]:
             torch.rand(5)
-            return {"f1": F1()}
+            return {"right": Accuracy()}
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -335,11 +336,11 @@ def with_metrics(given: Any, metric: Any = ("loss", "min")) -> Base:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ([F1()], r"metrics\(\) returned a list; legal is a dict"),
+        ([Accuracy()], r"metrics\(\) returned a list; legal is a dict"),
         ({"x": "acuracy"}, r"is 'acuracy' \(str\); did you mean 'accuracy'\?; legal: an object"),
-        ({"x": F1}, r"metrics\(\)\['x'\] is the class F1, not an object of it"),
-        ({"x": (F1(), 3)}, r"metrics\(\)\['x'\] is a tuple; legal"),
-        ({"loss": F1()}, "names a metric 'loss', which the record uses"),
+        ({"x": Accuracy}, r"metrics\(\)\['x'\] is the class Accuracy, not an object of it"),
+        ({"x": (Accuracy(), 3)}, r"metrics\(\)\['x'\] is a tuple; legal"),
+        ({"loss": Accuracy()}, "names a metric 'loss', which the record uses"),
     ],
 )
 def test_what_is_no_metric_is_one_line(given: Any, text: str) -> None:
@@ -362,7 +363,7 @@ def test_what_is_no_metric_is_one_line(given: Any, text: str) -> None:
 )
 def test_a_wrong_judge_is_one_line(metric: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text) as caught:
-        check_metric(with_metrics({"f1_score": F1()}, metric))
+        check_metric(with_metrics({"f1_score": Accuracy()}, metric))
     assert "\n" not in str(caught.value)
 
 

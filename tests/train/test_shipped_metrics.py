@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mprun.errors import RunFailedError
-from mprun.metrics import F1, SHIPPED, Accuracy, MeanAbsoluteError, Perplexity, SummedMetric
+from mprun.metrics import SHIPPED, Accuracy, Perplexity, SummedMetric
 
 CLASSES = 5
 
@@ -48,34 +48,16 @@ def test_accuracy_is_the_share_of_right_targets_not_the_mean_of_batches() -> Non
     assert computed(Accuracy(), [(s, (s, t)) for s, t in data]) == right / 11
 
 
-@pytest.mark.parametrize("shape", [(), (4,)], ids=["samples", "tokens"])
-def test_macro_f1_is_torchmetrics(shape: tuple[int, ...]) -> None:
-    torchmetrics = pytest.importorskip("torchmetrics")
-    data = batches(*shape)
-    flat = [(s.reshape(-1, CLASSES), t.reshape(-1)) for s, t in data]
-    macro = torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro")
-    oracle = of_torchmetrics(macro, flat)
-    # torchmetrics divides in float32: two roundings of 6e-8 each.
-    assert computed(F1(), data) == pytest.approx(oracle, rel=3e-7)
-
-
-def test_macro_f1_leaves_out_classes_that_never_occur() -> None:
-    scores = torch.eye(CLASSES)[[0, 0, 1]]
-    # class 0: 1 right of 2 predicted and 1 true; class 1: 1 right of 1 and 2. Others: never.
-    assert computed(F1(), [(scores, torch.tensor([0, 1, 1]))]) == pytest.approx(2 / 3)
-
-
-def test_binary_f1_is_torchmetrics_for_logits_of_one_class_and_of_two() -> None:
+def test_accuracy_is_torchmetrics_for_logits_of_one_class_and_of_two() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, generator=generator)
     targets = torch.randint(2, (40,), generator=generator)
     data = [(logits.sigmoid(), targets)]  # of probabilities, which torchmetrics takes as they are
-    oracle = of_torchmetrics(torchmetrics.F1Score("binary"), data)
-    for scores in (logits, logits[:, None], torch.stack((-logits, logits), 1)):
-        assert computed(F1("binary"), [(scores, targets)]) == pytest.approx(oracle, rel=3e-7)
-    predicted = logits.gt(0).long()
-    assert computed(F1("binary", classes=2), [(predicted, targets)]) == pytest.approx(oracle)
+    oracle = of_torchmetrics(torchmetrics.Accuracy("binary"), data)
+    two = torch.stack((-logits, logits), 1)
+    for scores in (logits, logits[:, None], two, logits.gt(0).long()):
+        assert computed(Accuracy(), [(scores, targets)]) == pytest.approx(oracle, rel=3e-7)
 
 
 def test_perplexity_is_of_all_tokens_with_ignored_ones_left_out() -> None:
@@ -99,20 +81,6 @@ def test_shifted_perplexity_is_that_of_a_causal_model() -> None:
         scores[:, :-1].reshape(-1, CLASSES), targets[:, 1:].reshape(-1)
     )
     assert shifted == pytest.approx(math.exp(by_hand), rel=1e-6)
-
-
-def test_mean_absolute_error_is_of_all_elements() -> None:
-    data = [(torch.randn(n, 1), torch.randn(n)) for n in (5, 2)]
-    error = torch.cat([(s[:, 0] - t).abs().double() for s, t in data]).mean()
-    assert computed(MeanAbsoluteError(), data) == pytest.approx(float(error))
-
-
-def test_sums_are_exact_where_float32_is_not() -> None:
-    metric = MeanAbsoluteError()
-    metric.update(torch.tensor([2.0**24]), torch.zeros(1))
-    for _ in range(3):
-        metric.update(torch.ones(1), torch.zeros(1))
-    assert metric.compute() == (2.0**24 + 3) / 4
 
 
 def test_scores_of_pictures_have_their_classes_second() -> None:
@@ -154,8 +122,7 @@ def test_scores_and_targets_are_found_where_models_and_data_have_them() -> None:
 def test_without_a_batch_there_is_no_value_and_a_reset_forgets(name: str) -> None:
     metric = SHIPPED[name]()
     assert math.isnan(metric.compute())
-    scores = torch.ones(2) if name == "mean_absolute_error" else torch.ones(2, 2)
-    metric.update(scores, torch.zeros(2, dtype=torch.long))
+    metric.update(torch.ones(2, 2), torch.zeros(2, dtype=torch.long))
     assert not math.isnan(metric.compute())
     metric.reset()
     assert math.isnan(metric.compute())
@@ -167,8 +134,6 @@ def test_without_a_batch_there_is_no_value_and_a_reset_forgets(name: str) -> Non
         (Accuracy(), {"boxes": 1}, torch.zeros(2), "finds no scores in an output .* 'boxes'"),
         (Accuracy(), torch.zeros(2), {"ids": 1}, "finds no targets in a batch .* with 'ids'"),
         (Accuracy(), torch.zeros(2, 3), torch.zeros(4), r"shape \[2, 3\] do not fit .* \[4\]"),
-        (F1(), torch.zeros(2).long(), torch.zeros(2), r"give F1\(classes=N\)"),
-        (MeanAbsoluteError(), torch.zeros(2), torch.zeros(2, 2), "both have the same shape"),
     ],
 )
 def test_what_does_not_fit_is_one_line_with_the_remedy(

@@ -70,7 +70,7 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     if config.precision.casting != "op_lists":
         return None
     section = config.op_lists
-    lower, fp32, promote = (names for names, _ in _without_displaced(section, device, resumed))
+    lower, fp32, promote = _without_displaced(section, device, resumed)
     with as_usage_error("op_lists: "):
         lists = op_lists(lower, fp32, promote, section.unlisted == "first_input")
     if section.strict and lists.unknown:
@@ -93,54 +93,27 @@ def entries(
     return [Entry(name, source) for name in of_this_version(section.name, names)]
 
 
-def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | None:
-    """A sentence about ops that the user's files remove from the other lists, or None.
-
-    Ops that leave the promote list are not mentioned: in HMP the other two lists win over it.
-    """
-    section = config.op_lists
-    if config.precision.casting != "op_lists" or not _kinds_from_files(section):
-        return None
-    rows = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
-    displaced = [(kind, names) for kind, (_, names) in rows if names and kind != "promote"]
-    if not displaced:
-        return None
-    files = " and ".join(f"op_lists.{kind}_file" for kind in _kinds_from_files(section))
-    moved = ", ".join(f"{', '.join(names)} from the {kind} list" for kind, names in displaced)
-    return (
-        f"{files} takes precedence over op_lists={section.name}, whose other lists lose what it "
-        f"names: {moved}"
-    )
-
-
-def _kinds_from_files(section: OpListsConfig) -> tuple[str, ...]:
-    """The lists that the user's files replace."""
-    return tuple(kind for kind in KINDS if getattr(section, f"{kind}_file") is not None)
-
-
 def _without_displaced(
     section: OpListsConfig, device: torch.device, resumed: bool
-) -> list[tuple[list[Entry], list[str]]]:
-    """For each of `KINDS` its entries, and the ops that it loses to a list of the user's files.
+) -> list[list[Entry]]:
+    """For each of `KINDS` its entries, without ops that are on a list of the user's files.
 
     An op that a file names is on the file's list only, also where a shipped list has another name
     for it. A shipped entry for several ops keeps the others. Lists from files lose nothing.
     """
     lists = {kind: entries(section, kind, device, resumed) for kind in KINDS}
-    from_files = _kinds_from_files(section)
+    from_files = [kind for kind in KINDS if getattr(section, f"{kind}_file") is not None]
     # by op, because two lists may name one op differently
     taken = {op for kind in from_files for entry in lists[kind] for op in spelled(entry.text)}
     result = []
     for kind, listed in lists.items():
         remaining: list[Entry] = []
-        displaced: dict[str, None] = {}
         for entry in listed:
             ops = spelled(entry.text)
             lost = () if kind in from_files else [op for op in ops if op in taken]
-            displaced |= dict.fromkeys(lost)
             rest = [Entry(op, entry.where) for op in ops if op not in lost]
             remaining += rest if lost else [entry]
-        result.append((remaining, list(displaced)))
+        result.append(remaining)
     return result
 
 

@@ -61,24 +61,18 @@ def made_by_name(
     taken = inspect.signature(kind).parameters
     # both are set: PyTorch picks foreach by itself on a GPU where neither is named
     kernels = {name: implementation == name for name in ("foreach", "fused") if name in taken}
+    options: dict[str, Any] = {"lr": lr, **options_of(config), **kernels}
     # without the import of the compiler, 1.5 s
-    return eager_optimizer(kind)(parameters, lr=lr, **options_of(config), **kernels)
+    return eager_optimizer(kind)(parameters, **options)  # type: ignore[arg-type]
 
 
-def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
-    """A sentence if the recipe's warm-up is longer than the planned optimizer steps.
-
-    Raises:
-        UsageError: the user set such a warm-up.
-    """
-    if steps is None or train.warmup_steps <= steps:
-        return None
-    if "train.warmup_steps" not in given:
-        return f"the run's {steps} steps end within the recipe's warm-up of {train.warmup_steps}"
-    raise UsageError(
-        f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
-        f"(train.epochs, train.max_steps); legal is at most {steps}"
-    )
+def check_warmup(train: TrainConfig, steps: int | None, given: Sequence[str]) -> None:
+    """Raise `UsageError` for a warm-up of the user's that is longer than the optimizer steps."""
+    if "train.warmup_steps" in given and steps is not None and train.warmup_steps > steps:
+        raise UsageError(
+            f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
+            f"(train.epochs, train.max_steps); legal is at most {steps}"
+        )
 
 
 def build_schedule(

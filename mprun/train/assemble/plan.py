@@ -41,14 +41,13 @@ from mprun.train.assemble.dtype_choices import (
     build_policy,
     choose_layers,
     choose_op_lists,
-    displaced_ops,
     with_formats,
 )
 from mprun.train.assemble.optimizer import (
     check_optimizer,
+    check_warmup,
     stores_low_precision,
     unused_by,
-    warmup_warning,
 )
 from mprun.train.assemble.recipe_loading import (
     Load,
@@ -201,9 +200,8 @@ def make_plan(
     choose_carrier(request, policy, layers, device, "plain")
     op_lists = choose_op_lists(config, device, resumed)
     speed = choose_speed(request, policy, layers, device)
-    list_notices = notices_of_lists(config, device, resumed, op_lists)
     data = plan_data(request, policy, layers, load)
-    lr, warmup = plan_schedule(request, policy, layers, speed, data)
+    lr = plan_schedule(request, policy, layers, speed, data)
 
     carrier = choose_carrier(request, policy, layers, device, config.speed.name)
     fallback = request.earlier.get("fp32_fallback")
@@ -214,10 +212,9 @@ def make_plan(
         *_fields_without_effect(request, policy),
         f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
         carrier.why_emulated if carrier.is_choice else None,
-        *list_notices,
+        *unknown_ops(op_lists),
         *data.notices,
         *_decided_by_loader(given, data.splits),
-        warmup,
     ]
     return Plan(
         config=config,
@@ -273,14 +270,12 @@ def choose_carrier(
     return choose_execution(wanted, policy, device, speed, layers.values(), guard)
 
 
-def notices_of_lists(
-    config: Config, device: torch.device, resumed: bool, lists: OpLists | None
-) -> list[str | None]:
-    """What the user has to know of the op lists: ops that moved, and names that no op has."""
+def unknown_ops(lists: OpLists | None) -> list[str]:
+    """A sentence for each name on the op lists that no op has."""
     unknown = [] if lists is None else lists.unknown
     rest = len(unknown) - 20  # a list for another version of PyTorch may have hundreds
     more = [f"{rest} more names of unknown ops"] if rest > 0 else []
-    return [displaced_ops(config, device, resumed), *map(str, unknown[:20]), *more]
+    return [*map(str, unknown[:20]), *more]
 
 
 class PlannedData(NamedTuple):
@@ -320,8 +315,8 @@ def plan_schedule(
     layers: Mapping[str, str],
     speed: SpeedChoice,
     data: PlannedData,
-) -> tuple[float, str | None]:
-    """Step 5: the learning rate, and a warning about the warm-up, of a schedule that is possible.
+) -> float:
+    """Step 5: the learning rate of a schedule that is possible.
 
     Raises:
         UsageError: the optimizer cannot be made, or the schedule needs a known number of steps.
@@ -339,8 +334,8 @@ def plan_schedule(
     lr = train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     # after the data, because the functions of a recipe's file may share what data() has read
     check_optimizer(config, request.recipe, policy, layers, speed, lr)
-    steps = planned_steps(config, data.splits, data.batch)
-    return lr, warmup_warning(train, steps, request.given)
+    check_warmup(train, planned_steps(config, data.splits, data.batch), request.given)
+    return lr
 
 
 def choose_speed(

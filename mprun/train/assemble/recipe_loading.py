@@ -175,14 +175,9 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
         like = recipe.sample()
         if not isinstance(like, TensorSet | None):
             raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
-    notice = None
     train: TensorSet | LoadedSet | None = like
     if like is None:
         train = load_data(recipe, request).train
-        notice = (
-            f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
-            "(see mprun.recipe.Recipe) makes that unnecessary"
-        )
 
     def one(x: Tensor) -> Tensor:
         # one row stands for any number: a plan's step has rows of its own batch size
@@ -191,7 +186,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     assert train is not None
     if isinstance(train, TensorSet):
         train = train.map(one)
-    return Splits("no data", NO_DATA, train, NOTHING, NOTHING, notice=notice)
+    return Splits("no data", NO_DATA, train, NOTHING, NOTHING)
 
 
 class DataCache:

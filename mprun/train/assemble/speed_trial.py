@@ -1,4 +1,4 @@
-"""`speed=auto`, measured: a short trial chooses memory format, optimizer kernels and compilation.
+"""`speed=auto`, measured: a short trial chooses memory format and compilation.
 
 Which choice is faster depends on the model, the batch and the machine: channels-last images win on
 one CPU and lose on the next. So a few steps of the run itself are timed with each candidate. One
@@ -40,8 +40,6 @@ MIN_GAIN = 0.97  # A ratio of medians above it is within the noise of a few step
 # `speed.compile=auto` tries it where at least this is planned: compiling takes about a minute
 COMPILE_FROM_S = 1800.0
 SAVED = " (saved by an earlier trial)"
-# Kernels of PyTorch's that may win or lose; fused AdamW won on every model
-IMPLEMENTATIONS = {"sgd": ("forloop", "fused")}
 
 
 @dataclass(frozen=True)
@@ -157,11 +155,6 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
     if images and any(p.dim() == 4 for p in parameters):
         other = "contiguous" if own.memory_format == "channels_last" else "channels_last"
         yield replace(own, memory_format=other)
-    optimizer = plan.config.train.optimizer
-    if own.optimizer_impl in ("forloop", "foreach", "fused"):
-        for implementation in IMPLEMENTATIONS.get(optimizer.name, ()):
-            if plan.device.type == "cpu" and implementation != own.optimizer_impl:
-                yield replace(own, optimizer_impl=implementation)
     if config.compile == "auto" and planned_s >= COMPILE_FROM_S and plan.why_not_compiled is None:
         yield replace(own, compile=True)
 

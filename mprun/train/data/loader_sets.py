@@ -224,7 +224,6 @@ def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
     if isinstance(part, LoadedSet):
         return part
     if isinstance(part, DataLoader):
-        _refuse_once(part.dataset, name)
         return LoaderSet(given=part)
     part = _in_torch_format(part)
     if isinstance(part, IterableDataset):
@@ -241,14 +240,6 @@ def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
             )
         return DatasetSet(dataset=part)
     return None
-
-
-def _refuse_once(dataset: Any, name: str) -> None:
-    if isinstance(dataset, IterableDataset) and hasattr(type(dataset), "__next__"):
-        raise UsageError(
-            f"data(): {name} is a {type(dataset).__name__}, an iterator that gives its samples "
-            "once; legal is an IterableDataset whose __iter__ begins anew for each epoch and run"
-        )
 
 
 def _is_map_style(part: Any) -> bool:
@@ -420,7 +411,6 @@ class LoaderBatches(Batches):
         self.batch_size = None if size is None else size * self._per_step
         self._reading, self._generator = reading, generator
         self._form, self._accumulate = form, accumulate
-        self._structure: str | None = None  # Of the first batch, as text
 
     @property
     def length(self) -> int | None:
@@ -449,8 +439,8 @@ class LoaderBatches(Batches):
                 yield batch
             if empty:
                 raise RunFailedError(
-                    "the data gave no batch: the dataset is empty, or smaller than batch_size with "
-                    "drop_last=True"
+                    "the data gave no batch: the dataset is empty, smaller than batch_size with "
+                    "drop_last=True, or an iterator that gives its samples once"
                 )
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
@@ -500,24 +490,9 @@ class LoaderBatches(Batches):
                         content = next(source)
                     except StopIteration:
                         return
-                self._check(content)
                 yield content
         finally:  # an epoch that is not read to its end leaves workers behind
             end_workers(source)
-
-    def _check(self, content: Any) -> None:
-        """Refuse a batch of another structure than the first: it may not be trained as meant."""
-        found = f"a {type(content).__name__}"
-        if isinstance(content, Mapping):
-            found += f" of {', '.join(map(str, content))}"
-        elif isinstance(content, tuple):
-            found += f" of {len(content)}"
-        self._structure = self._structure or found
-        if found != self._structure:
-            raise RunFailedError(
-                f"the data gave a batch that is {found}, after one that was {self._structure}; "
-                "legal are batches of one structure"
-            )
 
     def _micro_batch(self, content: Any) -> MicroBatch:
         size, pinned = batch_size(content), devices.backend(self.device).pins

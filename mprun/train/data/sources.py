@@ -351,7 +351,6 @@ class DownloadError(Exception):
 def download(name: str, root: Path) -> str:
     """Bring what is missing or damaged of the set into `root`; one process at a time.
 
-    A packed file in the same folder (`train-images-idx3-ubyte.gz`) is unpacked, not downloaded.
     Good files are not touched. The result is "download", or "local" if nothing was downloaded.
 
     Raises:
@@ -360,11 +359,12 @@ def download(name: str, root: Path) -> str:
     raw = raw_folder(name, root)
     with fetching(raw, root / f".{name}.lock") as folder:
         missing = [f.path.name for f in check(name, root) if f.state != "ok"]
-        downloaded = [_obtain(name, file, raw, folder) for file in missing]
+        for file in missing:
+            _obtain(name, file, folder)
         # not before all are whole: a reader without the lock never gets half of a file
         for file in missing:
             (folder / file).replace(raw / file)
-    return "download" if any(downloaded) else "local"
+    return "download" if missing else "local"
 
 
 @contextlib.contextmanager
@@ -395,22 +395,19 @@ def fetching(target: Path, lock: Path) -> Iterator[Path]:
         raise DownloadError(reason(error)) from None
 
 
-def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
-    """Put a file into `folder`: unpacked from `raw`, else downloaded; True if downloaded."""
+def _obtain(name: str, file: str, folder: Path) -> None:
+    """Download a file into `folder`."""
     from torchvision import datasets
-    from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+    from torchvision.datasets.utils import download_and_extract_archive
 
     resources = getattr(datasets, name).resources
     packed, md5 = next(r for r in resources if r[0] == f"{file}.gz")
     # Unpacked is only what has the published MD5, so an archive that unpacks to terabytes is not.
-    is_here = check_integrity(raw / packed, md5)
     failure: Exception = DownloadError("no server is known")
     for mirror in MIRRORS[name]:
         try:
             with contextlib.redirect_stdout(None):  # some versions print what they do
-                download_and_extract_archive(
-                    f"{mirror}{packed}", raw if is_here else folder, folder, packed, md5
-                )
+                download_and_extract_archive(f"{mirror}{packed}", folder, folder, packed, md5)
             break
         except (OSError, RuntimeError, HTTPException) as error:
             failure = error
@@ -418,7 +415,6 @@ def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
         raise failure
     if sha256(folder / file) != SHA256[name][file]:
         raise DownloadError(f"{packed} does not hold the published file")
-    return not is_here
 
 
 def reason(error: Exception) -> str:

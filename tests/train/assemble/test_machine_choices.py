@@ -145,16 +145,3 @@ def test_a_trial_is_the_mean_factor_of_the_ops_and_is_made_once(
             assert rates.slowdown(torch.bfloat16, CPU) == pytest.approx(4.0)
     finally:
         rates.slowdown.cache_clear()
-
-
-# ---- a warm-up that is longer than the run -------------------------------------------------------
-
-CHAR_GPT = ["recipe=char_gpt", "device=cpu", "data.source=generated"]
-
-
-def test_the_recipes_own_warmup_may_be_cut_short() -> None:
-    composed = compose([*CHAR_GPT, "train.max_steps=10"])
-    plan = make_plan(composed.config, composed.given)
-    assert "the run's 10 steps end within the recipe's warm-up of 100" in plan.warnings
-    composed = compose([*CHAR_GPT, "train.max_steps=100"])
-    assert not any("warm-up" in x for x in make_plan(composed.config, composed.given).warnings)

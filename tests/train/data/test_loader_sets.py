@@ -207,13 +207,6 @@ def test_the_samples_of_a_batch(content: Any, size: int) -> None:
     assert batch_size(content) == size
 
 
-def test_a_batch_of_another_structure_is_refused() -> None:
-    content = [{"x": X}, (X, Y)]
-    batches, order = batches_of(DataLoader(content, batch_size=None))
-    with pytest.raises(RunFailedError, match="after one that was a dict of x; legal are batches"):
-        list(batches.epoch(order.draw()))
-
-
 def test_some_batches_are_cut_to_size() -> None:
     batches, _ = batches_of(NUMBERS)
     assert [part.size for part in batches.some(3, 2)] == [2, 2, 2]

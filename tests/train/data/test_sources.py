@@ -182,17 +182,6 @@ def test_what_is_missing_or_damaged_is_downloaded_and_the_rest_left_alone(
     assert {name: written(raw / name) for name in good} == before
 
 
-def test_packed_files_beside_are_unpacked(server: Server, root: Path) -> None:
-    raw = root / "MNIST" / "raw"
-    for packed, data in server.files.items():
-        (raw / packed.removesuffix(".gz")).unlink()
-        (raw / packed).write_bytes(data)
-    splits = image_splits("MNIST", DataRequest(root=str(root)))
-    assert (splits.source, server.asked) == ("local", [])
-    assert torch.equal(splits.train.targets, labels(TRAIN).long())
-    assert len(list(raw.iterdir())) == 8
-
-
 def test_the_next_mirror_is_asked_where_one_fails(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ MERGE = """
 USED = """
 
 def metrics():
-    return {"r2": R2(), "error": "mean_absolute_error"}
+    return {"r2": R2(), "signs": "accuracy"}
 """
 
 
