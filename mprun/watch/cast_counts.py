@@ -172,7 +172,7 @@ class CastCounts(DispatchMode):
         ]
 
     def findings(self, model: nn.Module) -> Iterator[AuditFinding]:
-        """A finding for each reason and dtype, and the fewest modules that it concerns."""
+        """A finding for each reason and dtype, with the fewest modules of `model` concerned."""
         yield from self._in_16_bits(model)
         among = {self._parameters[key.parameter] for key in self._counts}
         groups: dict[tuple[str, torch.dtype], dict[nn.Parameter, RepeatedCast]] = {}

@@ -62,7 +62,7 @@ class StepListener:
         """The first forward pass begins."""
 
     def on_micro_batch(self, module: nn.Module | None, inputs: tuple[Any, Any]) -> None:
-        """The model, or a part, is called to train it; None: the loop notifies of a micro-batch."""
+        """A `module` gets `inputs` to train it; None: the loop itself says that they are ready."""
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         """The module at `path` gets `inputs`, not from another one: the model, or a part by itself.

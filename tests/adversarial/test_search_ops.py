@@ -74,6 +74,6 @@ def test_a_model_that_trains_in_a_mode_needs_no_op_in_float32(
     exact = name in FLOAT32_IS_EXACT
     assert found["zero_gradients"] == ([*zero] if exact else [])
     assert found["unjudged_parameters"] == ([] if exact else [*zero])
-    reason = "the gradient is exactly zero" if exact else "only rounding errors"
-    said = f"not judged: {', '.join(zero)}: {reason}" if zero else "not judged"
+    reason = "gradients are exactly zero" if exact else "gradients are only rounding errors"
+    said = f"not judged, {reason}: {', '.join(zero)}" if zero else "not judged"
     assert (said in capsys.readouterr().out) == bool(zero)

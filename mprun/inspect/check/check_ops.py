@@ -123,6 +123,8 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     trainer, batch = Trainer(parts, plan.limits), batches_of(plan, SAMPLES)[0]
     made = model_of(plan.recipe)  # as the recipe makes it, before any cast
     findings = [*_rounded_before(made)]
+    low = {name: x.dtype for name, x in made.named_buffers() if x.dtype in LOW}
+    del made
     before = {name: x.clone() for name, x in parts.model.named_buffers()}
     with ops.muted():
         scale = _taken_step(trainer, batch)  # the first: the optimizer has no state before
@@ -133,7 +135,7 @@ def _watch(mode: CheckedMode) -> WatchedStep:
     # before the step: the gradients are unscaled then, and the weights those of the forward pass
     with parts.optimizer.register_step_pre_hook(judge), ops.watching(parts.model, parts.optimizer):
         trainer.optimizer_step(batch)
-    findings += [*_stored(mode, parts), *_averages(made, parts.model, before)]
+    findings += [*_stored(mode, parts), *_averages(low, parts.model, before)]
     return WatchedStep(ops.ops, scale, findings)
 
 
@@ -194,18 +196,19 @@ def _stored(mode: CheckedMode, parts: TrainingComponents) -> Iterator[Finding]:
             yield Finding("stored_in_16_bits", module, text)
 
 
-def _averages(made: nn.Module, model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[Finding]:
+def _averages(
+    low: Mapping[str, torch.dtype], model: nn.Module, before: Mapping[str, Tensor]
+) -> Iterator[Finding]:
     """Buffers that the code makes in 16 bits and steps change; the mode's model widens them."""
     after = dict(model.named_buffers())
-    for name, x in made.named_buffers():
-        now = after.get(name)
-        if x.dtype in LOW and now is not None and now.dtype == torch.float32:
-            old = before.get(name)
-            if old is None or old.shape != now.shape or not torch.equal(old, now):
-                module, _, own = name.rpartition(".")
-                text = f"the code makes {own} in {dtype_name(x.dtype)} and steps change it: an "
-                text += "average stands still where a step moves it by less than 0.2 % of itself"
-                yield Finding("stored_in_16_bits", module, text)
+    for name, dtype in low.items():
+        old, now = before.get(name), after.get(name)
+        if old is None or now is None or now.dtype != torch.float32 or torch.equal(old, now):
+            continue
+        module, _, own = name.rpartition(".")
+        text = f"the code makes {own} in {dtype_name(dtype)} and steps change it: an average "
+        text += "stands still where a step moves it by less than 0.2 % of itself"
+        yield Finding("stored_in_16_bits", module, text)
 
 
 def _lost(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
