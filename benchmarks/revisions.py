@@ -1,10 +1,11 @@
 """Two checkouts of mprun in turns: is a step of the shipped recipes slower than it was?
 
-    python -m benchmarks.revisions OLD NEW     folders of two checkouts, after `make test` in each
+    python -m benchmarks.revisions OLD NEW [--cases NAME ...] [--precisions MODE ...]
 
-Each trains in a process of its own, from its own folder, with the loop of its `raw_loop.py`; the
-processes take turns, block by block, and sleep while the other works. The time is that of the whole
-loop over the steps of a block: data, step and bookkeeping. glibc keeps its memory in both.
+OLD and NEW are folders of two checkouts, after `make test` in each. Each trains in a process of its
+own, from its own folder, with the loop of its `raw_loop.py`; the processes take turns, block by
+block, and sleep while the other works. The time is that of the whole loop over the steps of a
+block: data, step and bookkeeping. glibc keeps its memory in both.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def main() -> None:
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16_mixed", "half_sr"])
     parser.add_argument("--speed", choices=("plain", "auto"), default="plain")
     args = parser.parse_args()
     print(
@@ -72,8 +75,8 @@ def main() -> None:
         "old ms, new ms, new over old with its 95 % interval",
         flush=True,
     )
-    for case in CASES:
-        for precision in ("fp32", "bf16_mixed", "half_sr"):
+    for case in args.cases:
+        for precision in args.precisions:
             if precision == "half_sr" and case.endswith("256"):
                 continue
             old = blocks(args.old, case, precision, args.speed)

@@ -281,6 +281,8 @@ def _is_unknown(key: str) -> bool:
 
 def _or_legal(key: str) -> str:
     """The keys that are meant, else the fields of the section, else the help."""
+    if key in GONE:
+        return "; optimizer(model) of a recipe makes any optimizer"
     known = (*GROUPS, *leaves())
     near = did_you_mean(keys_called(key, known)) or hint(key, known)
     section = key.rpartition(".")[0]

@@ -71,7 +71,10 @@ class MetricReadback:
         # On the CPU they are computed when the step returns. Thousands of tiny tensors between
         # large ones would make the allocator return memory and fault it in again at every step
         # (measured: 30 to 50 page faults a step on `linear`).
-        self._metrics.append(_metrics(map_tensors(Tensor.item, scalars)))
+        *own, parts = scalars
+        read: list[Any] = [x if x is None else x.item() for x in own]
+        read.append({k: x.item() for k, x in parts.items()})
+        self._metrics.append(_metrics(Scalars._make(read)))
 
     def take(self) -> list[StepMetrics]:
         """The metrics of the steps since the last call, in order."""

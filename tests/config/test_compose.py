@@ -256,6 +256,11 @@ def test_a_config_dir_that_is_none_is_refused(name: str, reason: str) -> None:
             "device=cuba; did you mean 'cuda'?; legal: auto, cpu, cuda, xpu, mps, hpu, and one of "
             "several as cuda:1",
         ),
+        (  # of an earlier version
+            ["train.optimizer.target=torch.optim.NAdam"],
+            "'train.optimizer.target=torch.optim.NAdam': there is no field "
+            "'train.optimizer.target'; optimizer(model) of a recipe makes any optimizer",
+        ),
     ],
 )
 def test_a_refused_value_is_named_as_it_was_typed(overrides: list[str], message: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,11 +98,11 @@ class TensorSet(SampleSet):
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
     def __len__(self) -> int:
-        return len(all_tensors(self.content)[0])
+        return self.samples
 
-    @property
+    @cached_property  # the loop asks four times a step
     def samples(self) -> int:
-        return len(self)
+        return len(all_tensors(self.content)[0])
 
     def batches(self, batch_size: int) -> int:
         return -(-len(self) // batch_size)
