@@ -96,7 +96,9 @@ def check(config: Config) -> None:
         field.check(attrgetter(key)(config))
     _check_length(config)
     _check_optimizer(config)
-    if config.recipe.file is None and not _is_import_path(config.recipe.target):
+    module, _, name = config.recipe.target.rpartition(".")
+    is_path = module and all(part.isidentifier() for part in (*module.split("."), name))
+    if config.recipe.file is None and not is_path:
         raise UsageError(
             f"recipe.target={config.recipe.target}: legal is the import path of a class, "
             "module.Class"
@@ -165,11 +167,6 @@ def _check_optimizer(config: Config) -> None:
     train = config.train
     if train.min_lr > train.lr:
         raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
-
-
-def _is_import_path(text: str) -> bool:
-    """Whether a text is `module.Class`."""
-    return "." in text and all(part.isidentifier() for part in text.split("."))
 
 
 def _check_coded_moments(config: Config) -> None:

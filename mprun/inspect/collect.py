@@ -134,7 +134,8 @@ class LargestGradients(StepListener):
             number = node_number(node)
             if number is None or number < self.tracker.first_node:
                 continue  # a parameter's, or made before: of another call
-            where = _parameter_behind(node, self._names) or (self._module(number), _op(node))
+            op = node.name().rpartition("Backward")[0] or node.name()  # Addmm of AddmmBackward0
+            where = _parameter_behind(node, self._names) or (self._module(number), op)
             node.register_prehook(self._measure(*where))  # dies with the node
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -160,10 +161,6 @@ class LargestGradients(StepListener):
             size = float(torch.linalg.vector_norm(gradient, math.inf)) / self._scale()
         size = size if math.isfinite(size) else math.inf
         self.magnitudes[source] = max(self.magnitudes.get(source, 0.0), size)
-
-
-def _op(node: Node) -> str:
-    return node.name().rpartition("Backward")[0] or node.name()  # `Addmm` of `AddmmBackward0`
 
 
 def _parameter_behind(node: Node, names: Mapping[int, str]) -> tuple[str, str] | None:

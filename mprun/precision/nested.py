@@ -24,7 +24,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list):
-        return _sequence(value, [map_tensors(function, x) for x in value])
+        return with_items(value, [map_tensors(function, x) for x in value])
     if isinstance(value, _PLAIN):  # first, as this runs before every op of an op list
         return value
     if isinstance(value, MutableMapping):
@@ -65,8 +65,7 @@ def leaves(value: Any) -> Iterator[Any]:
     inside = children(value)
     if inside is None:
         yield value
-        return
-    for child in inside:
+    for child in inside or ():
         yield from leaves(child)
 
 
@@ -78,10 +77,17 @@ def all_tensors(value: Any) -> list[Tensor]:
 def copied_model(model: nn.Module) -> nn.Module:
     """A copy of a model. Tensors that it keeps with their graph (a balance loss) lose it there.
 
-    `copy.deepcopy` alone refuses such a model.
+    `copy.deepcopy` alone refuses such a model. In a region of fake tensors all of the copy's are.
     """
-    kept = (x for module in model.modules() for x in all_tensors(list(vars(module).values())))
+    kept = [x for module in model.modules() for x in all_tensors(list(vars(module).values()))]
+    if type(torch.empty(0)) is not Tensor:  # a fake one, whose ops take no others
+        return copy.deepcopy(model, {id(x): _of_this_region(x) for x in kept})
     return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept if not x.is_leaf})
+
+
+def _of_this_region(x: Tensor) -> Tensor:
+    new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -91,7 +97,8 @@ def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
-def _sequence(value: Any, items: list[Any]) -> Any:
+def with_items(value: Any, items: list[Any]) -> Any:
+    """A tuple or list of the type of `value` with these items; `value` itself if it has them."""
     if all(map(operator.is_, items, value)):
         return value
     kind = type(value)

@@ -75,7 +75,8 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
                 del section[key]
     config = {key: value for key, value in config.items() if key != "parallel" or value}
     if "speed" in config:
-        config["speed"] = _short_speed(config["speed"])
+        own = config["speed"]  # a shipped option by its name alone, as earlier versions have it
+        config["speed"] = next((name for name, x in SPEEDS.items() if x == own), own)
     if debug := _deciding(config.pop("debug", {})):
         config["debug"] = debug
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
@@ -89,11 +90,6 @@ def _deciding(debug: Mapping[str, Any]) -> dict[str, Any]:
     if debug.get("guard") == "promote":
         names += ["guard", "guard_underflow", "guard_error"]
     return {name: debug.get(name) for name in names}
-
-
-def _short_speed(speed: Any) -> Any:
-    """A shipped option of the group `speed` by its name alone, as earlier versions have it."""
-    return next((name for name, shipped in SPEEDS.items() if speed == shipped), speed)
 
 
 def variant_hash(resolved: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from mprun.train.callbacks import Callback, StepLine
 Scalar = str | int | float | bool | None
 
 STORE = "outputs"  # The folder of all runs, unless the user names another
+PLAIN = re.compile("[A-Za-z0-9_-]+")  # A key that trackers take as a part of a dotted name
 STORE_LEVELS = 3  # outputs/DATE/TIME/TRIAL: the folders above the run of a study
 
 
@@ -80,16 +81,12 @@ class LoggedRun:
 def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Scalar]]:
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and all(map(_is_plain, value)):
+        if isinstance(value, Mapping) and value and all(PLAIN.fullmatch(str(x)) for x in value):
             yield from _flattened(value, f"{name}.")
         elif value is None or isinstance(value, str | int | float):
             yield name, value
         else:
             yield name, json.dumps(value)
-
-
-def _is_plain(key: object) -> bool:
-    return isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]+", key) is not None
 
 
 def run_tags(summary: Summary) -> dict[str, str]:

@@ -16,6 +16,7 @@ in which a gradient differs, further ones are compared along it, so one number i
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import fmean, stdev
@@ -69,7 +70,8 @@ LEAST_FALL = 0.25
 # Passes of each kind: for the direction, compared at first, and compared where they differ. A few
 # passes give the distribution of one number along a direction, not that of a million numbers.
 DIRECTION_PASSES, FIRST_PASSES, MOST_PASSES = 3, 4, 12
-ROUNDED = 4  # Rounded passes of each module; the largest of their errors counts
+ROUNDED = 4  # The most rounded passes of each module; the largest of their errors counts
+CAPTURE_S = "seconds of the longest capture"  # A key of what the modes of a check share
 SCALE = 2.0**16  # The first loss scale of PyTorch's GradScaler
 
 
@@ -185,26 +187,34 @@ def agrees(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of `agrees`, without the curve."""
     passes = mode.passes
     named = list(_by_module(passes))
-    if passes.is_16_bit:
+    if passes.is_16_bit and _has_time(mode):
         named += _no_gradient(passes)
-        if mode.left_s <= 0:
-            mode.checks.not_done["agrees"] = "no time for passes of the whole step"
-        elif not named:  # a named module is the cause of a far step
+        if not named and _has_time(mode):  # a named module is the cause of a far step
             named += _far(passes)
     yield from named
-    if passes.is_scaled:
+    if passes.is_scaled and _has_time(mode):
         yield from _scale_changes(passes)
+
+
+def _has_time(mode: CheckedMode, needed_s: float = 0.0) -> bool:
+    """Whether a further part of `agrees` fits into the budget; else the check is not done."""
+    fits = mode.left_s > needed_s
+    if not fits:
+        mode.checks.not_done["agrees"] = "no time for all of its passes"
+    return fits
 
 
 def _by_module(passes: StepPasses) -> Iterator[Finding]:
     """The first module, forward or backward, with an error beyond its bound."""
     mode, is_exact = passes.mode, passes.mode.plan.policy.name == FLOAT32_MODE
     least = TF32_ERROR if mode.plan.policy.tf32 else 0.0
+    if not _has_time(mode, mode.shared.get(CAPTURE_S, 0.0)):
+        return
     own = _captured(mode, 0, passes.scale)
-    known = _suspects(own, least)
-    if known and len(mode.batches) > 1:
+    known, needed_s = _suspects(own, least), mode.shared[CAPTURE_S]
+    if known and len(mode.batches) > 1 and _has_time(mode, needed_s):
         known &= _suspects(_captured(mode, 1, passes.scale), least)
-    if not known:
+    if not known or not _has_time(mode, needed_s):
         return
     exact = own if is_exact else _captured(mode, 0, 1.0, exact=True)
     for row in compare(own, exact).rows:
@@ -241,13 +251,21 @@ def _is_suspect(error: SideError, least: float) -> bool:
 
 def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> Captured:
     """Each module's own errors in the mode, or in float32, on a batch of this number."""
-    plan, parts = (mode.exact if exact else mode.plan), mode.trainer(exact).parts
-    part = mode.few_samples[exact][n].parts[0]
-    handed_on = partial(to_dtype, dtype=torch_dtype(plan.policy.output_dtype))
-    with parts.precision.arithmetic.region():  # of the backward pass too
-        return capture_in_mode(
-            plan, parts.model, parts.precision, part, handed_on, scale, passes=ROUNDED
-        )
+    plan = mode.exact if exact else mode.plan
+
+    def capture() -> Captured:
+        parts, began = mode.trainer(exact).parts, time.monotonic()
+        part = mode.few_samples[exact][n].parts[0]
+        handed_on = partial(to_dtype, dtype=torch_dtype(plan.policy.output_dtype))
+        with parts.precision.arithmetic.region():  # of the backward pass too
+            captured = capture_in_mode(
+                plan, parts.model, parts.precision, part, handed_on, scale, passes=ROUNDED
+            )
+        mode.shared[CAPTURE_S] = max(mode.shared.get(CAPTURE_S, 0.0), time.monotonic() - began)
+        return captured
+
+    # float32's is the same for all modes
+    return mode.once(f"captured {n}", capture) if plan is mode.exact else capture()
 
 
 # ---- gradients that are absent -------------------------------------------------------------------
@@ -267,16 +285,16 @@ def _no_gradient(passes: StepPasses) -> Iterator[Finding]:
         if not absent:
             return
     exact, float64 = passes.exact(), passes.in_float64()
-    known = [x for x in absent or () if x in float64 and _is_determined(exact[x], float64[x])]
+    # in float32 more than rounding errors around 0, as the gradient of a bias before a norm has
+    known = [
+        x
+        for x in absent or ()
+        if x in float64 and sums_db(power(float64[x]), power(exact[x] - float64[x])) >= LIMIT_DB
+    ]
     if known:
         more = f", and {len(known) - 1} more" if len(known) > 1 else ""
         text = f"{known[-1]}{more}: no gradient, or zeros, in {len(passes.mode.batches)} batches"
         yield passes.finding("no_gradient", known[-1], text, at=len(known))
-
-
-def _is_determined(exact: Tensor, float64: Tensor) -> bool:
-    """Whether float32's gradient is more than rounding errors around 0 (a bias before a norm)."""
-    return sums_db(power(float64), power(exact - float64)) >= LIMIT_DB
 
 
 # ---- the whole step ------------------------------------------------------------------------------
@@ -311,6 +329,8 @@ def _far_ratios(passes: StepPasses) -> dict[str, float]:
             return {}
         # other seeds than those that gave the direction, else it would fit their noise
         difference = _difference(passes, DIRECTION_PASSES + n)
+        if not is_finite(difference):  # a rounding up to infinity, by chance
+            return {}
         for x, values in series.items():
             values.append(float((difference[x] * along[x]).sum()))
     level = LEVEL / max(1, len(series))  # Bonferroni: one chance for all parameters

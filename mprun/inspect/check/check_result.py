@@ -46,6 +46,7 @@ CHECKS = {
     "baseline": "what changed since mprun-baseline.json was written",
 }
 SHOWN = 4  # Findings on the terminal, two lines each; all are in check.json
+SLOWEST = 3  # Checks whose seconds are
 # Legal values of check.targets; a copy of the names in check_targets.yaml, which help does not read
 TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 
@@ -263,8 +264,14 @@ def _answer(record: CheckRecord) -> str:
     counts = ", ".join(counted(n, x) for x, n in numbers.items() if n)
     modes = ", ".join(mode.label for mode in record.modes)
     answer = "failed" if record.has_errors else "incomplete" if left else "passed"
-    text = counts or "no findings"
-    return f"{answer}: {record.recipe} in {modes}: {text} ({record.seconds:.0f} s)"
+    spent = Counter[str]()
+    for mode in record.modes:
+        spent.update(mode.done)
+    slow = [
+        f"{name} {seconds:.0f}" for name, seconds in spent.most_common(SLOWEST) if seconds >= 0.5
+    ]
+    took = f"{record.seconds:.0f} s{': ' * bool(slow)}{', '.join(slow)}"
+    return f"{answer}: {record.recipe} in {modes}: {counts or 'no findings'} ({took})"
 
 
 # ---- JUnit ---------------------------------------------------------------------------------------

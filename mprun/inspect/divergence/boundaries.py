@@ -34,7 +34,6 @@ from mprun.precision._torch import (
     no_dispatch,
     op_name,
     original_module,
-    tree_map,
 )
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
@@ -273,10 +272,10 @@ class Exact(DispatchMode):
         if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
             return result
         with no_dispatch(), torch.no_grad():
-            return tree_map(self._rounded, result)
+            return map_tensors(self._rounded, result)
 
-    def _rounded(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dtype is torch.float64 and self.dtype is not None:
+    def _rounded(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64 and self.dtype is not None:
             return x.copy_(x.to(self.dtype))  # in place: an op may return one of its arguments
         return x
 
@@ -361,8 +360,9 @@ def moved(x: Tensor, most: float, seed: int = 0) -> Tensor:
     """
     # the number of elements is part of the seed: tensors of one size are moved alike
     generator = torch.Generator().manual_seed(x.numel() + (seed << 40))
-    share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return x.double() * (1 + share.to(x.device) * most)
+    share = torch.empty(x.shape, dtype=torch.float32).uniform_(-most, most, generator=generator)
+    wide = x.double()
+    return torch.addcmul(wide, wide, share.to(wide))
 
 
 class _ForcedRun:

@@ -337,11 +337,12 @@ def capture(
     """Each module's own errors on one side.
 
     `reference` is a float64 copy of a model with the same modules; None: of the side's own. The
-    bound is a multiple of the largest error of `passes` rounded passes.
+    bound is a multiple of the largest error of rounded passes: one, or up to `passes` of them while
+    an error is beyond it.
     """
     recording = step.record(side)
     twin = reference or _float64_of((side,))[0]
-    calls = list(_calls(step, side, recording, twin, passes))
+    calls = _calls(step, side, recording, twin, passes)
     return Captured(calls=calls, ops=step.ops(side), loss=recording.loss, compiled=side.is_compiled)
 
 
@@ -351,17 +352,29 @@ Compared = tuple[Tensor, Tensor, list[Tensor], Tensor | None]
 
 def _calls(
     step: SharedStep, side: Side, recording: Recording, twin: nn.Module, passes: int
-) -> Iterator[CapturedCall]:
+) -> list[CapturedCall]:
     """The calls of a side, with their errors."""
     run = partial(step.run, side.device, torch.float64)
     with ready(twin, SEED):
         exact = run_forced(twin, recording, run, rounded=False)
         true = true_outputs(twin, recording, run)
-    rounded = []
+    rounded, calls = list[Results](), list[CapturedCall]()
     for n in range(passes):
         # other seeds than the side's: dtypes may draw different random numbers from one seed
         with ready(twin, SEED + 1 + n):
             rounded.append(run_forced(twin, recording, run, rounded=True, seed=n))
+        calls = [*_with_errors(recording, exact, rounded, true)]
+        if all(error.is_explained for call in calls for error in call.errors.values()):
+            break
+    return calls
+
+
+def _with_errors(
+    recording: Recording,
+    exact: Results,
+    rounded: Sequence[Results],
+    true: Mapping[Place, Sequence[Tensor]],
+) -> Iterator[CapturedCall]:
     places = [place for place in recording.boundaries if place in exact.outputs]
     forward = [(x, _outputs(recording, exact, rounded, true, x)) for x in places]
     backward = [(x, _gradients(recording, exact, rounded, x)) for x in reversed(places)]

@@ -256,15 +256,8 @@ def _functions() -> tuple[Function, ...]:
     """Every function a mode can see, so that a table is whole before anything is traced."""
     groups = get_overridable_functions().values()
     every = dict.fromkeys(f for functions in groups for f in functions if callable(f))
-    return tuple(filter(_can_be_traced, every))
-
-
-def _can_be_traced(function: Function) -> bool:
-    """Whether torch.compile can read a table that has it: the accessors of a property it cannot.
-
-    PyTorch 2.14 ends with an internal error there.
-    """
-    return not isinstance(getattr(function, "__self__", None), property)
+    # without accessors of a property: PyTorch 2.14 cannot compile a table that has one
+    return tuple(f for f in every if not isinstance(getattr(f, "__self__", None), property))
 
 
 class OpenedFunction:

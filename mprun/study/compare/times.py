@@ -183,7 +183,9 @@ def judge_ratio(ratio: Estimate) -> RatioVerdict:
     is_wide = high > WIDE * ratio.value  # the lower end is as far away, in logarithms
     if low > 1 or high < 1:
         word: Direction = "higher" if low > 1 else "lower"
-        more = fewest_further(sample, _is_narrow) if is_wide else None
+        more = (
+            fewest_further(sample, lambda x: half_width(x) <= math.log(WIDE)) if is_wide else None
+        )
         return RatioVerdict(word, is_wide, more)
     if low > 1 / SAME and high < SAME:
         return RatioVerdict("same", is_wide, None)
@@ -196,10 +198,6 @@ def _logarithms(ratio: Estimate, high: float) -> Sample:
     unit = half_width(Sample(ratio.n, 0.0, 1.0))
     mean = math.log(ratio.value)
     return Sample(ratio.n, mean, max(0.0, math.log(high) - mean) / unit)
-
-
-def _is_narrow(logarithms: Sample) -> bool:
-    return half_width(logarithms) <= math.log(WIDE)
 
 
 def _is_settled(logarithms: Sample) -> bool:

@@ -87,10 +87,6 @@ def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> Iterator[str]:
 CUSTOM = "custom"  # The name of a mode that no row of the table fits
 
 
-def _is_layer(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter; the CPU without any."""
     first = next(model.parameters(), None)
@@ -187,10 +183,11 @@ class StepProbes(StepListener):
         self._step = step
         # compiled code has no ops of PyTorch to count, and hooks in it would be traced
         if step == 1 and not self._is_compiled:
-            for layer in filter(_is_layer, self._model.modules()):
-                # a region that `forward` enters itself is only seen from inside
-                handle = layer.register_forward_pre_hook(self._note_autocast)
-                self._stack.callback(handle.remove)
+            for layer in self._model.modules():
+                if next(layer.parameters(recurse=False), None) is not None:
+                    # a region that `forward` enters itself is only seen from inside
+                    handle = layer.register_forward_pre_hook(self._note_autocast)
+                    self._stack.callback(handle.remove)
         # the optimizer has its state after a step that was taken
         audits = self._taken > 0 and not self._is_audited
         records = self._is_audited and self._to_record > 0

@@ -27,7 +27,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     the model's direct children with parameters.
     """
     classes = _repeated(model)
-    composite = [own for own in classes if any(_has_parts(module) for _, module in own)]
+    composite = [
+        own for own in classes if any(_parameters([x]) for _, m in own for x in m.children())
+    ]
     best = max(composite or classes, key=lambda own: _parameters([m for _, m in own]), default=[])
     if best:
         return best
@@ -45,10 +47,6 @@ def _repeated(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return [
         own for kind, own in by_class.items() if len(own) > 1 and not issubclass(kind, CONTAINERS)
     ]
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(_parameters([child]) for child in module.children())
 
 
 def _parameters(modules: Sequence[nn.Module]) -> int:

@@ -66,6 +66,7 @@ def test_a_given_model_is_trained_in_each_mode_from_its_own_weights(case: str) -
         assert len(mode.batches) == 1
         probed = mode.passes.low()
         assert probed.keys() == {LOSS, *started}
+        assert mode.memory.why_real is None  # counted on fake tensors, which take no real ones
 
 
 def test_nothing_of_the_given_model_changes() -> None:

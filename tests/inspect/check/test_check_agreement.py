@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,24 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from hypothesis.strategies import floats, integers, sampled_from
 from torch import Tensor, nn
 
+from mprun.inspect.check import check_agreement
 from mprun.inspect.check.check import plan_check
-from mprun.inspect.check.check_agreement import FEW, VISITS, agrees, trains
+from mprun.inspect.check.check_agreement import (
+    CAPTURE_S,
+    DIRECTION_PASSES,
+    FEW,
+    VISITS,
+    agrees,
+    trains,
+)
 from mprun.inspect.check.check_result import CheckSettings, Finding, ModeChecks
-from mprun.inspect.check.checked_mode import CheckedMode, with_moved_inputs
+from mprun.inspect.check.checked_mode import (
+    CheckedMode,
+    Figures,
+    StepPasses,
+    with_moved_inputs,
+)
+from mprun.inspect.divergence import boundaries, side_by_side
 from mprun.inspect.rounding_oracle import KINKS
 from mprun.precision.nested import to_dtype
 from mprun.train.data import Batch, MicroBatch
@@ -216,6 +231,46 @@ def test_a_module_with_an_error_beyond_its_bound(mode: str, change: Change, othe
     assert (finding.kind, finding.module) == ("larger_error", "2.1")
     assert "test_check_agreement.py" in finding.line
     assert disagreeing(other, change) == []
+
+
+def test_a_model_runs_in_float64_no_more_often_than_its_errors_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[bool] = []
+
+    def run_forced(*args: Any, rounded: bool, seed: int = 0) -> Any:
+        taken.append(rounded)
+        return boundaries.run_forced(*args, rounded=rounded, seed=seed)
+
+    monkeypatch.setattr(side_by_side, "run_forced", run_forced)
+    assert disagreeing("bf16_mixed", nn.Identity()) == []
+    assert taken == [False, True]  # one rounded pass explains every error
+    taken.clear()
+    assert disagreeing("bf16_mixed", lambda x: x * 1.1 if x.dtype == BF16 else x) != []
+    # four before a module is suspect, on two batches; one in float32, which has no such error
+    assert [*map(taken.count, (False, True))] == [3, 9]
+
+
+def test_a_rounding_to_infinity_in_a_later_pass_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = check_agreement._difference
+
+    def difference(passes: StepPasses, n: int) -> Figures:
+        own = taken(passes, n)
+        return own if n < DIRECTION_PASSES else {x: y * math.inf for x, y in own.items()}
+
+    monkeypatch.setattr(check_agreement, "_difference", difference)
+    assert disagreeing("fp16_mixed", nn.Identity()) == []
+
+
+def test_what_does_not_fit_into_the_budget_is_said() -> None:
+    checked = planned("bf16_mixed", nn.Identity())
+    checked.ends = time.monotonic() + 5
+    checked.shared[CAPTURE_S] = 60.0
+    with checked.planned.executing():
+        assert list(agrees(checked)) == []
+    assert checked.checks.not_done == {"agrees": "no time for all of its passes"}
 
 
 def test_a_path_that_is_cut_in_one_dtype() -> None:

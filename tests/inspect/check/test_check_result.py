@@ -66,7 +66,10 @@ def test_errors_come_first_and_what_two_modes_share_is_said_once() -> None:
     warning = Finding("near_overflow", "fc", "1 doubling left", at=1.0)
     errors = [Finding("overflow", "fc", f"{n} is inf", "mul", "a.py:3", at=n) for n in (1, 5)]
     lines = shown(checks("bf16_mixed", warning, errors[0]), checks("fp16_mixed", errors[1]))
-    assert lines[0] == "failed: tiny in bf16_mixed, fp16_mixed: 1 error, 1 warning (13 s)"
+    assert lines[0] == (
+        "failed: tiny in bf16_mixed, fp16_mixed: 1 error, 1 warning "
+        "(13 s: trains 2, agrees 2, dtypes 2)"
+    )
     assert lines[5:] == [
         "error in bf16_mixed, fp16_mixed: overflow: fc, mul at a.py:3: 5 is inf",
         f"  fix: {kinds()['overflow'].cure}",
@@ -90,7 +93,10 @@ def test_what_was_not_done_is_no_silent_success() -> None:
     lines = shown(
         checks("fp32"), checks("bf16_mixed", agrees=late), checks("x", agrees=late, fits="no")
     )
-    assert lines[0] == "incomplete: tiny in fp32, bf16_mixed, x: 3 unfinished checks (13 s)"
+    assert lines[0] == (
+        "incomplete: tiny in fp32, bf16_mixed, x: 3 unfinished checks "
+        "(13 s: trains 3, dtypes 3, robust 3)"
+    )
     assert lines[-2:] == [
         f"not done: agrees of bf16_mixed, x: {late}",
         "not done: fits of x: no",
