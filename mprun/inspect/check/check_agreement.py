@@ -81,9 +81,10 @@ SCALE = 2.0**16  # The first loss scale of PyTorch's GradScaler
 def trains(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of `trains`, and the curve of `agrees`."""
     own, count = Curve(mode), len(mode.batches)
-    own.until(2)  # the first step is slower
-    # steps for which all pairs fit into the budget
-    affordable = mode.left_s / (2 * FEW * own.step_s)
+    timed = own, Curve(mode, exact=True, moves_inputs=False)
+    pair_s = math.fsum(x.step_s for x in timed if x.until(2))  # the first step is slower
+    # steps for which all pairs fit into half of the budget: half is for the checks that follow
+    affordable = mode.left_s / 2 / (FEW * pair_s)
     most = VISITS * count if mode.settings.fast else mode.settings.steps
     steps = int(min(most, max(VISITS * count, affordable)))
     losses = own.until(steps)
@@ -93,7 +94,7 @@ def trains(mode: CheckedMode) -> Iterator[Finding]:
         return
     yield from _does_not_fall(mode, steps, own.step_s)
     if mode.plan is not mode.exact and not mode.settings.fast:  # float32 has no other curve
-        yield from _other_curve(mode, steps, own.step_s)
+        yield from _other_curve(mode, steps, pair_s)
 
 
 def _does_not_fall(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
@@ -151,13 +152,13 @@ def _not_finite(mode: CheckedMode, steps: int) -> Finding:
     return Finding("not_finite", "", text)
 
 
-def _other_curve(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Finding]:
+def _other_curve(mode: CheckedMode, steps: int, pair_s: float) -> Iterator[Finding]:
     """Whether the mean loss differs from float32's by more than roundings move it."""
     differences, exact = list[float](), list[float]()
     for number in range(MANY):
         if number == FEW and abs(fmean(differences)) <= mean_bound(differences, SUSPECT_CURVE):
             return
-        if mode.left_s / 2 < 2 * steps * step_s:  # half is for the checks that follow
+        if mode.left_s / 2 < steps * pair_s:
             text = f"no time for more than {number} of {MANY} starts of {steps} steps"
             mode.checks.not_done["curve"] = text
             break

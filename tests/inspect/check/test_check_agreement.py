@@ -189,7 +189,8 @@ def test_steps_are_fewer_where_a_step_is_slow_and_what_is_left_out_is_said() -> 
 
     steps, checks = counted(0.05)  # of five steps
     assert checks.figures["steps"] == VISITS * 4
-    assert steps == 2 * VISITS * 4 + FEW - 1  # float32's as well, and its first losses when moved
+    # float32's as well, two of them to measure the time, and its first losses when moved
+    assert steps == 2 * VISITS * 4 + 2 + FEW - 1
     assert checks.not_done == {"curve": "no time for more than 0 of 8 starts of 12 steps"}
     steps, checks = counted(600)
     assert checks.figures["steps"] == CheckSettings().steps
