@@ -106,6 +106,8 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return train_command(args[1:], started_at)
     if first in BY_NAME:
         return BY_NAME[first].run(args[1:])
+    if first == "run":  # as in Python, where it is `mprun.run`
+        raise UsageError("there is no command 'run'; write mprun train, or the overrides alone")
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)

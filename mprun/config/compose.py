@@ -467,11 +467,7 @@ def _of_now(content: Any) -> DictConfig:
 
 
 def _change(config: DictConfig, override: Override) -> None:
-    """Apply an override to the configuration of a resumed run.
-
-    Raises:
-        UsageError: it would change the run's bits.
-    """
+    """Apply an override to the configuration of a resumed run."""
     key, value = override.key_or_group, override.value()
     if key == "run.resume":
         return

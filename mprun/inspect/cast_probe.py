@@ -144,11 +144,7 @@ class CastProbe:
 
 
 def _finite(exact: Pass, n: int) -> list[Tensor]:
-    """The gradients of a float32 pass.
-
-    Raises:
-        NotMeasurableError: one of them, or the loss, is not finite.
-    """
+    """The gradients of a float32 pass."""
     if exact.gradients is None:
         raise NotMeasurableError(
             f"in float32 the loss of batch {n} is {exact.loss}: nothing to compare with"

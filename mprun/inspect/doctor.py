@@ -60,11 +60,7 @@ def _key_of(override: str) -> str:
 
 
 def _device(overrides: Sequence[str], config_dir: Path | None) -> str:
-    """The device that the overrides name; without a recipe they may name nothing else.
-
-    Raises:
-        UsageError: they do.
-    """
+    """The device that the overrides name; without a recipe they may name nothing else."""
     from mprun.config import compose
     from mprun.config.settings import fields
 

@@ -92,11 +92,7 @@ def _mode(
     before: Sequence[tuple[PlannedMode, ModeMemory]],
     limit_bytes: int | None,
 ) -> ModeMemory:
-    """A mode's part, without the ratios to the first mode; equal steps are counted once.
-
-    Raises:
-        RunFailedError: its step cannot be taken.
-    """
+    """A mode's part, without the ratios to the first mode; equal steps are counted once."""
     plan, label = mode.plan, mode.label
     config, lists = plan.config, {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
     own: dict[str, Any] = {

@@ -221,11 +221,7 @@ def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
-    """The module's function of this name.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """The module's function of this name."""
     from torch import nn
 
     from mprun.train.loss_terms import shown

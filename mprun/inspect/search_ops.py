@@ -100,12 +100,7 @@ def _composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
 def _searched(
     planned: PlannedRun, float32: Composed, settings: SearchOpsSettings, report: ReportPart
 ) -> Result:
-    """Measure and search.
-
-    Raises:
-        UsageError: the model cannot be measured.
-        RunFailedError: the model's step cannot run.
-    """
+    """Measure and search."""
     from mprun.inspect.op_search import search
     from mprun.train.assemble import make_plan
 

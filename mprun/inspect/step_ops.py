@@ -49,6 +49,7 @@ NOISE, SMALL = 0.7, 0.05
 NOISY_COLUMNS = 0.1  # Share of the indices of the last dimension at which a result is noise
 # Size of a result, as a share of its inputs', below which float32 hardly determines it
 CANCELS = 2.0**-20
+PRODUCTS = ("mul", "div")  # A small result of these is no difference of larger numbers
 
 
 class StepOp(NamedTuple):
@@ -122,7 +123,7 @@ class StepOps(OpWatcher):
                 where = phase, module or "", line, read, x.dtype, x.numel()
                 seen = *self._by_hand(name, args, x), _size(x, call), self._vanishing(call, x)
                 before = [self.ops[i] for _, i in read if i >= 0]
-                error = () if right is None else _error(x, right, before)
+                error = () if right is None else _error(x, right, before, name)
                 self.ops.append(StepOp(name, *where, *seen, *error))
                 for x, right in made:
                     self._keep(x, right)
@@ -181,7 +182,7 @@ def _size(x: Tensor, call: OpCall) -> float:
     return 0.0 if any(abs(c) == size for c in call.numbers()) else size
 
 
-def _error(x: Tensor, exact: Tensor, before: list[StepOp]) -> tuple[float, float, bool]:
+def _error(x: Tensor, exact: Tensor, before: list[StepOp], op: str) -> tuple[float, float, bool]:
     """What overflows, the error, and whether it is noise that no op before it has."""
     is_lost = x.isinf() & (exact.abs() < MASKS)
     last, step = x.shape[-1] if x.dim() else 1, max(1, x.numel() // SAMPLED)
@@ -193,8 +194,8 @@ def _error(x: Tensor, exact: Tensor, before: list[StepOp]) -> tuple[float, float
     noisy = (errors > 0) & (errors >= NOISE * sizes) & (sizes >= size / 3)
     is_noise = (
         float(noisy.double().mean()) >= NOISY_COLUMNS
-        and size >= CANCELS * max((op.size for op in before), default=0.0)
-        and all(op.error <= SMALL for op in before)  # else an earlier op is to blame
+        and (op in PRODUCTS or size >= CANCELS * max((x.size for x in before), default=0.0))
+        and all(x.error <= SMALL for x in before)  # else an earlier op is to blame
     )
     error = float(errors.norm() / sizes.norm()) if errors.any() else 0.0
     return float(exact.abs().where(is_lost, 0).max()), error, is_noise

@@ -270,11 +270,7 @@ def run_launched(
 
 
 def _launch(launcher: StudyLauncher, job: StudyJob) -> list[str]:
-    """Start the jobs and wait for them; what went wrong in them.
-
-    Raises:
-        SignalReceivedError: a signal ended it.
-    """
+    """Start the jobs and wait for them; what went wrong in them."""
     # A new folder with a name that nobody can guess: submitit unpickles the results in it, and
     # unpickling runs code
     logs = job.study.folder / LOGS / secrets.token_hex(8)

@@ -135,11 +135,7 @@ class StudyLoop:
                 self._left_out.add(trial)
 
     def _run_in_budget(self, trial: Trial) -> None:
-        """Run a trial and store its outcome, unless the budget ends it.
-
-        Raises:
-            StoppedError: a signal ended it.
-        """
+        """Run a trial and store its outcome, unless the budget ends it."""
         began_s = self._stop.budget.now_s
         try:
             outcome = self._trials.run(trial)

@@ -223,11 +223,7 @@ class MetricPass:
         }
 
     def _merged(self) -> MetricPass:
-        """The pass over the batches of all processes.
-
-        Raises:
-            RunFailedError: a metric has no state that can be sent.
-        """
+        """The pass over the batches of all processes."""
         if self._ranks.size == 1 or not self._metrics:
             return self
         whole = MetricPass(self._given, self._device)
@@ -336,11 +332,7 @@ def saved_state(metric: Any) -> Any:
 
 
 def _attributes(metric: Any) -> dict[str, Any]:
-    """Those that may change.
-
-    Raises:
-        TypeError: it has more than attributes.
-    """
+    """Those that may change."""
     # contents that `vars` does not show would be lost
     has_slots = any(vars(kind).get("__slots__") for kind in type(metric).mro())
     if has_slots or isinstance(metric, dict | list | tuple | set | frozenset | nn.Module):

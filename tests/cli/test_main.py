@@ -65,6 +65,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ),
     # Form
     ("seed", ["'seed' is neither a command nor an override", "did you mean 'seed=...'?"]),
+    ("run", ["there is no command 'run'; write mprun train, or the overrides alone"]),
     ("", ["'' is neither a command nor an override", "write name=value"]),
     ("~recipe=mnist", ["'~recipe=mnist'", "nothing can be deleted"]),
     ("run.dir=ü", ["'run.dir=ü' cannot be read", "in quotes that the shell leaves"]),

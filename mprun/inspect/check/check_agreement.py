@@ -111,7 +111,8 @@ def _does_not_fall(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Fin
     elif own < LEAST_FALL * exact:
         others = [_falls(mode, steps, number) for number in range(1, FEW)]
         if all(floor < theirs and low < LEAST_FALL * theirs for low, theirs in others):
-            text = f"by {own:.1e} in {steps} steps, float32's by {exact:.1e}"
+            moves = f"rises by {-own:.1e}" if own < 0 else f"falls by {own:.1e} only"
+            text = f"it {moves} in {steps} steps, float32's falls by {exact:.1e}"
             yield Finding("loss_does_not_fall", "", text, at=exact - own)
 
 
@@ -224,7 +225,7 @@ def _by_module(passes: StepPasses) -> Iterator[Finding]:
         suspect = _is_suspect(row.a, least) and (row.phase, row.module) in known
         if suspect and is_worse and not _is_of_a_kernel(row, own.ops, is_exact):
             text = f"{row.phase}, {row.what}: {row.a.sentence}"
-            line = passes.line_of(row.module)
+            line = row.line or passes.line_of(row.module)
             yield Finding("larger_error", row.module, text, row.op, line, row.a.ratio)
             return  # later modules inherit it
 
@@ -294,7 +295,9 @@ def _no_gradient(passes: StepPasses) -> Iterator[Finding]:
     ]
     if known:
         more = f", and {len(known) - 1} more" if len(known) > 1 else ""
-        text = f"{known[-1]}{more}: no gradient, or zeros, in {len(passes.mode.batches)} batches"
+        count = len(passes.mode.batches)
+        batches = "the batch" if count == 1 else f"{count} batches"
+        text = f"{known[-1]}{more}: no gradient, or zeros, in {batches}"
         yield passes.finding("no_gradient", known[-1], text, at=len(known))
 
 

@@ -43,6 +43,7 @@ from mprun.watch.op_watcher import (
     OpCall,
     OpWatcher,
     RunOp,
+    current_line,
     op_spec,
     recomputed,
     written_arguments,
@@ -488,6 +489,7 @@ class OpError(NamedTuple):
     op: str
     dtype: str
     error: float  # The rms of its own error, over the rms of its exact result
+    line: str = ""  # Of the code, in the forward pass
 
 
 class OpErrors(OpWatcher):
@@ -516,5 +518,6 @@ class OpErrors(OpWatcher):
             ]
         if errors:
             error, dtype = max(errors, key=lambda pair: pair[0])
-            self.ops.append(OpError(phase, module, call.name, dtype, error))
+            line = current_line() or ""
+            self.ops.append(OpError(phase, module, call.name, dtype, error, str(line)))
         return result

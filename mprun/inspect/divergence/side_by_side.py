@@ -93,6 +93,8 @@ class DifferenceRow:
     b: SideError
     op: str = ""
     """Of a row beyond its bound: the op with the largest error, if ops are visible."""
+    line: str = ""
+    """The op's line of code, in the forward pass."""
 
     @property
     def is_explained(self) -> bool:
@@ -451,7 +453,9 @@ def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> Differen
     if not inside:
         inside = [x for x in own if x.phase == row.phase and x.module.startswith(f"{row.module}.")]
     largest = max(inside, key=lambda x: x.error, default=None)
-    return replace(row, op=largest.op) if largest is not None and largest.error else row
+    if largest is None or not largest.error:
+        return row
+    return replace(row, op=largest.op, line=largest.line)
 
 
 def _notes(a: Captured, b: Captured) -> Iterator[str]:

@@ -163,11 +163,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The C compiler of CC with its arguments, or else the first that is installed; empty for none.
-
-    Raises:
-        ValueError: CC has a quotation that does not end.
-    """
+    """The C compiler of CC with arguments, else the first that is installed; empty for none."""
     given = shlex.split(os.environ.get("CC", ""))
     commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
     installed = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))

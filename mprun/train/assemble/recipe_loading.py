@@ -22,8 +22,8 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from itertools import accumulate
@@ -487,6 +487,20 @@ def _data_method(function: Callable[[], Any], name: str) -> Callable[[Recipe, Da
 # ---- objects that are given in Python ------------------------------------------------------------
 
 
+@contextmanager
+def _content_of(copy: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Inside, `model` has the content of its copy: a loss may read the model that it was given."""
+    copies = dict(copy.named_modules())
+    own = [(m, vars(m), vars(copies[x])) for x, m in model.named_modules() if x in copies]
+    try:
+        for module, _, content in own:
+            object.__setattr__(module, "__dict__", content)
+        yield
+    finally:
+        for module, content, _ in own:
+            object.__setattr__(module, "__dict__", content)
+
+
 def given_recipe(
     model: nn.Module,
     batch: Any,
@@ -509,13 +523,22 @@ def given_recipe(
         UsageError: something of it cannot be used.
     """
 
+    called = model  # the copy whose forward pass was the last one
+
+    def note(copy: nn.Module, _: Any) -> None:
+        nonlocal called
+        called = copy
+
     def copied() -> nn.Module:
         own = copied_model(model).cpu()  # each mode trains its own; the caller's stays as it is
         own.zero_grad(set_to_none=True)
+        own.register_forward_pre_hook(note)
         return own
 
     if not isinstance(model, nn.Module):
         raise UsageError(f"check: model is a {type(model).__name__}; legal is a torch.nn.Module")
+    if isinstance(loss, type):
+        raise UsageError(f"check: loss is the class {loss.__name__}; write {loss.__name__}()")
     # a scalar of a batch has no samples; the others should agree on their number
     sizes = {len(x) if x.dim() else 0 for x in all_tensors(batch)}
     if sizes <= {0}:
@@ -536,7 +559,12 @@ def given_recipe(
     functions["model"] = copied
     functions["data"] = lambda: {"train": train, "validation": None}
     if loss is not None:
-        functions["loss"] = lambda output, b: loss(output, b if isinstance(b, Mapping) else b[-1])
+
+        def loss_of(output: Any, b: Any) -> Any:
+            with _content_of(called, model):
+                return loss(output, b if isinstance(b, Mapping) else b[-1])
+
+        functions["loss"] = loss_of
     else:  # every item is an argument
         functions["forward"] = lambda m, b: m(**b) if isinstance(b, Mapping) else m(*b)
     if optimizer is not None:

@@ -69,6 +69,49 @@ def test_a_given_model_is_trained_in_each_mode_from_its_own_weights(case: str) -
         assert mode.memory.why_real is None  # counted on fake tensors, which take no real ones
 
 
+class Balanced(nn.Module):
+    """Keeps a balance loss with its graph, as mixtures of experts do, and scales its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head, self.scale = nn.Linear(5, 3), nn.Linear(3, 2), nn.Parameter(LARGE)
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(1)
+        self.aux = shares.mean(0).square().sum()
+        return self.head(shares)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.scale, target) + self.aux
+
+
+LARGE = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_loss_may_read_the_model_that_was_given(has_run: bool) -> None:
+    model, batch = Balanced(), (torch.randn(6, 5), LABELS)
+    if has_run:  # its graph is used up
+        model.loss(model(batch[0]), LABELS).backward()
+        model.zero_grad()
+    aux = model.aux
+    for loss in (model.loss, lambda o, t: F.cross_entropy(o, t) + 1e-3 * model.aux):
+        (mode,) = plan_check(["precision=bf16_mixed"], None, CheckSettings(), (model, batch, loss))
+        assert mode.float32_step(mode.exact_batches[0])["router.weight"].any()  # by way of `aux`
+        result = mprun.check(model, batch, loss, precision="fp32,bf16_mixed", steps=6)
+        assert result.record.findings == []
+        assert all(p.grad is None for p in model.parameters())
+        assert model.aux is aux
+    own = plan_check(["precision=fp32"], None, CheckSettings(), (model, batch, model.loss))[0]
+    assert own.float32_step(own.exact_batches[0])["scale"].any()  # used by the loss alone
+
+
+def test_the_class_of_a_loss_is_no_loss() -> None:
+    with pytest.raises(UsageError, match=r"the class CrossEntropyLoss; write CrossEntropyLoss\(\)"):
+        mprun.check(nn.Linear(5, 2), (torch.randn(6, 5), LABELS), nn.CrossEntropyLoss)
+
+
 def test_nothing_of_the_given_model_changes() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     model(torch.randn(3, 5)).sum().backward()
@@ -225,6 +268,12 @@ def test_where_one_mode_fails_float32_is_said_to_run() -> None:
     assert result.record.modes[1].not_done == dict.fromkeys(
         ["fits", "dtypes", "robust", "agrees"], "the step fails"
     )
+
+
+def test_what_a_fast_check_leaves_out_is_said() -> None:
+    record = mprun.check("recipe=linear", precision="bf16_mixed", fast=True).record
+    assert "check.fast=true leaves out the curve of agrees" in record.notes
+    assert "curve_bound" not in record.modes[0].figures
 
 
 def test_what_is_left_open_has_a_status_of_its_own() -> None:

@@ -231,6 +231,7 @@ def test_a_module_with_an_error_beyond_its_bound(mode: str, change: Change, othe
     (finding,) = disagreeing(mode, change)
     assert (finding.kind, finding.module) == ("larger_error", "2.1")
     assert "test_check_agreement.py" in finding.line
+    assert finding.line.endswith("(<lambda>)")  # the op's, not where the module's forward begins
     assert disagreeing(other, change) == []
 
 

@@ -93,6 +93,7 @@ ONE_PART = [
     ("near_overflow", "fp16_mixed", "pass", "y = y.clamp(-0.9, 0.9) * 40000 / 40000"),
     ("all_noise", "bf16_mixed", "pass", "y = y + torch.sin(torch.arange(3000, 3008).to(LOW))"),
     ("all_noise", "bf16_mixed", "pass", ONE_PASS),
+    ("all_noise", "fp16_mixed", "pass", "y = (y * 1e-8) / 1e-8"),  # all of it becomes 0
 ]
 
 
