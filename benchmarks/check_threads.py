@@ -36,6 +36,7 @@ from mprun.errors import EXIT_OPEN
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "check_models"
+PATIENT = "check.budget_s=600"  # The answers must not depend on how busy the machine is
 HERE = {"OMP_NUM_THREADS": "1"}
 ELSEWHERE = {
     "OMP_NUM_THREADS": "2",
@@ -85,7 +86,7 @@ class Checked:
 def checked(folder: Path, environment: dict[str, str], *words: str) -> Checked:
     """Run the command; `check.json` goes to a new folder in `folder`."""
     run = folder / f"run{len(list(folder.iterdir()))}"
-    line = [sys.executable, "-m", "mprun", "check", *words, f"run.dir={run}"]
+    line = [sys.executable, "-m", "mprun", "check", *words, PATIENT, f"run.dir={run}"]
     ended = subprocess.run(
         line,
         cwd=ROOT,
@@ -197,11 +198,11 @@ def flat_reference() -> Answer:
             losses[mode] = run.record.train.loss
     near = abs(losses["bf16_mixed"] / losses["fp32"] - 1) < 0.05
     answer.before.append(f"within 5 % of the reference: {_verdict(near)}")
-    flat = mprun.check(*words, low, precision="fp32,bf16_mixed")
+    flat = mprun.check(*words, low, PATIENT, precision="fp32,bf16_mixed")
     modes = [x.label for x in flat.record.modes if "more steps" in x.not_done.get("trains", "")]
     text = f"status {flat.status}, needs more steps: {', '.join(modes) or 'no mode'}"
     answer.expect(flat.status == EXIT_OPEN and len(modes) == 2, text)
-    usual = mprun.check(*words, precision="fp32").record
+    usual = mprun.check(*words, PATIENT, precision="fp32").record
     answer.expect(not usual.findings, f"at its own rate: {len(usual.findings)} findings")
     return answer
 
@@ -246,7 +247,7 @@ def mixed_precision() -> Answer:
         ("scale_of_other_heads", "bf16_mixed"),
         ("detached_feed_forward", "fp16_mixed"),
     ):
-        record = mprun.check(*recipe("transformer", fault), precision=mode).record
+        record = mprun.check(*recipe("transformer", fault), PATIENT, precision=mode).record
         found = [f"{x.kind} {x.module}" for _, x in record.findings]
         right = bool(found) == (fault != "none")
         answer.expect(right, f"{fault} in {mode}: {', '.join(found[:3]) or 'no finding'}")
