@@ -131,8 +131,9 @@ def check(
             then overrides. The model may be in any dtype and on any device; each mode gets a copy,
             and nothing of the caller's changes. The batch is a tensor, a tuple or a mapping, whose
             items are the model's arguments; with a loss, the last item of a tuple is the target.
-        loss: of the output and the target (the batch, where it is no tuple) the mean, a scalar.
-            None: the output brings its own.
+        loss: of the output and the target (the batch, where it is no tuple) the mean, a scalar. It
+            may read the model (`model.aux_loss`): it gets that of the copy. None: the output brings
+            its own.
         optimizer: makes an optimizer of a model; None: AdamW at 1e-3, or as `train.*` says.
         update: write the baseline instead of comparing with it.
         fields: settings of check (`budget_s=60`), and overrides whose names have no dot

@@ -321,7 +321,8 @@ def _headroom(mode: CheckedMode, step: WatchedStep) -> Iterator[Finding]:
             mode.checks.figures[key] = round(left, 1)
             if left < mode.settings.headroom and not has_overflow:  # that is an error already
                 size = f"{op.size / scale:.4g}{' without the loss scale' * (scale != 1)}"
-                text = f"{size} in {dtype_name(op.makes)}: {left:.1f} doublings left"
+                room = f"{left:.1f} doublings left" if left >= 0 else "beyond its largest number"
+                text = f"{size} in {dtype_name(op.makes)}: {room}"
                 yield _at("near_overflow", op, text, -left)
 
 

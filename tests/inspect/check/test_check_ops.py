@@ -165,6 +165,12 @@ def test_an_average_that_the_code_keeps_in_16_bits(tmp_path):
     assert found(tmp_path, "bf16_true", init=kept, forward=moved) == []  # as the mode says
 
 
+def test_a_gradient_beyond_the_format_has_no_doublings_left(tmp_path):
+    every = found(tmp_path, "fp16_mixed", forward="y = (y * 1e-7) / 1e-7")
+    (text,) = {x.text for x in every if x.kind == "near_overflow"}
+    assert text.endswith(" without the loss scale in float16: beyond its largest number")
+
+
 def test_count_in_16_bits(tmp_path):
     forward = "y = y + (torch.ones_like(y.repeat(64, 1), dtype=LOW).sum(0) - 500) * 1e-3"
     assert found(tmp_path, "bf16_mixed", forward=forward) == []
