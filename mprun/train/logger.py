@@ -81,7 +81,10 @@ class LoggedRun:
 def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Scalar]]:
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and all(PLAIN.fullmatch(str(x)) for x in value):
+        is_plain = isinstance(value, Mapping) and all(
+            isinstance(x, str) and PLAIN.fullmatch(x) for x in value
+        )
+        if is_plain and value:
             yield from _flattened(value, f"{name}.")
         elif value is None or isinstance(value, str | int | float):
             yield name, value

@@ -131,7 +131,7 @@ class LossTerms:
             return (
                 "the recipe has no function loss, and the model's output, "
                 f"{shown(output)}, brings none{when}: write loss(output, batch), or return an "
-                "output with output.loss or output['loss']; in Python: check(model, batch, loss)"
+                "output with output.loss or output['loss']; or call mprun.check(model, batch, loss)"
             )
         return f"loss returned None{when}; {_LEGAL}"
 

@@ -224,7 +224,7 @@ def _remedy(error: BaseException, kind: str, message: str, mode: str) -> str:
             return ""
         batch = _batch(error)
         holds = "" if batch is None else f"the batch holds {form_of(batch)}; "
-        keeps = "in Python, check(model, batch, loss) keeps the last item for the loss"
+        keeps = "mprun.check(model, batch, loss) keeps the last item for the loss"
         return f"{holds}a function forward(model, batch) decides what the model gets of it; {keeps}"
     for pattern, text in _KNOWN:
         if re.search(pattern, message):

@@ -111,7 +111,7 @@ def _does_not_fall(mode: CheckedMode, steps: int, step_s: float) -> Iterator[Fin
     elif own < LEAST_FALL * exact:
         others = [_falls(mode, steps, number) for number in range(1, FEW)]
         if all(floor < theirs and low < LEAST_FALL * theirs for low, theirs in others):
-            moves = f"rises by {-own:.1e}" if own < 0 else f"falls by {own:.1e} only"
+            moves = f"rises by {-own:.1e}" if own < 0 else f"falls by only {own:.1e}"
             text = f"it {moves} in {steps} steps, float32's falls by {exact:.1e}"
             yield Finding("loss_does_not_fall", "", text, at=exact - own)
 

@@ -46,7 +46,7 @@ CHECKS = {
     "baseline": "what changed since mprun-baseline.json was written",
 }
 SHOWN = 4  # Findings on the terminal, two lines each; all are in check.json
-SLOWEST = 3  # Checks whose seconds are
+SLOWEST = 3  # Checks whose seconds the answer has
 # Legal values of check.targets; a copy of the names in check_targets.yaml, which help does not read
 TARGETS = ("t4", "v100", "a100", "h100", "mps", "cpu-avx2")
 

@@ -74,7 +74,8 @@ class Balanced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.head, self.scale = nn.Linear(5, 3), nn.Linear(3, 2), nn.Parameter(LARGE)
+        self.router, self.head = nn.Linear(5, 3), nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.tensor(2.0))
         self.aux: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,9 +85,6 @@ class Balanced(nn.Module):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output * self.scale, target) + self.aux
-
-
-LARGE = torch.tensor(2.0)
 
 
 @pytest.mark.parametrize("has_run", [False, True])
