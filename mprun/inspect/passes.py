@@ -334,7 +334,7 @@ class _Draws(DispatchMode):
 
 
 def _widened(value: Any) -> Any:
-    """As `tree_map(_wide, value)`, which takes ten times as long: this runs at every function."""
+    """As `tree_map(_wide, value)`, which takes four times as long: this runs at every function."""
     if isinstance(value, tuple | list):
         return with_items(value, [_widened(x) for x in value])
     if isinstance(value, dict):
