@@ -122,18 +122,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def holm_levels(p_values: Sequence[float]) -> list[float]:
+def holm_levels(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
     """The level at which Holm's method decides on each hypothesis, in the order given.
 
-    The smallest of k p-values is compared with ALPHA / k, the next with ALPHA / (k - 1) and so on,
+    The smallest of k p-values is compared with alpha / k, the next with alpha / (k - 1) and so on,
     until one is larger. That one and all after it are not rejected; they get the level of that
-    step. So `p <= level` exactly if the adjusted p-value is at most ALPHA.
+    step. So `p <= level` exactly if the adjusted p-value is at most alpha.
     """
     k, levels = len(p_values), [0.0] * len(p_values)
     adjusted = holm(p_values)
-    left = sum(p > ALPHA for p in adjusted)
+    left = sum(p > alpha for p in adjusted)
     for rank, index in enumerate(sorted(range(k), key=p_values.__getitem__)):
-        levels[index] = ALPHA / max(k - rank, left)
+        levels[index] = alpha / max(k - rank, left)
     return levels
 
 

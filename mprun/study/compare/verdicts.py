@@ -315,12 +315,16 @@ def _runs(group: RunGroup) -> str:
     return counted(len(group.completed) + len(group.failed))
 
 
-def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]:
-    """A verdict on each variant except the baseline; their tests are adjusted together."""
+def judge(
+    evidence: Sequence[Evidence], higher_is_better: bool, alpha: float = ALPHA
+) -> list[Verdict]:
+    """A verdict on each variant except the baseline; their tests are adjusted together.
+
+    Two families, each adjusted by itself: at most `alpha` of false claims of either kind.
+    """
     samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
-    # Two families, each adjusted by itself: at most ALPHA of false claims of either kind
-    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples])
-    apart = _tests([difference_p(sample) for sample, _ in samples])
+    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples], alpha)
+    apart = _tests([difference_p(sample) for sample, _ in samples], alpha)
     tests = iter(zip(equal, apart, strict=True))
     return [
         _judge(e, *next(tests), len(samples), higher_is_better) if e.is_tested else _untested(e)
@@ -333,14 +337,13 @@ class _HypothesisTest(NamedTuple):
 
     p: float  # The p-value, adjusted
     level: float  # The limit of the p-value before its adjustment
-
-    @property
-    def rejects(self) -> bool:
-        return self.p <= ALPHA
+    rejects: bool
 
 
-def _tests(p_values: Sequence[float]) -> list[_HypothesisTest]:
-    return list(map(_HypothesisTest, holm(p_values), holm_levels(p_values)))
+def _tests(p_values: Sequence[float], alpha: float) -> list[_HypothesisTest]:
+    adjusted = holm(p_values)
+    rejected = [p <= alpha for p in adjusted]
+    return list(map(_HypothesisTest, adjusted, holm_levels(p_values, alpha), rejected))
 
 
 def _untested(e: Evidence) -> Verdict:
