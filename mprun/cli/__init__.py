@@ -2,7 +2,7 @@
 
 Doors: `main.main` (the process `mprun`), and `functions` (`mprun.run`, `compare` and `check` of
 Python, which take the same arguments). Commands that measure are the questions of `inspect`, which
-`questions.py` asks; each other one is a function and a `Command` with its help.
+`arguments.py` asks; each other one is a function and a `Command` with its help.
 Arguments are parsed without torch, so that help and mistakes are answered at once; a command
 imports what it needs when it runs.
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from mprun.cli.arguments import Command, parse_arguments
+from mprun.cli.arguments import Command, parse_arguments, questions
 from mprun.cli.compare_command import compared, report, with_open_runs
-from mprun.cli.questions import questions
 from mprun.cli.train_command import show_sweep
 from mprun.errors import EXIT_OK, UsageError
 from mprun.inspect.question import SavedResult

@@ -1,7 +1,7 @@
 """A question: a command that measures, in one module of this room.
 
 The module has `QUESTION`, and its docstring is the help: the first line is the summary. It does not
-import torch before it prepares, so that help and mistakes are answered at once. `cli/questions.py`
+import torch before it prepares, so that help and mistakes are answered at once. `cli/arguments.py`
 asks it: parses the arguments, prepares, shows what is planned, makes the folder, measures, shows
 the result and writes its files.
 """

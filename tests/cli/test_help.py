@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.cli.help import COMMON
-from mprun.cli.main import COMMANDS, main
+from mprun.cli.main import COMMANDS, COMMON, main
 from mprun.config.reference import GROUPS, leaves
 
 CONF = Path(str(files("mprun.conf")))

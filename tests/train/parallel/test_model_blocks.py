@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mprun.train.parallel.model_blocks import blocks_of
+from mprun.train.parallel.shards import blocks_of
 
 WIDTH = 64
 
