@@ -53,10 +53,10 @@ ties precision/formats.py Ties go away from zero, not to even.
 .add_((1 << (dropped - 1)) - 1) => .add_(1 << (dropped - 1))
 kahan-tie precision/rounding.py The remainder of a tie does not fit into 16 bits.
 nearest = (pattern + 0x8000) & -0x10000 => nearest = (pattern + 0x7FFF) & -0x10000
+weight-format precision/gemms.py Gradients of weights have the format of those of inputs.
+factors = g.t(), flat.t(), gemms.grad_weight => factors = g.t(), flat.t(), gemms.grad_input
 same-bits precision/gemms.py Gradients are rounded with the same random bits in every step.
 key(self._seed, self._step, SITE, self._site) => key(self._seed, 0, SITE, self._site)
-guard-both precision/gemm_guard.py A product must pass both thresholds to be promoted.
-y.underflow or x.error => y.underflow and x.error
 scale-tracker precision/loss_scale.py An overflow does not begin the count of good steps anew.
 torch.where(skipped | grows, 0, tracker + 1) => torch.where(grows, 0, tracker + 1)
 unscale-narrow precision/loss_scale.py Gradients are unscaled in 16 bits, where small ones vanish.

@@ -225,7 +225,7 @@ def _run_result(folder: Path) -> Result:
     summary = read_summary(folder)
     parts: list[FittedTable | str] = [
         "\n".join(tables.header(summary)),
-        *tables.closing(summary, folder),
+        *tables.closing(summary),
         *(f"warning: {text}" for text in summary.warnings),
         f"record: {folder}",
     ]

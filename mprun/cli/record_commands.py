@@ -180,7 +180,7 @@ def show_command(args: Sequence[str]) -> int:
 
 def _closing(summary: Summary, folder: Path) -> Iterator[FittedTable | str]:
     """What the run printed at its end, and how it goes on if it did not complete."""
-    yield from closing(summary, folder)
+    yield from closing(summary)
     if summary.error is not None:
         yield f"{summary.status}: {readable(summary.error, 500)}"
     if summary.status != "completed" and not summary.observed:

@@ -107,7 +107,7 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
         print_line(console, plan.speed_reason)
     view = RunView(console, plan)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
-    show(Result(summary, tables.closing(summary, folder)))
+    show(Result(summary, tables.closing(summary)))
     if summary.status == "completed":
         return EXIT_OK
     again = shlex.quote(f"run.resume={folder}")

@@ -73,7 +73,6 @@ RAISED = (
 SPELLINGS = {
     "debug.fp_exceptions=true": "debug.fp_exceptions=log",
     "debug.fp_exceptions=false": "debug.fp_exceptions=off",
-    "debug.guard=false": "debug.guard=off",
 }
 """Switch-like spellings of overrides, and their meaning."""
 
@@ -403,7 +402,13 @@ MAY_CHANGE = (
 )
 LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
 # Fields of earlier versions, with the value that changes nothing; another value is refused
-GONE: dict[str, Any] = {"train.optimizer.target": None, "train.optimizer.args": {}}
+GONE: dict[str, Any] = {
+    "train.optimizer.target": None,
+    "train.optimizer.args": {},
+    "debug.guard": "off",
+    "debug.guard_underflow": None,
+    "debug.guard_error": None,
+}
 
 
 def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:

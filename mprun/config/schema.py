@@ -275,18 +275,12 @@ class DataConfig:
 
 @dataclass
 class DebugConfig:
-    """Debugging; only skip and promote change a run's results, from what they find on."""
+    """Debugging; only skip changes a run's results, from what it finds on."""
 
     fp_exceptions: Annotated[str, Legal("off", "log", "halt", "skip")] = "off"
     """Report the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
     halt_after: Count = 20
     """halt and skip end the run after this many lost steps (skipped or dropped) in a row."""
-    guard: Annotated[str, Legal("off", "log", "promote")] = "off"
-    """Products that do not tolerate their 8- or 4-bit format: off, log, promote (to bfloat16)."""
-    guard_underflow: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Share of a factor's numbers that may become 0; null: 0.05 in 8 bits, 0.9 in 4."""
-    guard_error: NotNegative | None = None
-    """Share of a factor's squares that may be lost; null: 1e-4 in 8 bits, 0.2 in 4."""
 
 
 @dataclass

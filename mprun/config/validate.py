@@ -283,14 +283,6 @@ def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield f"train.optimizer.{name}", f"{optimizer.name} does not use it"
 
 
-GUARD = ("debug.guard", "debug.guard_underflow", "debug.guard_error")
-
-
-def no_formats(precision: str) -> str:
-    """Why the guard of products has no effect."""
-    return f"precision={precision} has no products in formats of 8 bits or fewer"
-
-
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     kind = loss_scale_kind(config)
     for name in ("growth_factor", "backoff_factor", "growth_interval", "floor", "value"):

@@ -23,7 +23,6 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
-from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.loss_scale import (
     Clip,
     Combine,
@@ -48,7 +47,6 @@ __all__ = [
     "Emulated16",
     "EmulatedTf32",
     "Float16Fallback",
-    "GemmGuard",
     "LossScale",
     "NativeArithmetic",
     "NoCaster",
@@ -61,7 +59,6 @@ __all__ = [
     "accelerated",
     "backend_flags",
     "disable_casts",
-    "guard_of",
     "has_tf32",
     "op_lists",
     "round_to_tf32",

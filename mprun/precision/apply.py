@@ -29,7 +29,6 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.execution import chosen_arithmetic, chosen_caster, device_of, loss_scale_of
-from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
     accumulate_in,
@@ -78,7 +77,7 @@ class Precision:
         execution: native (PyTorch's kernels for the dtype, however slow), emulated (float32
             arithmetic, each result rounded), or auto: native where the hardware has the format at
             a good speed, with a warning where it has not; or the arithmetic itself, which has its
-            own seed and guard.
+            own seed.
         seed: of stochastic rounding of every result (`half_sr_full`).
         loss_scale: auto (dynamic if the mode or a layer computes in float16), none, dynamic,
             static, or the factor of a static one.
@@ -89,8 +88,6 @@ class Precision:
         op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
             ones, such as "hmp"; None for autocast. In any mode a caster itself, which decides all
             casts: inputs are not cast before it.
-        guard: of products in formats of 8 bits or fewer that do not tolerate theirs: off, log or
-            promote (computed in the layer's own dtype); or what `gemm_guard.guard_of` gives.
 
     Raises:
         TypeError: `policy` is neither a policy nor a name.
@@ -109,7 +106,6 @@ class Precision:
         combine: Combine = ALONE,
         layers: Mapping[str, str | Mapping[str, str]] | None = None,
         op_lists: OpLists | Caster | str | None = None,
-        guard: GemmGuard | str = "off",
     ) -> None:
         place = device_of(device)
         try:
@@ -121,9 +117,7 @@ class Precision:
         row = with_layer_formats(row, named.values())
         self.policy = row
         self.device = place
-        self.arithmetic = chosen_arithmetic(
-            row, execution, place, seed, named.values(), guard_of(guard)
-        )
+        self.arithmetic = chosen_arithmetic(row, execution, place, seed, named.values())
         self.loss_scale = loss_scale_of(loss_scale, row, named.values(), place)
         self.steps = 0
         """The number of the step that began last."""
@@ -152,11 +146,6 @@ class Precision:
     def substitutions(self) -> tuple[OpSubstitution, ...]:
         """Ops that their own kernel does not compute, each with the dtype and the reason."""
         return self.arithmetic.substitutions
-
-    @property
-    def guard(self) -> GemmGuard:
-        """The guard of products; its `rows` are those that passed a threshold so far."""
-        return self.arithmetic.guard
 
     def switches(self) -> AbstractContextManager[None]:
         """A context in which PyTorch's process-wide switches are those of the mode.
@@ -236,7 +225,7 @@ class Precision:
                 )
             convert_natively(model, gemms, self.policy.gemms)
             return
-        convert_gemms(model, gemms, self.arithmetic.bits, self.arithmetic.guard, prefix)
+        convert_gemms(model, gemms, self.arithmetic.bits)
 
     def begin_step(self, step: int | None = None) -> None:
         """An optimizer step begins: call it before the step's first forward pass.
@@ -410,10 +399,8 @@ class Precision:
         return [x for guard in self._guards.values() for x in guard.overflows()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: the number of the last step, loss scale's and guard's."""
-        own = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
-        guard = self.guard.state_dict()
-        return {**own, "guard": guard} if guard else own
+        """The state for a checkpoint: the number of the last step, and the loss scale's."""
+        return {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`.
@@ -421,13 +408,12 @@ class Precision:
         Raises:
             ValueError: it is no such state, or that of another kind of loss scale.
         """
-        if {*state} - {"guard"} != {"steps", "loss_scale"}:
+        if {*state} != {"steps", "loss_scale"}:
             raise ValueError(
                 f"the state has {', '.join(map(str, state)) or 'nothing'}; legal: steps, "
                 "loss_scale, as Precision.state_dict() gives it"
             )
         self.loss_scale.load_state_dict(state["loss_scale"])
-        self.guard.load_state_dict(state.get("guard", {"gemms": []}))  # absent: no guard was on
         self.steps = int(state["steps"])
 
 

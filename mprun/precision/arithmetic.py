@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from mprun.precision._torch import DispatchMode, aten_packets, onednn_has_lstm, tree_leaves
 from mprun.precision.formats import TF32, quantise
-from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
@@ -63,8 +62,6 @@ class Arithmetic:
     """Ops that their own kernel does not compute, if they occur."""
     bits: StepBits | None = None
     """Random bits for products with formats of 8 bits or fewer."""
-    guard: GemmGuard = NO_GUARD
-    """What is done about such products that do not tolerate their format."""
 
     def __init__(self) -> None:
         self.occurred: set[Any] = set()
@@ -108,7 +105,7 @@ class WrappedArithmetic(Arithmetic):
     ) -> None:
         self.inner, self.execution = inner, inner.execution
         self.columns, self.occurred, self.products = inner.columns, inner.occurred, inner.products
-        self.bits, self.guard = inner.bits, inner.guard
+        self.bits = inner.bits
         self._region = region
 
     @property
@@ -156,9 +153,9 @@ class EmulatedProducts(Arithmetic):
     execution = "emulated"
     bits: StepBits
 
-    def __init__(self, gemms: str, seed: int, guard: GemmGuard = NO_GUARD) -> None:
+    def __init__(self, gemms: str, seed: int) -> None:
         super().__init__()
-        self.bits, self.guard = StepBits(seed), guard
+        self.bits = StepBits(seed)
         reason = "emulated: factors rounded to the format, products and sums in float32"
         self.substitutions = (OpSubstitution("linear", gemms, reason),)
         # No mode sees the layers that compute it: they are replaced, and each one runs at every
@@ -167,13 +164,6 @@ class EmulatedProducts(Arithmetic):
 
     def begin_step(self, step: int) -> None:
         self.bits.begin_step(step)
-        self.guard.begin_step(step)
-
-    def end_step(self) -> None:
-        self.guard.end_step()
-
-    def resume_step(self) -> None:
-        self.guard.resume_step()
 
 
 class Float16Fallback(Arithmetic):

@@ -26,7 +26,6 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import Caster, caster_of
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
-from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import GEMMS, gemms_of, why_not_native
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
@@ -58,17 +57,16 @@ def choose_execution(
     device: torch.device,
     speed: str = "auto",
     layers: Collection[str] = (),
-    guard: str = "off",
 ) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
     `speed="plain"` takes the native kernels at any speed. `layers` are values of
-    `precision.layers`, `guard` the action of the guard of products: both may need emulation.
+    `precision.layers`, which may need emulation.
 
     Raises:
         ValueError: the execution asked for is impossible, or no execution.
     """
-    can, reason = executions(policy, device, layers, guard)
+    can, reason = executions(policy, device, layers)
     if wanted not in ("auto", *EXECUTIONS):
         raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
     if wanted != "auto" and wanted not in can:
@@ -77,8 +75,7 @@ def choose_execution(
     if wanted != "auto":
         return ExecutionChoice(wanted)
     if can[0] == "emulated":
-        unguarded, _ = executions(policy, device, layers)
-        return ExecutionChoice("emulated", None, reason, is_choice=unguarded[0] == "native")
+        return ExecutionChoice("emulated", None, reason)
     # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
     may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
     if device.type == "cpu" and may_emulate:
@@ -93,7 +90,7 @@ def choose_execution(
 
 
 def executions(
-    policy: Policy, device: torch.device, layers: Collection[str] = (), guard: str = "off"
+    policy: Policy, device: torch.device, layers: Collection[str] = ()
 ) -> tuple[tuple[str, ...], str]:
     """The possible executions of a policy, the best first, and why the other is impossible."""
     emulated, both = ("emulated",), EXECUTIONS
@@ -108,11 +105,6 @@ def executions(
         )
     if policy.gemms != "none":
         why = why_not_native(policy.gemms, device) or _own_products(policy, layers)
-        if why is None and guard != "off":
-            why = (
-                f"guard={guard} judges those factors, and native products do not show theirs "
-                "(debug.guard=off takes native ones)"
-            )
         how = "products are computed in float32, of factors rounded to their format"
         return (both, "") if why is None else (emulated, f"{how}: {why}")
     if policy.tf32:
@@ -151,7 +143,6 @@ def arithmetic_for(
     fp32_fallback: str,
     seed: int,
     watch: bool = True,
-    guard: GemmGuard = NO_GUARD,
 ) -> Arithmetic:
     """The arithmetic of a policy.
 
@@ -159,10 +150,9 @@ def arithmetic_for(
         policy, execution, fp32_fallback: as `choose_execution` and `choose_fp32_fallback` chose.
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
-        guard: judges products with formats of 8 bits or fewer.
     """
     if policy.gemms != "none" and execution == "emulated":
-        return EmulatedProducts(policy.gemms, seed, guard)
+        return EmulatedProducts(policy.gemms, seed)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":
@@ -249,25 +239,17 @@ def chosen_arithmetic(
     device: torch.device,
     seed: int,
     layers: Collection[str] = (),
-    guard: GemmGuard = NO_GUARD,
 ) -> Arithmetic:
     """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
 
-    `execution` may be the arithmetic itself. A warning says if there is nothing for a guard to
-    judge.
+    `execution` may be the arithmetic itself.
 
     Raises:
         ValueError: the execution is impossible for the mode on this device.
     """
     if isinstance(execution, Arithmetic):
         return execution
-    choice = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
-    if guard.action != "off" and policy.gemms == "none":
-        warnings.warn(
-            f"guard={guard.action!r} has no effect: precision={policy.name} has no products in "
-            "formats of 8 bits or fewer",
-            stacklevel=3,
-        )
+    choice = choose_execution(execution, policy, device, layers=layers)
     if choice.why_emulated is not None:
         warnings.warn(
             f"precision={policy.name} is emulated: {choice.why_emulated}; execution='emulated' "
@@ -276,4 +258,4 @@ def chosen_arithmetic(
         )
     speed = "plain" if execution == "native" else "auto"
     fallback = choose_fp32_fallback(speed, policy, choice.name, device)
-    return arithmetic_for(policy, choice.name, fallback, seed, watch=False, guard=guard)
+    return arithmetic_for(policy, choice.name, fallback, seed, watch=False)

@@ -16,10 +16,9 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); OCP, "Micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from mprun.precision.formats import (
     BlockFormat,
     quantise,
 )
-from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
 from mprun.precision.layers import ForwardWrapper, forwards_restored
 from mprun.precision.random_bits import key, random_bits
 from mprun.records.layer_values import product_formats
@@ -162,22 +160,12 @@ def _hadamard(size: int) -> Tensor:
     return matrix.mul(size**-0.5)
 
 
-# The left and the right factor of each product
-FACTORS = {
-    "forward": ("input", "weight"),
-    "grad_input": ("gradient", "weight"),
-    "grad_weight": ("gradient", "input"),
-}
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     gemms: LinearGemms,
     bits: StepBits | None = None,
-    guard: GemmGuard = NO_GUARD,
-    name: str = "",
 ) -> Tensor:
     """`torch.nn.functional.linear` with products in the given formats, in the dtype of `x`.
 
@@ -185,17 +173,12 @@ def linear(
         x: [..., in], float32 or 16 bits.
         weight, bias: [out, in], and [out] or None; the bias is added to the rounded product.
         bits: for stochastic rounding of gradients; None: all is rounded to nearest.
-        guard: judges each product by the layer's `name`, and may have it computed in that dtype.
 
     Returns:
         [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.
     """
-    output: Tensor = _Linear.apply(x, weight, gemms, bits, partial(guard.promotes, name))
+    output: Tensor = _Linear.apply(x, weight, gemms, bits)
     return output if bias is None else output + bias.to(output.dtype)
-
-
-Promotes = Callable[[str, Sequence[Factor]], bool]  # `GemmGuard.promotes` of a layer
-UNGUARDED: Promotes = partial(NO_GUARD.promotes, "")
 
 
 def product(
@@ -204,13 +187,10 @@ def product(
     gemm: Gemm,
     dtype: torch.dtype,
     bits: StepBits | None = None,
-    name: str = "forward",
-    promotes: Promotes = UNGUARDED,
 ) -> Tensor:
     """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K.
 
-    `bits` are for stochastic rounding of `a` and for the Hadamard transform; `name` is a key of
-    `FACTORS`; `promotes` says whether neither is to be rounded.
+    `bits` are for stochastic rounding of `a` and for the Hadamard transform.
     """
     if gemm.left is None or gemm.right is None:
         factors = gemm.dtype or dtype
@@ -220,13 +200,6 @@ def product(
         wide = [bits.rotated(x) for x in wide]
     words = bits.words(wide[0]) if gemm.stochastic and bits is not None else None
     left, right = quantise(wide[0], gemm.left, bits=words), quantise(wide[1], gemm.right)
-    of_left, of_right = FACTORS[name]
-    judged = (
-        Factor(of_left, wide[0], gemm.left, left if words is None else None),
-        Factor(of_right, wide[1], gemm.right, right),
-    )
-    if promotes(name, judged):
-        return product(a, b, HIGH, dtype)
     return (left @ right.t()).to(dtype)
 
 
@@ -238,12 +211,11 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         gemms: LinearGemms,
         bits: StepBits | None,
-        promotes: Promotes,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gemms, ctx.bits, ctx.promotes = gemms, bits, promotes
+        ctx.gemms, ctx.bits = gemms, bits
         flat, dtype = x.reshape(-1, x.shape[-1]), x.dtype
-        output = product(flat, weight, gemms.forward, dtype, None, "forward", promotes)
+        output = product(flat, weight, gemms.forward, dtype)
         return output.view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -255,13 +227,13 @@ class _Linear(torch.autograd.Function):
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
             factors = g, weight.t(), gemms.grad_input
-            of_input = product(*factors, x.dtype, ctx.bits, "grad_input", ctx.promotes)
+            of_input = product(*factors, x.dtype, ctx.bits)
             of_input = of_input.view(x.shape)
         if ctx.needs_input_grad[1]:
             factors = g.t(), flat.t(), gemms.grad_weight
-            of_weight = product(*factors, x.dtype, ctx.bits, "grad_weight", ctx.promotes)
+            of_weight = product(*factors, x.dtype, ctx.bits)
             of_weight = of_weight.to(weight.dtype)
-        return of_input, of_weight, None, None, None
+        return of_input, of_weight, None, None
 
 
 DIVISOR = 16  # Features in and out of a converted layer are multiples of it, as 8-bit units need
@@ -279,11 +251,9 @@ class FormattedLinear(ForwardWrapper):
         module: nn.Module,
         gemms: LinearGemms,
         bits: StepBits | None,
-        guard: GemmGuard = NO_GUARD,
-        name: str = "",
     ) -> None:
         super().__init__(module)
-        self.gemms, self._bits, self._guard, self._name = gemms, bits, guard, name
+        self.gemms, self._bits = gemms, bits
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is torch.float64:
@@ -295,7 +265,7 @@ class FormattedLinear(ForwardWrapper):
         with torch.autocast(device, enabled=False):
             layer: Any = self._module
             parameters = layer.weight, layer.bias
-            return linear(x, *parameters, self.gemms, self._bits, self._guard, self._name)
+            return linear(x, *parameters, self.gemms, self._bits)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -384,17 +354,14 @@ def convert_gemms(
     model: nn.Module,
     gemms: Mapping[str, LinearGemms],
     bits: StepBits | None = None,
-    guard: GemmGuard = NO_GUARD,
-    prefix: str = "",
 ) -> None:
     """Give the products of linear layers, by their names in `model`, formats of their own.
 
-    `bits` are for stochastic rounding of gradients; None: all is rounded to nearest. `guard` judges
-    each product by the layer's name after `prefix`.
+    `bits` are for stochastic rounding of gradients; None: all is rounded to nearest.
     """
     for name, of_layer in gemms.items():
         layer: Any = model.get_submodule(name)
-        layer.forward = FormattedLinear(layer, of_layer, bits, guard, prefix + name)
+        layer.forward = FormattedLinear(layer, of_layer, bits)
 
 
 @contextmanager

@@ -7,9 +7,8 @@
 
 A linear layer multiplies three times in a training step: forward, for the gradient of its input and
 for the gradient of its weight. A format for each product is in plans and records the text
-`forward=fp8,grad_weight=fp32`. A run's guard of matrix products writes its result in this form too,
-for the next run. `mprun.precision.layers` carries out dtypes and modes, `mprun.precision.gemms`
-formats. No torch.
+`forward=fp8,grad_weight=fp32`. `mprun.precision.layers` carries out dtypes and modes,
+`mprun.precision.gemms` formats. No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 from mprun.errors import hint
 from mprun.records.mode_names import OWN_ALIASES, SHIPPED_MODES, mode_row
 from mprun.records.policy_columns import FORMAT_MODES
-from mprun.records.run_record import Summary
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Formats of products; `fp8` is what the mode fp8_tensorwise has
@@ -169,30 +167,3 @@ def product_formats(value: str) -> dict[str, str] | None:
     if "=" in value:
         return dict(part.partition("=")[::2] for part in value.split(","))
     return dict.fromkeys(PRODUCTS, value) if value in (*FORMATS, *FORMAT_MODES) else None
-
-
-def guard_layers(summary: Summary) -> str | None:
-    """The text of guard_layers.yaml; None where no product passed a threshold."""
-    guard, row = summary.guard, summary.requested
-    if guard is None or not guard.gemms:
-        return None
-    high: dict[str, list[str]] = {}
-    for gemm in guard.gemms:
-        high.setdefault(gemm.module, []).append(gemm.product)
-    promoted = {
-        module: with_high_products(_value(module, row.layers, row.gemms), products)
-        for module, products in high.items()
-    }
-    head = (
-        f"Products that passed a threshold of debug.guard={guard.action} in {summary.variant}, "
-        "in bfloat16.\n"
-        f"For precision={summary.precision} precision.layers_file=THIS_FILE"
-    )
-    # with the run's own layers, so that the file replaces `precision.layers`
-    return layers_file(head, {**row.layers, **promoted})
-
-
-def _value(module: str, layers: Mapping[str, str], mode: str) -> str:
-    """The formats of a layer: its own, those of the module around it, or the mode's."""
-    inside = [name for name in layers if module == name or module.startswith(f"{name}.")]
-    return layers[max(inside, key=len)] if inside else mode  # the longest name is the innermost

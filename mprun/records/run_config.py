@@ -85,11 +85,8 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deciding(debug: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of debugging that change what is computed: steps dropped, products promoted."""
-    names = ["fp_exceptions"] if debug.get("fp_exceptions") == "skip" else []
-    if debug.get("guard") == "promote":
-        names += ["guard", "guard_underflow", "guard_error"]
-    return {name: debug.get(name) for name in names}
+    """The fields of debugging that change what is computed: steps dropped."""
+    return {"fp_exceptions": "skip"} if debug.get("fp_exceptions") == "skip" else {}
 
 
 def variant_hash(resolved: Mapping[str, Any]) -> str:

@@ -39,13 +39,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # No room on the disk, or none for this use
 
 RECIPE = "recipe.py"  # The copy of a recipe that is a file
 
-GUARD_LAYERS = "guard_layers.yaml"  # The result of `debug.guard`, for `precision.layers_file`
-
 # What a run reads and writes in its folder
 ENTRIES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
-    GUARD_LAYERS,
     *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard", LOGGER),
 )
 

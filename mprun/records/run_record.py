@@ -8,7 +8,6 @@ A run's folder holds
                      whenever an epoch ends, and at the end
     recipe.py        a copy of the recipe's file, where the recipe is one
     fp_exceptions.json   with `debug.fp_exceptions`: each distinct exception, in full
-    guard_layers.yaml    with `debug.guard`: `precision.layers`, products over a limit in bfloat16
     checkpoints/     what a run can be resumed from
 
 Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one
@@ -195,36 +194,6 @@ class FpExceptionsRow:
 
 
 @dataclass(kw_only=True)
-class GuardThresholds:
-    """What a factor of a product may lose."""
-
-    underflow: float  # Share of its numbers that become 0
-    error: float  # Relative squared error of the numbers that its format does not hold
-
-
-@dataclass(kw_only=True)
-class GuardedGemm:
-    """A product of a linear layer that passed a threshold."""
-
-    module: str
-    product: str  # forward, grad_input or grad_weight
-    steps: int  # In how many steps
-    first_step: int
-    underflow: float  # The largest in these steps, and so for the error
-    error: Number
-    factors: list[str]  # Those that passed: input, weight, gradient
-
-
-@dataclass(kw_only=True)
-class GuardRow:
-    """The guard of products with formats of 8 bits or fewer."""
-
-    action: str  # log; promote: such products were computed in the layer's own dtype
-    thresholds: dict[str, GuardThresholds]  # By the bits of a format's numbers
-    gemms: list[GuardedGemm]  # In the order of their first step
-
-
-@dataclass(kw_only=True)
 class Metric:
     """What verdicts use: loss, accuracy, or one of the summary's `metrics`."""
 
@@ -355,8 +324,6 @@ class Summary:
     train: TrainScore
     test: Scores
     fp_exceptions: FpExceptionsRow | None = None
-    guard: GuardRow | None = None
-    """The products that passed a threshold of `debug.guard`; null without it."""
     page_faults_per_step: float | None = None
     """Median over the timed steps; null on a GPU and where the system does not count them."""
     conditions: Conditions | None = None

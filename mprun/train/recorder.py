@@ -4,9 +4,8 @@
 for anyone's. Its state is part of every checkpoint, so the figures of a resumed run cover the whole
 run.
 
-`ExceptionLog` records the floating-point exceptions (fp_exceptions.json), `GuardLog` the products
-that passed a threshold (guard_layers.yaml). Of several processes, each knows all exceptions, and
-all respond alike.
+`ExceptionLog` records the floating-point exceptions (fp_exceptions.json). Of several processes,
+each knows all exceptions, and all respond alike.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ import torch
 from mprun import __version__
 from mprun.precision import devices
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
-from mprun.precision.gemm_guard import GemmFinding, GemmGuard
 from mprun.records.files import write_json
-from mprun.records.layer_values import guard_layers
-from mprun.records.run_folder import GUARD_LAYERS, RunFolder, epoch_lines, read_epochs
+from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
 from mprun.records.run_record import (
     SCHEMA_VERSION,
     Conditions,
@@ -441,57 +438,3 @@ def of_all_processes(ranks: Ranks, own: Iterable[FpException]) -> tuple[FpExcept
     # gradients are summed, so a NaN of one process appears in the others without an op
     known = [exception for exception in every if exception.has_op]
     return tuple(known or every)
-
-
-class GuardLog(Callback):
-    """Records the products of each step that passed a threshold, where the summary has a guard.
-
-    Each is an event of the recorder, which is notified after this.
-    """
-
-    def __init__(
-        self, guard: GemmGuard, summary: Summary, folder: RunFolder, recorder: Callback
-    ) -> None:
-        self._guard, self._summary = guard, summary
-        self._folder, self._recorder = folder, recorder
-        self._heard: list[GemmFinding] = []
-        """Of steps whose lines are not written yet."""
-        self._count = 0
-        guard.listen(self._hear)
-
-    def _hear(self, finding: GemmFinding) -> None:
-        self._count += 1
-        if self._count <= EVENTS:
-            self._heard.append(finding)
-
-    def on_steps(self, lines: list[StepLine]) -> None:
-        epochs = {line.step: line.epoch for line in lines}
-        for finding in self._heard:
-            # else its step is reported later, with its line
-            if finding.step in epochs:
-                row: dict[str, Any] = {"kind": "event", "event": "guard"}
-                row["action"] = self._guard.action
-                row |= {**finding._asdict(), "factors": [*finding.factors]}
-                self._recorder.on_event({**row, "epoch": epochs[finding.step]})
-        self._heard = [x for x in self._heard if x.step not in epochs]
-
-    def on_checkpoint(self, state: dict[str, Any]) -> None:
-        self._write()
-
-    def on_end(self, status: Status) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        """Update the summary and the file."""
-        if self._summary.guard is not None:
-            self._summary.guard.gemms = self._guard.rows
-            self._folder.write(GUARD_LAYERS, guard_layers(self._summary))
-
-    def state_dict(self) -> dict[str, Any]:
-        """A resumed run has the events and counts of an uninterrupted one."""
-        return {"events": self._count, **self._guard.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._count = int(state["events"])
-        self._guard.load_state_dict(state)

@@ -53,7 +53,6 @@ from mprun.train.parallel.ranks import PeerLostError
 from mprun.train.recorder import (
     ConditionsRecorder,
     ExceptionLog,
-    GuardLog,
     MemoryCount,
     Recorder,
 )
@@ -156,21 +155,16 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     recorder = Recorder(
         summary, folder, arithmetic, plan.device, plan.config.train.log_every, watch
     )
-    guard_log = GuardLog(parts.precision.guard, summary, folder, recorder)
-    states: dict[str, Stateful] = {
-        "journal": recorder,
-        "exceptions": exceptions,
-        "guard": guard_log,
-    }
+    states: dict[str, Stateful] = {"journal": recorder, "exceptions": exceptions}
     facts = {"choices": plan.choices, **run_facts(summary)}
     checkpointer = Checkpointer(path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
-    # The order matters: the guard's events come before the recorder's lines of their steps, and
-    # loggers write before a checkpoint: a run resumed from it does not log earlier steps again.
-    callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
+    # The order matters: loggers write before a checkpoint: a run resumed from it does not log
+    # earlier steps again.
+    callbacks = [count, recorder, conditions, *callbacks, checkpointer, log, check]
     every = plan.config.train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
     _restore(run, trainer, states, coordinator)

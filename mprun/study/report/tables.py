@@ -1,17 +1,13 @@
-"""What is shown of runs: the header before one, its results and guard, and the runs of a sweep."""
+"""What is shown of runs: the header before one, its results, and the runs of a sweep."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.console.formatting import counted, listed, size_text, substitution_label
-from mprun.records.run_folder import GUARD_LAYERS
+from mprun.records.console.formatting import counted, size_text, substitution_label
 from mprun.records.run_record import (
-    GuardedGemm,
-    GuardRow,
     Number,
     ParallelRow,
     PrecisionRow,
@@ -187,9 +183,9 @@ def _figure(value: Number | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{number(value):{form}}{unit}"
 
 
-def closing(summary: Summary, folder: Path) -> list[FittedTable | str]:
-    """What a run ends with: its table, the products that its guard reports, its times."""
-    return [result(summary), *guard_lines(summary, folder), time_line(summary)]
+def closing(summary: Summary) -> list[FittedTable | str]:
+    """What a run ends with: its table and its times."""
+    return [result(summary), time_line(summary)]
 
 
 def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> FittedTable:
@@ -232,40 +228,3 @@ def _result(summary: Summary) -> str:
     if (value := test.value(summary.metric.name)) is not None:
         return f"{summary.metric.name} {number(value):.4f}{part}"
     return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"
-
-
-MAX_NAMED = 5  # Layers that are named; guard_layers.yaml has all
-
-
-def guard_lines(summary: Summary, folder: Path) -> list[str]:
-    """A sentence with the layers and their products, and one with the file; none without a guard.
-
-    Args:
-        summary: of the run that ended.
-        folder: the run's.
-    """
-    guard = summary.guard
-    if guard is None:
-        return []
-    if not guard.gemms:
-        return ["guard: no product passed a threshold"]
-    layers = _by_module(guard)
-    named = [f"{name} ({', '.join(map(_product, rows))})" for name, rows in layers.items()]
-    file = shlex.quote(f"precision.layers_file={folder / GUARD_LAYERS}")
-    products = f"{counted(len(guard.gemms), 'product')} of {counted(len(layers), 'layer')}"
-    what = f"promoted {products}" if guard.action == "promote" else f"{products} passed a threshold"
-    return [
-        f"guard: {what}: {listed(named, MAX_NAMED)}",
-        f"{file}, in place of precision.layers, keeps them in bfloat16",
-    ]
-
-
-def _by_module(guard: GuardRow) -> dict[str, list[GuardedGemm]]:
-    layers: dict[str, list[GuardedGemm]] = {}
-    for gemm in guard.gemms:
-        layers.setdefault(gemm.module, []).append(gemm)
-    return layers
-
-
-def _product(gemm: GuardedGemm) -> str:
-    return f"{gemm.product} in {counted(gemm.steps, 'step')}"

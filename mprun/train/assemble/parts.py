@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.config import Config
-from mprun.config.validate import GUARD, loss_scale_kind, without_inert
+from mprun.config.validate import loss_scale_kind, without_inert
 from mprun.optim.optimizers import rounding_columns
 from mprun.precision import Arithmetic, Caster, DynamicRule, LossScale, Precision, devices
 from mprun.precision._torch_switches import tf32_is_on
 from mprun.precision.caster import caster_of
 from mprun.precision.execution import arithmetic_for
-from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
 from mprun.precision.layers import dtype_of
 from mprun.precision.loss_scale import ALONE, Combine, loss_scale_of_kind
 from mprun.precision.nested import all_tensors, map_tensors
@@ -39,7 +37,6 @@ from mprun.records.run_record import (
     BackendRow,
     DataRow,
     FpExceptionsRow,
-    GuardRow,
     LossScaleRow,
     Metric,
     ParallelRow,
@@ -47,7 +44,7 @@ from mprun.records.run_record import (
     Summary,
 )
 from mprun.train.assemble.optimizer import build_optimizer, build_schedule, unused_by
-from mprun.train.assemble.plan import Plan, guard_action
+from mprun.train.assemble.plan import Plan
 from mprun.train.callbacks import Messages
 from mprun.train.checkpoint import seed_process
 from mprun.train.clock import clock_for
@@ -124,22 +121,7 @@ def build_arithmetic(plan: Plan, ranks: Ranks | None = None) -> Arithmetic:
     ranks = ranks or Ranks()
     # Each process rounds its samples' results with bits of its own; a seed of a run has 32 bits.
     seed = plan.config.seed + (ranks.rank << 32)
-    guard = build_guard(plan, ranks)
-    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed, guard=guard)
-
-
-def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
-    """The guard of products with formats of 8 bits or fewer.
-
-    Each process decides about the products of its own samples. The findings of all are counted.
-    """
-    debug, shared = plan.config.debug, ranks or Ranks()
-
-    def gathered(own: list[GemmFinding]) -> list[GemmFinding]:
-        return [*chain(*shared.gather(own))] if shared.any(bool(own)) else []
-
-    action = guard_action(plan.config, plan.policy)
-    return guard_of(action, debug.guard_underflow, debug.guard_error, gathered)
+    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed)
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
@@ -388,10 +370,8 @@ def initial_summary(
 
     `effective` is the precision that is carried out; None: that of the plan's objects.
     """
-    config, splits, guard = plan.config, plan.splits, build_guard(plan)
+    config, splits = plan.config, plan.splits
     unused = {*plan.recipe.ignores, *unused_by(plan.recipe)}
-    if plan.policy.gemms == "none":
-        unused |= {*GUARD}
     # on the CPU, where reading the value waits for no GPU
     scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
@@ -428,9 +408,6 @@ def initial_summary(
         batch_size=plan.batch.effective,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
         fp_exceptions=_fp_exceptions(plan),
-        guard=None
-        if guard.action == "off"
-        else GuardRow(action=guard.action, thresholds=guard.thresholds, gemms=[]),
         warnings=list(plan.warnings),
         parallel=ParallelRow(
             kind=config.parallel.name if config.parallel.world_size > 1 else "none",
@@ -454,7 +431,6 @@ def variant_label(plan: Plan) -> str:
     label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
     label += "+files" if any(files) else ""
     label += "+skip" if plan.config.debug.fp_exceptions == "skip" else ""
-    label += "+guard" if guard_action(plan.config, plan.policy) == "promote" else ""
     label += f" x{factor}" if factor > 1 else ""
     parallel = plan.config.parallel
     return label + (f" {parallel.name}-{parallel.world_size}" * (parallel.world_size > 1))

@@ -17,10 +17,8 @@ from torch import nn
 
 from mprun.config import Config
 from mprun.config.validate import (
-    GUARD,
     SATURATES,
     loss_scale_kind,
-    no_formats,
     without_effect,
 )
 from mprun.errors import UsageError, as_usage_error
@@ -266,8 +264,7 @@ def choose_carrier(
 ) -> ExecutionChoice:
     """Step 3: native kernels or emulation; `speed` other than plain times kernels."""
     wanted = request.earlier.get("execution", request.config.execution)
-    guard = guard_action(request.config, policy)
-    return choose_execution(wanted, policy, device, speed, layers.values(), guard)
+    return choose_execution(wanted, policy, device, speed, layers.values())
 
 
 def unknown_ops(lists: OpLists | None) -> list[str]:
@@ -407,11 +404,6 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
             )
 
 
-def guard_action(config: Config, policy: Policy) -> str:
-    """off, log or promote: what is done about products that do not tolerate their format."""
-    return "off" if policy.gemms == "none" else config.debug.guard
-
-
 def _fields_without_effect(request: Request, policy: Policy) -> Iterable[str]:
     """A sentence for each field that the user set without effect; the recipe's reason wins."""
     config, given, recipe = request.config, request.given, request.recipe
@@ -421,8 +413,6 @@ def _fields_without_effect(request: Request, policy: Policy) -> Iterable[str]:
     unused = unused_by(recipe)
     for key in given:
         name = f"recipe={config.recipe.name}"
-        if key in GUARD and policy.gemms == "none":
-            sentences[key] = f"{key} has no effect: {no_formats(policy.name)}"
         if key in recipe.ignores:
             sentences[key] = f"{key} has no effect: {name} does not use it"
         elif maker := unused.get(key):

@@ -11,9 +11,7 @@ from rich.console import Console
 
 from mprun.records.console import print_table
 from mprun.records.console.fitted_table import FittedTable
-from mprun.records.layer_values import guard_layers, layer_values
-from mprun.records.reader import load_yaml
-from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary
+from mprun.records.run_record import Summary
 from mprun.study.report import tables
 from tests.schema import conforms
 from tests.summaries import example, set_fields
@@ -133,58 +131,3 @@ def test_a_broken_loss_and_an_emulated_step_time_are_shown() -> None:
     assert row(summary, "training loss") == "nan"
     assert row(summary, "test loss") == "inf"
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
-
-
-# The guard: a bounded line, and the file in full
-
-FOLDER = Path("out puts")
-
-
-def guarded(action: str, *found: tuple[str, str], layers: dict[str, str] | None = None) -> Summary:
-    made = example()
-    made.precision = made.requested.gemms = "fp8_rowwise"
-    made.requested.layers = layers or {}
-    gemms = [
-        GuardedGemm(
-            module=module,
-            product=product,
-            steps=1 + number,
-            first_step=1,
-            underflow=0.5,
-            error="inf",
-            factors=["input"],
-        )
-        for number, (module, product) in enumerate(found)
-    ]
-    thresholds = {"8": GuardThresholds(underflow=0.05, error=1e-4)}
-    made.guard = GuardRow(action=action, thresholds=thresholds, gemms=gemms)
-    return made
-
-
-def test_without_a_guard_or_a_finding_there_is_no_file() -> None:
-    assert tables.guard_lines(example(), FOLDER) == []
-    assert tables.guard_lines(guarded("log"), FOLDER) == ["guard: no product passed a threshold"]
-    assert guard_layers(example()) is guard_layers(guarded("log")) is None
-
-
-def test_the_guard_s_line_names_layers_and_products() -> None:
-    found = ("fc", "forward"), ("head", "grad_input"), ("fc", "grad_weight")
-    first, second = tables.guard_lines(guarded("log", *found), FOLDER)
-    assert first == (
-        "guard: 3 products of 2 layers passed a threshold: fc (forward in 1 step, grad_weight in "
-        "3 steps), head (grad_input in 2 steps)"
-    )
-    assert second.startswith("'precision.layers_file=out puts/guard_layers.yaml', in place of")
-
-
-def test_the_guard_s_file_has_the_formats_that_a_layer_had() -> None:
-    layers = {"a": "fp8", "a.b": "forward=nvfp4,grad_input=fp8", "c": "bf16"}
-    found = ("a.b.x", "forward"), ("a.y", "grad_input"), ("d", "forward")
-    text = guard_layers(guarded("log", *found, layers=layers))
-    assert text is not None
-    assert layer_values(load_yaml(text)) == {
-        **layers,
-        "a.b.x": "forward=bf16,grad_input=fp8",
-        "a.y": "forward=fp8,grad_input=bf16,grad_weight=fp8",
-        "d": "forward=bf16,grad_input=fp8_rowwise,grad_weight=fp8_rowwise",
-    }
