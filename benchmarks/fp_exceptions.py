@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
 from mprun.config import compose
-from mprun.train.assemble import build_exceptions, build_parts, build_precision, make_plan
+from mprun.train.assemble import build_parts, make_plan
+from mprun.train.assemble.parts import build_exceptions, build_precision
 from mprun.train.loop import Trainer
 from mprun.train.machine.conditions import steady_heap
 

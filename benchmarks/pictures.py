@@ -7,6 +7,7 @@
 each rounding rule; right, the training loss of `recipe=linear` in five modes. With `--sweep FOLDER`
 only the page of that sweep is photographed by Chromium: `report-light.png`, `report-dark.png`.
 With `--terminal` only a sweep is run and its terminal recorded: `terminal.svg` (real MNIST needed).
+With `--looks` only `looks.png` is drawn, from the simulation of `benchmarks/error_rates.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,13 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.error_rates import LIMIT, normal, simulated
 from docs.examples import TERMINAL
 from mprun.cli.main import main as mprun
 from mprun.optim import SGD
 from mprun.precision.rounding import merge
+from mprun.study.compare.looks import Look, planned_looks
+from mprun.study.compare.statistics import ALPHA
 
 SWEEP = "mprun sweep recipe=mnist precision=fp32,bf16_mixed,half_sr seeds=3"
 PARAMETERS, STEPS, UPDATE = 10_000, 1000, 1e-4
@@ -136,15 +141,43 @@ def record_terminal(out: Path) -> None:
     (out / "terminal.svg").write_text("\n".join(map(str.rstrip, svg.splitlines())) + "\n")
 
 
+def claims_by_look(looks: Sequence[Look], mean: float) -> list[float]:
+    """The share of simulated studies of one mode with a false claim so far, after each look."""
+    result = simulated(normal(1.0), 1, mean, looks, 0.0, stops=False)
+    wrong = result.equivalent if mean else result.different
+    return [float((wrong & (result.pairs <= look.pairs)).mean()) for look in looks]
+
+
+def draw_looks(path: Path) -> None:
+    """False claims after each look, at 5 % each and by the plan of `seeds=auto`."""
+    plan = planned_looks(LIMIT)
+    habit = [look._replace(level=ALPHA) for look in plan]
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.8), sharey=True, layout="constrained")
+    titles = ("at the margin, called equivalent", "equal, called different")
+    for axis, mean, title in zip(axes, (1.0, 0.0), titles, strict=True):
+        pairs = [look.pairs for look in plan]
+        for looks, name, style in ((habit, "5 % at each look", "o--"), (plan, "planned", "s-")):
+            axis.plot(pairs, [100 * x for x in claims_by_look(looks, mean)], style, label=name)
+        axis.axhline(5, color="grey", linewidth=0.8)
+        axis.set(xlabel="seeds so far", title=title, xticks=pairs)
+    axes[0].set_ylabel("studies with a false claim, %")
+    axes[0].legend()
+    figure.savefig(path / "looks.png", dpi=150)
+
+
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sweep", type=Path)
     parser.add_argument("--terminal", action="store_true")
+    parser.add_argument("--looks", action="store_true")
     args = parser.parse_args()
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
+    if args.looks:
+        draw_looks(out)
+        return
     if args.terminal:
         record_terminal(args.out)
         return

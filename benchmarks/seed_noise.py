@@ -151,10 +151,14 @@ def seeds_for(spread: float) -> int:
 
 
 def metrics(x: Trained, column: int) -> dict[str, float]:
-    """Each way to score a training; `column` 1 is the loss, 2 the accuracy."""
-    values = [row[column] for row in x.rows]
-    late = [row[column] for row in x.rows if row[0] >= TENTH]
-    found = {"last": values[-1], "averaged weights": x.averaged[column - 1]}
+    """Each way to score a training; `column` 1 is the loss, 2 the accuracy (NaN without one)."""
+
+    def known(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    values = [known(row[column]) for row in x.rows]
+    late = [known(row[column]) for row in x.rows if row[0] >= TENTH]
+    found = {"last": values[-1], "averaged weights": known(x.averaged[column - 1])}
     found[f"mean over the last tenth ({len(late)})"] = fmean(late)
     found[f"mean over the last quarter ({len(values)})"] = fmean(values)
     return found
@@ -168,6 +172,9 @@ def table(options: argparse.Namespace) -> None:
             by_key[x.seed, x.order][x.mode] = x
         pairs = {k: v for k, v in by_key.items() if len(v) == len(MODES)}
         firsts = [v for (_, order), v in sorted(pairs.items()) if order == 0]
+        if len(firsts) < 4:
+            print(f"{file.stem:14} {len(firsts)} pairs: too few for a spread")
+            continue
         for column, name in ((2, "accuracy"), (1, "loss")):
             if firsts[0]["fp32"].rows[-1][column] is None:
                 continue
@@ -201,7 +208,8 @@ def show_orders(
     """The spread between starts, and between the orders of one start."""
     by_seed: dict[int, list[float]] = defaultdict(list)
     for (seed, _), v in pairs.items():
-        by_seed[seed].append(v["bf16_mixed"].rows[-1][column] - v["fp32"].rows[-1][column])
+        ours, theirs = (metrics(v[mode], column)["last"] for mode in ("bf16_mixed", "fp32"))
+        by_seed[seed].append(ours - theirs)
     groups = [x for x in by_seed.values() if len(x) > 1]
     if len(groups) < 2:
         return

@@ -103,9 +103,6 @@ def _refuse(name: str, found: str, oldest: tuple[int, ...], remedy: str) -> None
     """End the command with status 2, or the import, if a version is older than supported.
 
     Here, because any other module may fail first, by its syntax or by a name that PyTorch lacks.
-
-    Raises:
-        ImportError: it is, and this process is another program.
     """
     if release(found) >= oldest:
         return

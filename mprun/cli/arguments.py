@@ -85,11 +85,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(command: Command | Question, args: Sequence[str]) -> Arguments:
-    """Separate the options of a command, in the arguments after its name, from its overrides.
-
-    Raises:
-        UsageError: the command has no such option, or a value is missing.
-    """
+    """Separate the options of a command, in the arguments after its name, from its overrides."""
     # `main` answers --help, wherever it stands; abbreviations are refused with the full name
     parser = _Parser(prog=f"mprun {command.name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -113,11 +109,7 @@ def parse_arguments(command: Command | Question, args: Sequence[str]) -> Argumen
 
 
 def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
-    """The arguments with a folder in place of each `last`; standard error names it.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """The arguments with a folder in place of each `last`; standard error names it."""
     # a command resumes its own runs alone: sweep no run of advise
     resumed = (command.name,) if command.name in (*RUNS, *STUDIES) else ()
     of_fields = {"run.resume": resumed, "train.init_from": RUNS}

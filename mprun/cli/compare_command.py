@@ -5,16 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mprun.cli.arguments import Command, parse_arguments
-from mprun.errors import EXIT_OK, ConditionMetError, UsageError, printable
+from mprun.errors import EXIT_OK, EXIT_OPEN, ConditionMetError, UsageError, printable
 from mprun.records.console import print_line, stdout_console
 from mprun.records.console.formatting import counted
+from mprun.records.files import write_files
 from mprun.records.listing import STUDIES
 from mprun.records.result import Result, show
-from mprun.records.run_folder import FILE, read_study_plan
+from mprun.records.run_folder import FILE, StudyPlan, read_study_plan
 
 if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
@@ -32,13 +36,36 @@ def compare_command(args: Sequence[str]) -> int:
     """Run `mprun compare`; the exit status."""
     known = parse_arguments(COMPARE, args)
     paths, settings = parse(known.overrides)
-    comparison = with_open_runs(compared(paths, settings), paths)
     # into the argument, if it is a single folder and no run
     is_study = len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists()
     folder = paths[0] if is_study else Path("comparison")
+    if settings.json is not None:
+        return _decide(paths, settings, folder, known.verbose)
+    comparison = with_open_runs(compared(paths, settings), paths)
     report(comparison, settings, folder, known.verbose)
     check(comparison, settings.fail_if)
     return EXIT_OK
+
+
+def _decide(paths: Sequence[Path], settings: CompareSettings, folder: Path, verbose: bool) -> int:
+    """Write the decision on one variant, alone or into a file beside the table; the status."""
+    from mprun.study.compare.decision import Claim, decide, decide_in_stream
+
+    wants_gain = settings.keep == "better" or (settings.keep == "auto" and settings.stream)
+    claim: Claim = "better" if wants_gain else "unharmed"
+    if settings.stream:
+        at_level = partial(compared, paths, settings)
+        comparison, decision = decide_in_stream(Path(settings.stream), claim, at_level)
+    else:
+        comparison = compared(paths, settings)
+        decision = decide(comparison, claim)
+    line, file = msgspec.json.encode(decision).decode(), Path(settings.json or "")
+    if settings.json == "-":
+        print_line(stdout_console(), line)
+    else:
+        write_files(file.parent, {file.name: f"{line}\n"})
+        report(comparison, settings, folder, verbose)
+    return {True: EXIT_OK, False: ConditionMetError.status, None: EXIT_OPEN}[decision.keep]
 
 
 COMPARE = Command(
@@ -52,6 +79,11 @@ COMPARE = Command(
     a line for each variant and at most five notes (--verbose or -v: all figures and notes), and
     writes a report into a folder. An argument that is a path, or that matches one, is never a
     setting.
+
+        mprun compare BEFORE AFTER compare.json=- [compare.stream=changes.jsonl]
+
+    One line of JSON for a program, and no report: may AFTER be kept? BEFORE is the baseline; both
+    may have one configuration, with other code. Status 0: it may be kept, 3: not, 4: not settled.
     """,
     ("compare",),
     False,
@@ -59,29 +91,13 @@ COMPARE = Command(
 )
 
 
-def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
-    """The comparison of the runs in these folders; those of one study may be of several machines.
+def compared(
+    paths: Sequence[Path], settings: CompareSettings, alpha: float | None = None
+) -> Comparison:
+    """As `mprun.study.settling.compared`, which takes a while to import."""
+    from mprun.study import settling
 
-    Raises:
-        UsageError: there is no run, or the runs cannot be compared.
-    """
-    from mprun.records.run_folder import study_of_runs
-    from mprun.study.compare.load import find_runs, others_in
-    from mprun.study.compare.verdicts import compare
-
-    runs, skipped = find_runs(paths)
-    study = study_of_runs([run.path for run in runs])
-    return compare(
-        runs,
-        skipped,
-        margin=settings.margin,
-        relative_margin=settings.relative_margin,
-        baseline=settings.baseline,
-        split=settings.split,
-        # several machines may work on one study: that is no mistake of the user's
-        mix=settings.mix if study is None else [*settings.mix, "hardware"],
-        beside=() if study is None else others_in(study, runs),
-    )
+    return settling.compared(paths, settings, alpha)
 
 
 def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
@@ -100,13 +116,23 @@ def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
     except UsageError as error:
         unknown = f"{error}; it is unknown whether all runs of this sweep have ended"
         return replace(comparison, notes=(unknown, *comparison.notes))
-    ended = sum(len(variant.runs) + len(variant.failed) for variant in comparison.variants)
-    planned = len(plan.variants) * len(plan.seeds)
-    if plan.command != "sweep" or ended >= planned:  # the others leave out runs on purpose
+    text = _open_text(comparison, plan)
+    if plan.command != "sweep" or not text:  # the others leave out runs on purpose
         return comparison
     again = f"mprun sweep {shlex.quote(f'run.resume={paths[0]}')}"
-    text = f"{ended} of {planned} runs of this sweep have ended; continue it with: {again}"
-    return replace(comparison, notes=(text, *comparison.notes))
+    return replace(comparison, notes=(f"{text}; continue it with: {again}", *comparison.notes))
+
+
+def _open_text(comparison: Comparison, plan: StudyPlan) -> str:
+    """What of a sweep is left to run; empty if nothing is."""
+    if plan.looks is not None:
+        is_open = [v.label for v in comparison.variants[1:] if not v.verdict.closed]
+        missing = len(plan.variants) - len(comparison.variants)
+        is_open += [f"{missing} without a run"] if missing else []
+        return f"open in this sweep: {', '.join(is_open)}" if is_open else ""
+    ended = sum(len(variant.runs) + len(variant.failed) for variant in comparison.variants)
+    planned = len(plan.variants) * len(plan.seeds)
+    return f"{ended} of {planned} runs of this sweep have ended" if ended < planned else ""
 
 
 def report(
@@ -185,7 +211,13 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
     if others:
         legal = ", ".join(fields(["compare"]))
         raise UsageError(f"'{others[0]}' is neither a path nor a setting; legal: {legal}")
+    if settings.json is None and (settings.stream is not None or settings.keep != "auto"):
+        raise UsageError("compare.keep and compare.stream need compare.json; add compare.json=-")
+    if settings.json is not None and settings.fail_if != "none":
+        raise UsageError("compare.json has its own exit status; leave compare.fail_if out")
     check_name("compare.dir", settings.dir, "a folder")
+    check_name("compare.json", settings.json, "a file, or -")
+    check_name("compare.stream", settings.stream, "a file")
     if not paths:
         raise UsageError(f"mprun compare needs folders of runs: {EXAMPLE}")
     return paths, settings

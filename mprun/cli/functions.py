@@ -95,6 +95,8 @@ def compare(*runs: Runs, **settings: object) -> Result:
 
     given = {f"compare.{name}": value for name, value in settings.items()}
     paths, how = parse(with_last(COMPARE, [*map(str, _flat(runs)), *_overrides(given)]))
+    if how.json is not None:
+        raise UsageError("compare.json is of the command mprun compare; here take .record")
     comparison = compared(paths, how)
     check_condition(comparison, how.fail_if)
     if how.dir and how.report:

@@ -205,6 +205,7 @@ class _Report(msgspec.Struct):
     baseline: str
     split: str
     variants: list[_ComparedVariant]
+    weights: str = "last"
     notes: tuple[str, ...] = ()
     advice: dict[str, Any] | None = None
     not_run: dict[str, list[int]] = {}
@@ -224,7 +225,8 @@ def _show_study(folder: Path, verbose: bool) -> None:
     else:
         margin = "relative_margin" if earlier.is_relative else "margin"
         terms: dict[str, Any] = {margin: earlier.margin, "split": earlier.split}
-        settings = replace(settings, baseline=earlier.baseline, **terms)
+        terms |= {"baseline": earlier.baseline, "weights": earlier.weights}
+        settings = replace(settings, **terms)
         # Only the names: the study's folder may have been moved since
         runs = (Path(x.path).name for v in earlier.variants for x in (*v.runs, *v.failed))
         comparison = replace(

@@ -20,9 +20,8 @@ from mprun.errors import EXIT_FAILED, EXIT_OK
 class PatientStream:
     """A text stream that drops what cannot be written.
 
-    Args:
-        stream: where it is written; None for a stream that was closed.
-        is_output: whether a line on standard error says that something was dropped.
+    None stands for a stream that was closed. Of the output, a line on standard error says that
+    something was dropped.
     """
 
     def __init__(self, stream: TextIO | None, is_output: bool = False) -> None:

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from mprun.study.study import Study, StudyResult
     from mprun.study.trials import Outcome, StudyProgress
 
-STUDY = ("compare", "seeds", "first_seed")  # Sections that every study takes
+STUDY = (
+    "compare",
+    "study",
+    "seeds",
+    "seeds_limit",
+    "first_seed",
+)  # Sections that every study takes
 CHOSEN = ("compare.baseline", "compare.split")  # What advise and double set: never the test set
 PRESET = "advised"  # The option's name: preset=advised
 
@@ -36,8 +42,7 @@ PRESET = "advised"  # The option's name: preset=advised
 def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
     request = _request_of(SWEEP, args)
-    # It begins now: importing torch below is a part of it
-    budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
+    budget = _budget_of(request, request.settings.sweep.budget_min)
     from mprun.study.study import new_sweep
 
     launcher = _launcher_of(request)
@@ -58,8 +63,7 @@ def sweep_command(args: Sequence[str]) -> int:
 def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
     request = _request_of(ADVISE, args, CHOSEN)
-    # It begins now: importing torch below is a part of it
-    budget = Budget("advise.budget_min", request.settings.advise.budget_min)
+    budget = _budget_of(request, request.settings.advise.budget_min)
     from mprun.study.advise import (
         advise,
         alarms_by_variant,
@@ -100,11 +104,12 @@ def advise_command(args: Sequence[str]) -> int:
 def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
     request = _request_of(DOUBLE, args, CHOSEN)
+    budget = _budget_of(request, None)
     from mprun.study.double import double, new_double_study
 
+    launcher = _launcher_of(request)
     study = _study_of(request, new_double_study)
-    # Without a budget: the question needs every pair of runs
-    ran = _run_study(study, _launcher_of(request), Budget(), verbose=request.verbose)
+    ran = _run_study(study, launcher, budget, verbose=request.verbose)
     settings = _for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
@@ -185,6 +190,14 @@ def _request_of(command: Command, args: Sequence[str], refused: Sequence[str] = 
     return replace(request, verbose=known.verbose)
 
 
+def _budget_of(request: StudyRequest, minutes: float | None) -> Budget:
+    """The limit, `minutes` or `study.max_time_s`; it begins now, before torch is imported."""
+    seconds = request.settings.study.max_time_s
+    if seconds is not None and (minutes is None or seconds < 60 * minutes):
+        return Budget("study.max_time_s", seconds / 60, per_minute=60)
+    return Budget(f"{request.command}.budget_min", minutes)
+
+
 def _launcher_of(request: StudyRequest, needs_times: str = "") -> StudyLauncher:
     """Which of Hydra's launchers runs the study; see `check_launcher`."""
     from mprun.study.hydra_launch import StudyLauncher, check_launcher
@@ -217,8 +230,10 @@ def _run_study(
 
     plan = study.plan
     variants, seeds = list(plan.variants), len(plan.seeds)
-    progress = StudyProgress(stdout_console(), variants, seeds, launcher.count, verbose)
-    progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
+    console, has_looks = stdout_console(), plan.looks is not None
+    progress = StudyProgress(console, variants, seeds, launcher.count, verbose, has_looks)
+    most = "up to " if has_looks else ""
+    progress.line(f"{plan.command}: {most}{len(study.trials)} runs in {study.folder}")
     stop = BudgetSignals(budget)
     with stop:  # a signal ends a run between two steps, with a checkpoint
         progress.start()

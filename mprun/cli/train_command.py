@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 
 class RunView(Progress):
-    """Prints a header before the run, its progress and its messages.
-
-    Args:
-        console: where it is printed.
-        plan: the run.
-    """
+    """Prints a header before the run of a plan, its progress and its messages."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         limits, steps = plan.limits, plan.planned_steps
@@ -118,10 +113,8 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
 def _sweep(arguments: Arguments) -> int:
     from mprun.config.multirun import sweep
 
-    def run_all(stop: StopSignals) -> int:
-        return show_sweep(sweep(arguments.overrides, arguments.config_dir, sweep_job))
-
-    return interruptible(run_all, " between two runs")
+    given = (arguments.overrides, arguments.config_dir)
+    return interruptible(lambda _: show_sweep(sweep(*given, sweep_job)), " between two runs")
 
 
 def sweep_job(composed: Composed, folder: Path) -> int:

@@ -80,10 +80,8 @@ SPELLINGS = {
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
     """Compose and check a configuration from Hydra overrides, `name=value`.
 
-    `config_dir` is a further folder of configs: the user's recipes.
-
-    Raises:
-        UsageError: anything wrong with the overrides or the files, in one line.
+    `config_dir` is a further folder of configs: the user's recipes. A `UsageError` says in one line
+    what is wrong with the overrides or the files.
     """
     extra = search_path(config_dir)
     with hydra_here():
@@ -199,11 +197,7 @@ def search_path(folder: Path | None) -> list[str]:
 
 
 def parse(text: str) -> Override:
-    """An override, parsed.
-
-    Raises:
-        UsageError: it is not valid.
-    """
+    """An override, parsed; raises `UsageError` if it is not valid."""
     name = text.split("=", 1)[0]
     if "=" not in text and not text.startswith("~"):  # `~key` deletes in Hydra's grammar
         near = nearest(name, [*GROUPS, *leaves()])
@@ -233,11 +227,7 @@ def parse(text: str) -> Override:
 
 
 def single(override: Override, else_: str = "a sweep, which needs -m") -> Override:
-    """An override that gives a field, a group or a setting its one value.
-
-    Raises:
-        UsageError: it is something else; `else_` says what a list of values would be.
-    """
+    """An override with one value, else a `UsageError`; `else_` is what a list would be."""
     text, key = str(override.input_line), override.key_or_group  # in mprun's spelling
     if override.is_delete():
         raise UsageError(f"{text!r}: nothing can be deleted; leave {key} out for its default")
@@ -249,11 +239,7 @@ def single(override: Override, else_: str = "a sweep, which needs -m") -> Overri
 
 
 def checked(text: str, config_dir: Path | None) -> Override:
-    """An override, parsed, that names a field, or a group and an option of it.
-
-    Raises:
-        UsageError: it does not, with what is legal.
-    """
+    """An override, parsed, that names a field or an option of a group, else a `UsageError`."""
     override = parse(text)
     text, key = str(override.input_line), override.key_or_group
     if key.startswith(("hydra.", "hydra/")):
@@ -397,8 +383,8 @@ def one_line(error: BaseException) -> str:
 # them. Fields that only affect its end, its output or the location of files may change.
 MAY_CHANGE = (
     *("train.epochs", "train.max_steps", "train.max_time_s", "train.log_every"),
-    *("train.checkpoint_every_steps", "parallel", "data.root", "debug.fp_exceptions"),
-    *("debug.halt_after", "logger.uri", "run.trust"),
+    *("train.checkpoint_every_steps", "train.validations", "train.average_weights", "parallel"),
+    *("data.root", "debug.fp_exceptions", "debug.halt_after", "logger.uri", "run.trust"),
 )
 LENGTH = ("train.epochs", "train.max_steps")  # What a learning-rate schedule is planned for
 # Fields of earlier versions, with the value that changes nothing; another value is refused
@@ -414,10 +400,8 @@ GONE: dict[str, Any] = {
 def resumed(folder: str, parsed: Sequence[Override]) -> DictConfig:
     """The configuration of the run in `folder`, with the overrides that are allowed.
 
-    The folder may be another person's.
-
-    Raises:
-        UsageError: there is no run, or an override would change its bits.
+    The folder may be another person's. Raises `UsageError` where there is no run, or an override
+    would change its bits.
     """
     path = Path(folder) / "config.yaml"
     refuse_links(Path(folder), ENTRIES)

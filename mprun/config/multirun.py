@@ -57,10 +57,8 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, job: Job) -> Path:
     """Run `job` for every combination, in folders 0, 1, ... of a new folder; that folder.
 
     It is made after every combination was checked. `job` can be imported, since a launcher may call
-    it in another process. Overrides of the launcher go to Hydra.
-
-    Raises:
-        UsageError: a combination is wrong, or Hydra refuses the launcher.
+    it in another process. Overrides of the launcher go to Hydra. Raises `UsageError` where a
+    combination is wrong, or Hydra refuses the launcher.
     """
     parsed = [parse(text) for text in overrides]
     if any(o.key_or_group == "run.resume" for o in parsed):
@@ -83,7 +81,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, job: Job) -> Path:
         else:
             folder = new_folder(str(wanted))
         texts.append(f"hydra.sweep.dir={quoted(folder)}")
-        task = _HydraTask(partial(_run_of_sweep, job))
+        task = _task(_run_of_sweep, job)
         hydra.multirun(CONFIG_NAME, task, [*texts, *for_hydras], with_log_configuration=False)
     return folder
 
@@ -130,16 +128,11 @@ def _expanded(override: Override) -> str:
     return f"{override.key_or_group}={','.join(values)}"
 
 
-class _HydraTask:
-    """A function in the form that Hydra's launchers call: they ask for its name."""
-
-    __name__ = "mprun"
-
-    def __init__(self, function: Callable[[DictConfig], Any]) -> None:
-        self._function = function
-
-    def __call__(self, config: DictConfig) -> Any:
-        return self._function(config)
+def _task(function: Callable[..., Any], argument: Callable[..., Any]) -> Any:
+    """`function` with its first argument, in the form that Hydra's launchers call."""
+    task: Any = partial(function, argument)
+    task.__name__ = "mprun"  # they ask for it
+    return task
 
 
 def _run_of_sweep(job: Job, raw: DictConfig) -> int:
@@ -164,11 +157,7 @@ def _job_of_study(function: Callable[[], Any], _: DictConfig) -> Any:
 
 
 def check_hydra_launcher(name: str, overrides: Sequence[str]) -> None:
-    """Check that a launcher can be made; the overrides are Hydra's, `hydra/launcher=NAME` first.
-
-    Raises:
-        UsageError: it is not installed, or refuses a field.
-    """
+    """Raise `UsageError` for a launcher that is not installed, or refuses one of the overrides."""
     with _composed(name, overrides, Path()) as (hydra, config):
         _made(hydra, config, list)  # any function will do: nothing is started
 
@@ -179,10 +168,7 @@ def launch(
     """Start as many jobs, and wait; what each returned, or the exception that it raised.
 
     Each calls `function`, which can be pickled. `logs` is the folder of the launcher's files, which
-    does not exist.
-
-    Raises:
-        Exception: of whatever kind the launcher's package has: jobs were lost.
+    does not exist. Where jobs are lost, an exception of the launcher's package is raised.
     """
     with _composed(name, overrides, logs) as (hydra, config):
         made = _made(hydra, config, function)
@@ -226,7 +212,7 @@ def _made(hydra: Any, config: DictConfig, function: Callable[[], Any]) -> Any:
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         return Plugins.instance().instantiate_launcher(
             hydra_context=context,
-            task_function=_HydraTask(partial(_job_of_study, function)),
+            task_function=_task(_job_of_study, function),
             config=config,
         )
     except Exception as error:  # whatever its class raises

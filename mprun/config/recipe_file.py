@@ -74,20 +74,14 @@ def with_absolute_paths(override: Override) -> str:
 
 
 def option_of(value: str) -> str:
-    """The option of the group `recipe` that a value of `recipe=` stands for.
-
-    Raises:
-        UsageError: it is a file that cannot be a recipe.
-    """
+    """The option of the group `recipe` that a value of `recipe=`, maybe a file, stands for."""
     file = named_file(value)
     if file is None:
         return value
     source = read_source(file.path)
     defaults = defaults_of(file.path, parsed(file.path, source))
-    node: dict[str, Any] = {
-        "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
-    }
-    config = OmegaConf.create(as_text(node))
+    row = {"name": file.name, "target": file.kind, "file": str(file.path)}
+    config = OmegaConf.create(as_text({"recipe": row}))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
     about = file.text.encode(errors="surrogateescape")  # a path may have bytes that are no UTF-8
@@ -98,11 +92,7 @@ def option_of(value: str) -> str:
 
 
 def read_source(path: Path) -> bytes:
-    """The content of a recipe's file.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The content of a recipe's file; raises `UsageError` if there is none."""
     if not path.is_file():
         raise UsageError(
             f"recipe={path}: there is no such file; write the path of a Python file with model "
@@ -116,11 +106,7 @@ def read_source(path: Path) -> bytes:
 
 
 def parsed(path: Path, source: bytes) -> ast.Module:
-    """The syntax tree of a recipe's file.
-
-    Raises:
-        UsageError: it is not valid Python; the message has the line.
-    """
+    """The syntax tree of a recipe's file; a `UsageError` names the line that is not Python."""
     try:
         return ast.parse(source, str(path))
     except SyntaxError as error:

@@ -61,10 +61,6 @@ class Field:
         """The legal values as text, for example "a whole number, or null"."""
         return describe_type(self.type)
 
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.type) is list
-
     @cached_property
     def choices(self) -> tuple[str, ...]:
         """The texts that the value, or an item of a list, can be; empty if others can be too."""
@@ -90,9 +86,6 @@ class Field:
 
         `place` is where it was given, as the beginning of a message; `path` the place in `config`,
         if it is not the field's key.
-
-        Raises:
-            UsageError: it is no value of this type.
         """
         try:
             OmegaConf.update(config, path or self.key, value)
@@ -101,16 +94,13 @@ class Field:
             raise UsageError(f"{place}: {self.key} is {self.legal}{near}") from None
 
     def check(self, value: Any) -> None:
-        """Check a value of the field's type.
-
-        Raises:
-            UsageError: it lies outside of the range, or is none of the choices.
-        """
-        if self.limits is not None and value is not None and not self._is_in_range(value):
+        """Raise `UsageError` for a value outside of the range, or that is none of the choices."""
+        is_word = isinstance(value, str) and bool(self.choices)  # of a number, or a word
+        if not (is_word or self.limits is None or value is None or self._is_in_range(value)):
             raise UsageError(f"{self.key}={value}: legal is {range_text(self.limits)}")
-        if not self.choices:
+        if not self.choices or (self.limits is not None and not is_word):
             return
-        for text in value if self.is_list else [value]:
+        for text in value if get_origin(self.type) is list else [value]:
             if text not in self.choices:
                 near = hint(text, self.choices)
                 raise UsageError(f"'{self.key}={text}': {self.key} is {self.legal}{near}")

@@ -243,6 +243,10 @@ class TrainConfig:
     """Learning rate at the end of a linear or cosine schedule."""
     checkpoint_every_steps: Count | None = None
     """Write a checkpoint every n steps; one is always written at the end and on a signal."""
+    validations: Count | None = None
+    """Also validate after each of this many equal parts of the planned steps; null: do not."""
+    average_weights: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Also score the mean of the weights at so many places of the last tenth of the steps."""
     log_every: Count = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
     init_from: str | None = None

@@ -42,7 +42,8 @@ PROCESSES = 4
 """Processes of a study if `launcher.processes` is null."""
 LAUNCHER = "launcher.name"
 """The field behind `launcher=NAME`."""
-SEEDS = {"sweep": 5, "advise": 10, "double": 10}
+AUTO = "auto"
+SEEDS = {"sweep": AUTO, "advise": AUTO, "double": 10}
 """Runs of each variant if `seeds` is null."""
 
 
@@ -58,6 +59,9 @@ class CompareSettings:
     """Label or hash of the variant the others are compared with; null for fp32."""
     split: Annotated[str, Legal("auto", "test", "validation", "train")] = "auto"
     """Which samples the metric is computed on: auto, test, validation or train."""
+    weights: Annotated[str, Legal("auto", "last", "averaged")] = "auto"
+    """Which weights are judged: averaged (train.average_weights), last, auto (averaged if all runs
+    have them)."""
     mix: list[Annotated[str, Legal("recipes", "data", "hardware", "code")]] = field(
         default_factory=list
     )
@@ -68,6 +72,22 @@ class CompareSettings:
     """Folder of the report; null: the one folder compared, or comparison/ here."""
     report: bool = True
     """Whether the report is written, beside the table that is printed."""
+    json: str | None = None
+    """File for the decision on one variant, a line of JSON; -: standard output, and nothing else.
+    Status 0: it may be kept, 3: not, 4: not settled."""
+    keep: Annotated[str, Legal("auto", "unharmed", "better")] = "auto"
+    """What must be shown to keep it: unharmed (equivalent or better) or better; auto: unharmed, in
+    a stream better."""
+    stream: str | None = None
+    """File of a stream of decisions, whose common error is kept at 5 %; each adds a line."""
+
+
+@dataclass
+class StudySettings:
+    """What every study may take."""
+
+    max_time_s: Positive | None = None
+    """Seconds for the study; trials that would exceed them are left out. null: no limit."""
 
 
 @dataclass
@@ -124,14 +144,18 @@ class Settings:
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    study: StudySettings = field(default_factory=StudySettings)
+    """What every study may take."""
     sweep: SweepSettings = field(default_factory=SweepSettings)
     """How many trials a sweep makes."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
     """Which processes run a study's trials."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
     """How a mode is recommended."""
-    seeds: Count | None = None
-    """Runs of each variant; null for 5, in advise and double 10."""
+    seeds: Count | Annotated[str, Legal(AUTO)] | None = None
+    """Runs of each variant, or auto: until its verdict is settled; null for auto, in double 10."""
+    seeds_limit: Annotated[int, Meta(ge=2, le=1000)] = 20
+    """The most runs of a variant with seeds=auto."""
     first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
     """The first seed; the others follow. A higher one makes a study with fresh seeds."""
 
@@ -251,6 +275,7 @@ NEUTRAL = ("none", "base")
 """Options that change nothing. They are not part of a name."""
 EVERY = "all"
 """`precision=all` lists every mode."""
+DECISION = ("compare.json", "compare.keep", "compare.stream")
 SET_BY_STUDY = ("run.dir", "run.resume", "seed")
 
 
@@ -269,10 +294,17 @@ class StudyRequest:
     verbose: bool = False  # `--verbose`
 
     @property
+    def is_auto(self) -> bool:
+        """Whether each variant gets seeds until its verdict is settled."""
+        return (self.settings.seeds or SEEDS[self.command]) == AUTO
+
+    @property
     def seeds(self) -> Sequence[int]:
         """The seeds of a new study."""
-        first = self.settings.first_seed
-        return range(first, first + (self.settings.seeds or SEEDS[self.command]))
+        first, count = self.settings.first_seed, self.settings.seeds or SEEDS[self.command]
+        return range(
+            first, first + (count if isinstance(count, int) else self.settings.seeds_limit)
+        )
 
 
 def study_request(
@@ -284,14 +316,15 @@ def study_request(
 ) -> StudyRequest:
     """Separate the settings of a study from the overrides of its runs.
 
-    A command takes `compare`, `seeds`, `first_seed` and its `sections`; it sets those that are
-    `refused` itself.
+    A command takes `compare`, `seeds`, `seeds_limit`, `first_seed` and its `sections`; it sets
+    those that are `refused` itself.
 
     Raises:
         UsageError: a setting that is not legal, or one that a resumed study keeps.
     """
-    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
+    settings, rest = take(overrides, "compare", "seeds", "seeds_limit", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
+    _refuse(overrides, DECISION, "a setting of mprun compare alone")
     own: dict[str, Any] = {}
     of_runs, hydra = [], []
     for override in map(parse, rest):
@@ -308,7 +341,8 @@ def study_request(
             raise UsageError(f"{of_runs[0]!r}: {RESUMED}; leave it out")
         if config_dir is not None:
             raise UsageError(f"--config-dir {config_dir}: {RESUMED}; leave it out")
-        _refuse(overrides, ("seed", "seeds", "first_seed", "advise.max_steps", "run.dir"), RESUMED)
+        kept = ("seed", "seeds", "seeds_limit", "first_seed", "advise.max_steps", "run.dir")
+        _refuse(overrides, kept, RESUMED)
     return StudyRequest(
         command,
         settings,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from mprun.config.reference import leaves
-from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig
+from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig, TrainConfig
 from mprun.errors import UsageError, hint
 from mprun.records.layer_values import computes_float16, layer_dtypes
 from mprun.records.policy_columns import COMPENSATED
@@ -94,8 +94,7 @@ def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
     for key, field in leaves().items():
         field.check(attrgetter(key)(config))
-    _check_length(config)
-    _check_optimizer(config)
+    _check_training(config.train)
     module, _, name = config.recipe.target.rpartition(".")
     is_path = module and all(part.isidentifier() for part in (*module.split("."), name))
     if config.recipe.file is None and not is_path:
@@ -163,12 +162,6 @@ def _check_op_lists(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    train = config.train
-    if train.min_lr > train.lr:
-        raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
-
-
 def _check_coded_moments(config: Config) -> None:
     for moment in config.train.optimizer.stored_moments:
         if _is_coded(config, moment) and config.parallel.name == "fsdp2":
@@ -179,8 +172,7 @@ def _check_coded_moments(config: Config) -> None:
             )
 
 
-def _check_length(config: Config) -> None:
-    train = config.train
+def _check_training(train: TrainConfig) -> None:
     if train.epochs is None and train.max_steps is None:
         if train.max_time_s is None:
             raise UsageError(
@@ -191,6 +183,8 @@ def _check_length(config: Config) -> None:
                 f"train.scheduler={train.scheduler} needs a planned number of steps: "
                 "set train.epochs or train.max_steps"
             )
+    if train.min_lr > train.lr:
+        raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
 
 
 def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
@@ -319,10 +313,11 @@ def stored_low(config: Config) -> set[str]:
     The content of `precision.layers_file` is not known here; it may store parameters in 16 bits.
     """
     row = config.precision
-    low = {m for m in config.train.optimizer.stored_moments if _is_low(getattr(row, f"{m}_dtype"))}
+    moments = config.train.optimizer.stored_moments
+    low = {moment for moment in moments if getattr(row, f"{moment}_dtype") != "float32"}
     layers = filter(None, (layer_dtypes(value, row.casting) for value in row.layers.values()))
-    low_layers = any(_is_low(stored) for stored, _ in layers)
-    if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:
+    stored = {row.param_dtype, *(dtype for dtype, _ in layers)}
+    if stored != {"float32"} or row.layers_file is not None:
         low.add("parameters")
     return low
 
@@ -337,8 +332,4 @@ def _may_emulate_low(config: Config) -> bool:
     row = config.precision
     partials = config.execution == "auto" and row.has_low_partials
     wanted = config.execution == "emulated" or row.rounding_scope == "all"
-    return _is_low(row.compute_dtype) and (wanted or partials)
-
-
-def _is_low(dtype: str) -> bool:
-    return dtype != "float32"
+    return bool(row.compute_dtype != "float32" and (wanted or partials))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mprun.errors import NotMeasurableError
-from mprun.inspect.passes import FLOAT32, CastPlan, Pass, Passes
+from mprun.inspect.passes import FLOAT32, CastPlan, Pass, Passes, in_float64
 from mprun.inspect.tolerance import Deviation, gradient_error, loss_shares
 from mprun.precision.rounding import sums_db
 from mprun.watch.updates import RoundingErrors, weights_moved
@@ -113,8 +113,9 @@ class CastProbe:
     def _compare(self, n: int) -> None:
         """Compare the float32 gradients of batch number `n` with float64's."""
 
-        def in_float64() -> tuple[float, dict[str, Tensor]]:
-            exact = self.passes.run_in_float64(n)
+        def exactly() -> tuple[float, dict[str, Tensor]]:
+            with in_float64(self.passes.model):  # with the same random numbers
+                exact = self.passes.run(FLOAT32, n)
             gradients = {} if exact.gradients is None else self._named(exact.gradients)
             return exact.loss, gradients
 
@@ -123,7 +124,7 @@ class CastProbe:
                 return self._named(_finite(self.passes.run(FLOAT32, n), n))
 
         float32 = self._named(self._gradients[n])
-        self.rounding.compare(float32, self._losses[n], in_float64, moved)
+        self.rounding.compare(float32, self._losses[n], exactly, moved)
 
     def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.passes.names, gradients, strict=True))

@@ -60,7 +60,8 @@ class ForwardResults(OpWatcher):
         """Storages: freed memory would be given to other results."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        read = [self._made[k] for k in self._keys((args, kwargs)) if k in self._made]
+        strided = (x for x in tensors_of((args, kwargs)) if x.layout == torch.strided)
+        read = [self._made[key] for key in map(storage_key, strided) if key in self._made]
         result = run()
         if in_backward() or not op_spec(func).makes_numbers:
             return result
@@ -86,10 +87,6 @@ class ForwardResults(OpWatcher):
             module = self.tracker.context().module or ""
             self.results.append(_Computed(name, module, numbers, read))
         self._alive.append(x.untyped_storage())
-
-    @staticmethod
-    def _keys(arguments: Any) -> list[int]:
-        return [storage_key(x) for x in tensors_of(arguments) if x.layout == torch.strided]
 
 
 def float32_loss(loss: float, float64: float, run: Pass) -> Float32Loss | None:

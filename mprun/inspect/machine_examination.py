@@ -73,11 +73,7 @@ ATEN = {
 LIMIT = 1.1  # A smaller factor is no reason to change the precision: it counts as the same speed
 
 
-def examine(
-    device_name: str,
-    budget_s: float,
-    report: ReportPart = report_nothing,
-) -> Examination:
+def examine(device_name: str, budget_s: float, report: ReportPart = report_nothing) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
     Args:
@@ -144,7 +140,7 @@ def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mo
     order = {name: n for n, name in enumerate(SHIPPED_MODES)}
     names = sorted(modes(), key=lambda name: order.get(name, len(order)))
     configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]
-    return list(_rows(configs, device, accelerated))
+    return [_mode(config, device, accelerated) for config in configs]
 
 
 def format_of(policy: Policy) -> Format:
@@ -152,29 +148,25 @@ def format_of(policy: Policy) -> Format:
     return "tf32" if policy.tf32 else cast(Format, policy.compute_dtype)
 
 
-def _rows(
-    configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
-) -> Iterator[Mode]:
-    for config in configs:
-        policy = build_policy(config)
-        with as_usage_error():
-            chosen = choose_execution(config.execution, policy, device, config.speed.name)
-        execution = chosen.name
-        # the kernels are measured once in a process
-        fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
-        arithmetic = arithmetic_for(policy, execution, fallback, config.seed)
-        substituted = {s.op for s in arithmetic.substitutions}
-        native = execution == "native"
-        yield Mode(
-            name=policy.name,
-            format=format_of(policy),
-            execution=cast(Literal["native", "emulated"], execution),
-            why_emulated=chosen.why_emulated,
-            accelerated=accelerated.get(policy.compute_dtype) if native else None,
-            substituted=[op for op, name in ATEN.items() if name in substituted],
-            loss_scale=loss_scale_kind(config, ()),
-            products_of_8_bits=native and policy.gemms != "none",
-        )
+def _mode(config: Config, device: torch.device, accelerated: dict[str, bool]) -> Mode:
+    policy, speed = build_policy(config), config.speed.name
+    with as_usage_error():
+        chosen = choose_execution(config.execution, policy, device, speed)
+    # the kernels are measured once in a process
+    fallback = choose_fp32_fallback(speed, policy, chosen.name, device)
+    arithmetic = arithmetic_for(policy, chosen.name, fallback, config.seed)
+    substituted = {s.op for s in arithmetic.substitutions}
+    native = chosen.name == "native"
+    return Mode(
+        name=policy.name,
+        format=format_of(policy),
+        execution=cast(Literal["native", "emulated"], chosen.name),
+        why_emulated=chosen.why_emulated,
+        accelerated=accelerated.get(policy.compute_dtype) if native else None,
+        substituted=[op for op, name in ATEN.items() if name in substituted],
+        loss_scale=loss_scale_kind(config, ()),
+        products_of_8_bits=native and policy.gemms != "none",
+    )
 
 
 # ---- the rates -----------------------------------------------------------------------------------
@@ -226,22 +218,22 @@ def _measure(
     side: int, formats: Sequence[Format], device: torch.device, share_s: float, report: ReportPart
 ) -> list[Rate]:
     """The rates in formats, float32 among them, timed in turn."""
-    op = matmul(side)
+    size, flops = f"{side}x{side}x{side}", 2 * side**3
     timers = [_timer(side, format_, device) for format_ in formats]
     round_s = sum(t.round_s for t in timers)
     rounds = max(FEWEST, min(MOST, int(share_s / round_s))) if timers else 0
 
     def begin_round(done: int) -> None:
-        report(f"rates at {op.size}: round", done, rounds)
+        report(f"rates at {size}: round", done, rounds)
 
     times_s = dict(zip(formats, alternate(timers, rounds, begin_round), strict=True))
     return [
         Rate(
             format=format_,
-            size=op.size,
-            flops=op.flops,
+            size=size,
+            flops=flops,
             time_ms=spread([t * 1e3 for t in times]),
-            gflops=spread([op.flops / t / 1e9 for t in times]),
+            gflops=spread([flops / t / 1e9 for t in times]),
             speedup=ratio([base / t for base, t in zip(times_s["float32"], times, strict=True)]),
         )
         for format_, times in times_s.items()

@@ -118,7 +118,7 @@ def stretches(phases: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         yield phase, numbers[0], numbers[-1] + 1
 
 
-def thinned(rows: Sequence[Sequence[int]], points: int = POINTS) -> list[int]:
+def thinned(rows: Sequence[Sequence[int]], points: int) -> list[int]:
     """At most `points` ops: of each stretch of ops the one with the largest sum over `rows`."""
     totals = [sum(column) for column in zip(*rows, strict=True)]
     width = -(-len(totals) // points)  # rounded up
@@ -145,7 +145,9 @@ def exponents(result: NumericsResult) -> Figure:
     panels = [(kind, worst(rows)) for kind in KINDS if (rows := _rows(result, kind))]
     if not panels:  # only zeros
         return figure(1)
-    low, high = _span([row for _, rows in panels for row in rows])
+    drawn = [e for _, rows in panels for row in rows for e, _ in _shares(row)]
+    # float16's numbers end at 2^-24, half of which rounds to 0, and overflow at 2^16
+    low, high = min([*drawn, -25]) - 1, max([*drawn, 16]) + 1
     heights = [len(rows) for _, rows in panels]
     made = figure(1.5 + 0.3 * len(panels) + ROW_IN * sum(heights))
     axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -178,18 +180,8 @@ def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
 
 def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
     """Exponents with their share of the row's non-zero values."""
-    counts = row.histogram.exponents
-    total = sum(counts.values())
-    for exponent, count in counts.items():
-        if count / total >= LEAST:
-            yield exponent, count / total
-
-
-def _span(rows: Sequence[NumericsRow]) -> tuple[int, int]:
-    """The exponents shown: all with a share worth drawing, and float16's."""
-    drawn = [exponent for row in rows for exponent, _ in _shares(row)]
-    # float16's numbers end at 2^-24, half of which rounds to 0, and overflow at 2^16
-    return min([*drawn, -25]) - 1, max([*drawn, 16]) + 1
+    shares = ((e, n / row.histogram.nonzero) for e, n in row.histogram.exponents.items())
+    return ((exponent, share) for exponent, share in shares if share >= LEAST)
 
 
 def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) -> AxesImage:

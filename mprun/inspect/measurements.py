@@ -274,15 +274,11 @@ class Measurements:
     float32: Float32Loss | None = None  # A step in which float32 itself was not good enough
 
     @cached_property
-    def _unjudged(self) -> tuple[str, ...]:
-        return (*self.rounding.undetermined, *self.rounding.zero)
-
-    @cached_property
     def _formats(self) -> dict[str, FormatVerdict]:
+        unjudged = (*self.rounding.undetermined, *self.rounding.zero)
+        alone, needed_db = self.unavoidable, self.settings.needed_db
         return {
-            name: FormatVerdict.of(
-                passes, self.unavoidable[name], self._unjudged, self.settings.needed_db
-            )
+            name: FormatVerdict.of(passes, alone[name], unjudged, needed_db)
             for name, passes in self.passes.items()
         }
 

@@ -352,18 +352,14 @@ def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int
     count = Counter(starred.values())
     added: dict[str, dict[str, int]] = {}
     for path, row in rows.items():
-        _add(added, starred[path] if count[starred[path]] > 1 else path, row)
+        name = starred[path] if count[starred[path]] > 1 else path
+        before = added.get(name, {})
+        added[name] = {key: before.get(key, 0) + size for key, size in row.items()}
     return added
 
 
 BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # A part of a path that is a number
 NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")  # One with more parts below it
-
-
-def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:
-    row = rows.setdefault(path, dict.fromkeys(sizes, 0))
-    for key, size in sizes.items():
-        row[key] += size
 
 
 def _largest(rows: Mapping[str, dict[str, int]]) -> Iterator[tuple[str, dict[str, int]]]:

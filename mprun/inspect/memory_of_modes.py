@@ -53,9 +53,7 @@ CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "prec
 def _record(planned: PlannedModes, settings: MemorySettings, report: ReportPart) -> MemoryRecord:
     """Count a step of each mode and compare it with the first.
 
-    Raises:
-        RunFailedError: a model's code does not run on fake tensors. Where modes may be left out, a
-            mode whose step cannot be counted is one of them.
+    Where modes may be left out, one whose step cannot be counted is one of them.
     """
     limit = settings.fits
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")

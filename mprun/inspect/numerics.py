@@ -366,8 +366,10 @@ def scales_table(result: NumericsResult) -> FittedTable:
 
 def lost_table(result: NumericsResult, top: int) -> FittedTable:
     """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
-    lost = result.lost_updates
-    worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
+    lost, rows = result.lost_updates, result.lost_updates.by_parameter
+    # rounding to nearest loses most
+    most = {n: (x.fp16["nearest"] or 0) + (x.bf16["nearest"] or 0) for n, x in rows.items()}
+    worst = sorted(rows.items(), key=lambda item: -most[item[0]])
     return FittedTable(
         "share of updates that would be lost with weights in 16 bits, by rounding",
         text_column("of", cell=itemgetter(0)),
@@ -385,10 +387,6 @@ def lost_table(result: NumericsResult, top: int) -> FittedTable:
 def _lost_share(dtype: str, rule: str, item: tuple[str, LostShares]) -> str:
     shares: dict[str, float | None] = getattr(item[1], dtype)
     return share_text(shares[rule])
-
-
-def _lost_most(row: LostShares) -> float:
-    return (row.fp16["nearest"] or 0) + (row.bf16["nearest"] or 0)
 
 
 # The verdict on a model as a sentence

@@ -22,7 +22,7 @@ from torch import nn
 
 from mprun.errors import NotMeasurableError, first_line
 from mprun.inspect.cast_probe import LOSS_SCALES, CastProbe
-from mprun.inspect.op_trace import CallStack, shipped_op_lists
+from mprun.inspect.op_trace import CallStack
 from mprun.inspect.passes import Batch, CastPlan, Forward, Loss, Passes, is_out_of_memory, ready
 from mprun.inspect.search_result import (
     Effect,
@@ -37,7 +37,7 @@ from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists,
 from mprun.precision.apply import call
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, LinearGemms, model_gemms
-from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known
+from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, shipped_lists
 from mprun.precision.policy import torch_dtype
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.layer_values import PRODUCTS, with_high_products
@@ -204,7 +204,7 @@ def _moves(ops: Sequence[RecordedOp]) -> torch.dtype | None:
 
 def promoted() -> list[str]:
     """HMP's third list: ops that join several tensors."""
-    rules = shipped_op_lists("hmp", torch.device("cpu")).rules
+    rules = shipped_lists("hmp", "cpu").rules
     return [name for name, kind in rules.items() if kind == "promote"]
 
 

@@ -14,18 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.resources import files
 from typing import NamedTuple
 
 import torch
-import yaml  # type: ignore[import-untyped]
 
-from mprun.config.schema import OpListsConfig
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic, devices
 from mprun.precision.op_lists import OpLists, Table, op_lists, region
+from mprun.precision.op_lists.lists import shipped_lists
 from mprun.precision.op_lists.rules import Casts
-from mprun.records.op_list_files import KINDS
-from mprun.train.assemble.dtype_choices import entries
 from mprun.train.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
 from mprun.train.assemble.plan import Plan
 from mprun.train.data import Batch
@@ -120,18 +116,10 @@ def _caster(plan: Plan, calls: CallStack) -> Caster:
     if plan.op_lists is not None:
         return build_caster(plan, calls)
     if plan.policy.casting == "autocast":
-        lists = shipped_op_lists("native", plan.device)  # autocast's own lists, as data
+        lists = shipped_lists("native", plan.device.type)  # autocast's own lists, as data
     else:
         lists = op_lists((), (), first_input=False)
     return LabelledCaster(build_caster(plan), lists, calls)
-
-
-def shipped_op_lists(name: str, device: torch.device) -> OpLists:
-    """The lists of a file in conf/op_lists, for a device."""
-    text = (files("mprun.conf") / "op_lists" / f"{name}.yaml").read_text(encoding="utf-8")
-    section = OpListsConfig(**yaml.safe_load(text)["op_lists"])
-    lower, fp32, promote = (entries(section, kind, device) for kind in KINDS)
-    return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
 
 
 def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:

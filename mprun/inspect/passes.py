@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -160,15 +160,6 @@ class Passes:
                 return Pass(math.nan, None, first_line(error))
             return Pass(float(loss), [_gradient(p, scale) for p in self.parameters])
 
-    def run_in_float64(self, n: int) -> Pass:
-        """Loss and gradients on batch number `n` in float64, with the same random numbers.
-
-        Raises:
-            Exception: any, if the model does not run in float64.
-        """
-        with in_float64(self.model):
-            return self.run(FLOAT32, n)
-
 
 def _check_finite(loss: Tensor) -> None:
     value = float(loss.detach())
@@ -292,13 +283,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 class _Widening(TorchFunctionMode):
     """Every function computes in float64 instead of float32."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # `x.float()` names its dtype in no argument
         func = torch.Tensor.double if func is torch.Tensor.float else func
         args, kwargs = _widened((args, kwargs or {}))
@@ -312,13 +297,7 @@ class _Draws(DispatchMode):
     another one.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
+from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, first_line, hint
 from mprun.inspect.question import Given, Prepared, Question
 from mprun.records.reader import DamagedArchiveError
 from mprun.records.result import Result
@@ -164,10 +164,8 @@ def parts_of_script(path: Path, function: str) -> ReplayParts:
     Raises:
         UsageError: it cannot be run, or has no such function.
     """
-    from torch import nn
-
     from mprun.train.assemble.recipe_loading import module_in
-    from mprun.train.loss_terms import shown
+    from mprun.train.user_code import checked_model
 
     if not path.is_file():
         raise UsageError(
@@ -178,18 +176,7 @@ def parts_of_script(path: Path, function: str) -> ReplayParts:
     make = _function(module, path, "model")
     named = bool(function) or hasattr(module, STEP)
     step = _function(module, path, function or STEP) if named else None
-
-    def model() -> nn.Module:
-        made: object = make()
-        if isinstance(made, nn.Module):
-            return made
-        place = definition(make)
-        raise UsageError(
-            f"model() returned {shown(made)}{f' ({place})' if place else ''}; legal is a "
-            "torch.nn.Module"
-        )
-
-    return ReplayParts(model, step)
+    return ReplayParts(lambda: checked_model(make(), make, "model()"), step)
 
 
 def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:

@@ -27,14 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.errors import MprunError
 from mprun.inspect.machine_examination import format_of, spread
-from mprun.precision.gemms import (
-    RECIPES,
-    convert_natively,
-    fits,
-    formatted_layers,
-    linear_layers,
-    why_not_native,
-)
+from mprun.precision import gemms
 from mprun.precision.rates import in_threads, warm
 from mprun.records.console import ReportPart, report_nothing
 from mprun.records.run_record import StepTimes
@@ -141,11 +134,7 @@ class StepCount(NamedTuple):
 
 
 def count_step(planned: PlannedRun) -> StepCount:
-    """Count a step of the plan, by taking it once.
-
-    Raises:
-        RunFailedError: the step cannot run.
-    """
+    """Count a step of the plan, by taking it once."""
     plan = planned.plan
     if plan.execution == "native" and plan.policy.gemms != "none":
         plan = as_native(plan)  # torchao's layers would hide their shapes
@@ -153,7 +142,7 @@ def count_step(planned: PlannedRun) -> StepCount:
     plan = replace(plan, speed=replace(plan.speed, compile=False))
     counter, rows = _flop_counter(), dict[str, int]()
     with real_step(replace(planned, plan=plan)) as (parts, batch), ExitStack() as stack:
-        layers = linear_layers(parts.model)
+        layers = gemms.linear_layers(parts.model)
         for name, layer in layers.items():
 
             def called(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
@@ -164,11 +153,11 @@ def count_step(planned: PlannedRun) -> StepCount:
         Trainer(parts, plan.limits).optimizer_step(batch)
     shapes: dict[Shape, list[str]] = {}
     for name, layer in layers.items():
-        if name in rows and fits(layer):
+        if name in rows and gemms.fits(layer):
             shape = Shape(rows[name], layer.in_features, layer.out_features)
             shapes.setdefault(shape, []).append(name)
     # too few layers: a mode would be refused, a layer by name not
-    converted = formatted_layers(parts.model, may_be_none=True)
+    converted = gemms.formatted_layers(parts.model, may_be_none=True)
     return StepCount(counter.get_total_flops(), shapes, converted)
 
 
@@ -212,7 +201,7 @@ def measure_formats(
     step: StepCount, device: torch.device, report: ReportPart = report_nothing
 ) -> FormatGains | str:
     """The gains of formats for the linear layers of a step, or why there are none."""
-    reasons = {name: why_not_native(name, device) for name in RECIPES}
+    reasons = {name: gemms.why_not_native(name, device) for name in gemms.RECIPES}
     formats = [name for name, reason in reasons.items() if reason is None]
     if not formats:
         return NO_UNITS.format(next(iter(reasons.values())))
@@ -251,7 +240,7 @@ def layer_us(shape: Shape, name: str | None, device: torch.device, native: bool 
     layer = nn.Linear(shape.in_features, shape.out_features, bias=False)
     model: nn.Module = nn.Sequential(layer).to(device, torch.bfloat16)
     if name is not None:
-        convert_natively(model, ["0"], name, emulate=not native)
+        gemms.convert_natively(model, ["0"], name, emulate=not native)
     # torchao's rounding is many small kernels, which only a compiler fuses
     forward: Callable[..., torch.Tensor] = torch.compile(model) if native else model
     x = torch.randn(

@@ -405,9 +405,6 @@ def measure(planned: PlannedRun, with_ops: bool) -> Result:
     Args:
         planned: the run.
         with_ops: whether every op is shown, not only kinds of them.
-
-    Raises:
-        RunFailedError: the step cannot run.
     """
     from mprun.train.assemble.parts import build_arithmetic
 

@@ -19,21 +19,10 @@ from torch import Tensor
 
 from mprun.optim import formulas
 from mprun.optim.formulas import FORMULAS, Storage, root
-from mprun.precision import devices, kernels
+from mprun.precision import devices, kernels, rounding
 from mprun.precision._torch import is_fake
 from mprun.precision.kernels import prebuilt
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
-from mprun.precision.rounding import (
-    C_TYPES,
-    EAGER_BLOCK,
-    merged,
-    round_nearest,
-    round_stochastic,
-    settle,
-    split,
-    split_master,
-    threads_for,
-)
 
 ENGINES = ("c", "inductor", "eager")
 
@@ -128,12 +117,12 @@ def _in_c(work: _Work) -> None:
         first,
         hyper.data_ptr(),
         _KeyWords(*[word for key in keys for word in key]),
-        threads_for(count),
+        rounding.threads_for(count),
     )
 
 
 # The dtypes of moments as the kernels' macros name them
-MOMENT_C_TYPES = {**C_TYPES, formulas.DTYPE: "C8"}
+MOMENT_C_TYPES = {**rounding.C_TYPES, formulas.DTYPE: "C8"}
 # Two words for each result that is rounded: parameter, first and second moment
 _KeyWords = ctypes.c_uint32 * 6
 
@@ -147,8 +136,8 @@ def _library(storage: Storage) -> Callable[..., None]:
 def _defines(storage: Storage) -> dict[str, str | None]:
     """The macros of update.c."""
     defines: dict[str, str | None] = {
-        "PARAM": C_TYPES[storage.param],
-        "GRAD": C_TYPES[storage.grad],
+        "PARAM": rounding.C_TYPES[storage.param],
+        "GRAD": rounding.C_TYPES[storage.grad],
         "FIRST": _moment_type(storage.first, storage.first_scale),
         "SECOND": _moment_type(storage.second, storage.second_scale),
         "FORMULA": storage.formula.upper(),
@@ -173,8 +162,8 @@ def _eagerly(work: _Work) -> None:
     storage, operands, hyper, keys, skip, first = work
     key_words = _key_words(keys, hyper)
     maps = formulas.maps(hyper) if storage.coded else None
-    for start in range(0, operands.param.numel(), EAGER_BLOCK):
-        part = operands.part(start, start + EAGER_BLOCK)
+    for start in range(0, operands.param.numel(), rounding.EAGER_BLOCK):
+        part = operands.part(start, start + rounding.EAGER_BLOCK)
         index = _indices(part.param, first + start)
         _update(storage, part, hyper, key_words, index, skip, maps)
 
@@ -202,7 +191,7 @@ def _update(
 ) -> None:
     """The body of `update_block` (kernels/steps.h); `maps` where a moment is stored in codes."""
     o = operands
-    old = o.param.float() if o.remainder is None else merged(o.param, o.remainder)
+    old = o.param.float() if o.remainder is None else rounding.merged(o.param, o.remainder)
     m = _loaded(o.first, o.first_scales, storage.first_scale, maps, 0, hyper.device)
     v = _loaded(o.second, o.second_scales, storage.second_scale, maps, 1, hyper.device)
     # Stored as the root, which needs half the exponents
@@ -223,9 +212,9 @@ def _update(
             overflow = "saturate" if storage.saturate or scale != 1 else "infinity"
             x = x if scale == 1 else x * scale
             if stochastic:
-                x = round_stochastic(x, into.dtype, bits(site), overflow)
+                x = rounding.round_stochastic(x, into.dtype, bits(site), overflow)
             else:
-                x = round_nearest(x, into.dtype, overflow)
+                x = rounding.round_nearest(x, into.dtype, overflow)
         _put(into, x, skip)
 
     def store_moment(into: Tensor | None, scales: Tensor | None, x: Tensor, site: int) -> None:
@@ -240,12 +229,14 @@ def _update(
 
     w, drawn = old - change, storage.rounding in ("stochastic", "split")
     if drawn and o.param.dtype != torch.float32:
-        w = settle(w, old, change, bits(0))
+        w = rounding.settle(w, old, change, bits(0))
     if o.remainder is None:
         store(o.param, w, drawn, 0)
     else:
         dtype = o.param.dtype
-        rounded, rest = split_master(w, dtype, bits(0)) if drawn else split(w, dtype)
+        rounded, rest = (
+            rounding.split_master(w, dtype, bits(0)) if drawn else rounding.split(w, dtype)
+        )
         _put(o.param, rounded, skip)
         _put(o.remainder, rest, skip)
     store_moment(o.first, o.first_scales, m, 1)

@@ -207,9 +207,7 @@ class _KernelMode(DispatchMode):
         self._fallback = fallback or {}
         self._on_fallback = on_fallback
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._fallback and (dtype := args[0].dtype) in self._fallback[func]:
             self._on_fallback(func, dtype)
@@ -268,6 +266,9 @@ def round_to_tf32(x: Tensor) -> Tensor:
     return quantise(x, TF32)
 
 
+NOT_ROUNDED = "not rounded to TF32: its kernel keeps its products to itself"
+
+
 class EmulatedTf32(Arithmetic):
     """Rounds the inputs of matmuls and convolutions to TF32, on any device."""
 
@@ -279,12 +280,6 @@ class EmulatedTf32(Arithmetic):
         with unfused(), _Tf32Mode(self):
             yield
 
-    def not_rounded(self, name: str) -> None:
-        """Report an op that was computed in float32, once."""
-        reason = "not rounded to TF32: its kernel keeps its products to itself"
-        if self.substitute(name, "float32", reason):
-            warnings.warn(f"{name} is {reason}; it is computed in float32", stacklevel=2)
-
 
 class _Tf32Mode(DispatchMode):
     ROUNDED = all_products()
@@ -293,9 +288,7 @@ class _Tf32Mode(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._arithmetic = arithmetic
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (positions := self.ROUNDED.get(func)) is not None:
             result = func(*_with_tf32(args, positions), **kwargs)
@@ -304,7 +297,9 @@ class _Tf32Mode(DispatchMode):
             with self:
                 return kernel(*args, **kwargs)
         if func.overloadpacket.__name__ in CLOSED and any(map(is_float32, tree_leaves(args))):
-            self._arithmetic.not_rounded(f"aten.{func.overloadpacket.__name__}")
+            name = f"aten.{func.overloadpacket.__name__}"
+            if self._arithmetic.substitute(name, "float32", NOT_ROUNDED):
+                warnings.warn(f"{name} is {NOT_ROUNDED}; it is computed in float32", stacklevel=2)
         return func(*args, **kwargs)
 
 

@@ -116,10 +116,15 @@ class WideCopies:
 
     def get(self, low: Tensor) -> Tensor | None:
         """The copy of `low`, not to be written to, laid out as `low.float()` would be, or None."""
-        copy = self._valid(low)
-        if copy is None or not is_dense(low):
+        storage = low.untyped_storage()
+        copy: _WideCopy | None = getattr(storage, ATTRIBUTE, None)
+        if copy is None or copy.owner is not self or copy.generation != self._generation:
             return None
         wide = copy.wide
+        # A storage that is resized itself, as FSDP does, counts no write
+        resized = wide.numel() * low.element_size() != storage.nbytes()
+        if resized or copy.writes != write_count(low) or not is_dense(low):
+            return None
         if wide.shape == low.shape and wide.stride() == low.stride():
             return wide
         return wide.as_strided(low.size(), low.stride(), low.storage_offset())
@@ -133,15 +138,6 @@ class WideCopies:
         if wide is not None:
             forget(low)
         return wide
-
-    def _valid(self, low: Tensor) -> _WideCopy | None:
-        storage = low.untyped_storage()
-        copy: _WideCopy | None = getattr(storage, ATTRIBUTE, None)
-        if copy is None or copy.owner is not self or copy.generation != self._generation:
-            return None
-        # A storage that is resized itself, as FSDP does, counts no write
-        resized = copy.wide.numel() * low.element_size() != storage.nbytes()
-        return None if resized or copy.writes != write_count(low) else copy
 
 
 def forget(low: Tensor) -> None:
@@ -335,9 +331,7 @@ class _BlockedMode(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._occurred = occurred
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in CONVOLUTION_OPS or args[0].dtype != torch.float16:
             return func(*args, **(kwargs or {}))
         self._occurred.add(func)
@@ -392,9 +386,7 @@ class _EmulationMode(DispatchMode):
         self._occurred = arithmetic.occurred
         self._partials = partials
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _KNOWN.get(id(func)) or _facts(func)
         if facts.is_view:

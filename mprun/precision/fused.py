@@ -16,7 +16,7 @@ as their kernels do it; with float16 partials nothing is fused, as their sums ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ class FusedKernels(TorchFunctionMode):
         super().__init__()
         self._round = round_
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         query = args[0] if args else kwargs.get("query")

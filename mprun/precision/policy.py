@@ -93,7 +93,9 @@ class Policy(PolicyColumns):
         parameters = ("float32",) if self.casts else FLOAT_DTYPES
         computes = LOW_DTYPES if self.casts else (self.param_dtype,)
         everywhere = self.is_low and self.rounding == "stochastic"
-        formats = ("layers", *FORMAT_MODES) if self._may_have_formats else ()
+        # Products may have formats of their own where nothing else decides how they run
+        plain = not self.has_low_partials and self.rounding_scope == "update" and not self.tf32
+        formats = ("layers", *FORMAT_MODES) if plain and self.casting != "op_lists" else ()
         legal = legal_values() | {
             "param_dtype": parameters,
             "compute_dtype": computes,
@@ -110,12 +112,6 @@ class Policy(PolicyColumns):
         }
         named = _fixed_by_name(self.name, legal) if self.name in SHIPPED_MODES else {}
         return {**legal, **named}
-
-    @property
-    def _may_have_formats(self) -> bool:
-        """Whether products may have formats of their own: nothing else decides how they run."""
-        plain = not self.has_low_partials and self.rounding_scope == "update"
-        return plain and self.casting != "op_lists" and not self.tf32
 
     def __str__(self) -> str:
         if self.name in SHIPPED_MODES and self == policy(self.name):

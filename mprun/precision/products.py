@@ -139,9 +139,7 @@ class _RecurrentByOps(TorchFunctionMode):
 
     NAMES = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in self.NAMES:
             return func(*args, **kwargs)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,46 +36,30 @@ SIDE = {"cpu": 256, "cuda": 2048}
 class TimedOp(NamedTuple):
     """An op to time."""
 
-    name: str
-    size: str
-    flops: int  # Multiplications and additions of one call; products with padding are counted
     shapes: tuple[tuple[int, ...], ...]  # Of the tensors it takes
     function: Callable[..., object]
 
 
 def matmul(side: int) -> TimedOp:
     """[side, side] by [side, side]."""
-    shape = (side, side)
-    return TimedOp("matmul", f"{side}x{side}x{side}", 2 * side**3, (shape, shape), torch.matmul)
+    return TimedOp(((side, side), (side, side)), torch.matmul)
 
 
-def convolution(batch: int, channels: int, side: int) -> TimedOp:
-    """3x3, padding 1: [batch, channels, side, side] to the same shape."""
-    images, weight = (batch, channels, side, side), (channels, channels, 3, 3)
-    flops = 2 * batch * side**2 * channels**2 * 9
-    size = f"{batch}x{channels}x{side}x{side}, 3x3"
-    return TimedOp("convolution", size, flops, (images, weight), _convolution)
-
-
-def convolution_backward(batch: int, channels: int, side: int) -> TimedOp:
-    """The gradients of `convolution` to its input and weight."""
-    forward = convolution(batch, channels, side)
-    images, weight = forward.shapes
-    shapes = (images, images, weight)
-    return TimedOp(
-        "convolution_backward", forward.size, 2 * forward.flops, shapes, _convolution_backward
-    )
-
-
-def _convolution(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.conv2d(x, weight, padding=1)
-
-
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+def convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+    """The gradients of a convolution with padding 1 to its input and its 3x3 weight."""
     ones, mask = [1, 1], [True, True, False]
     return torch.ops.aten.convolution_backward(
         gradient, x, weight, None, ones, ones, ones, False, [0, 0], 1, mask
     )
+
+
+_IMAGES, _WEIGHT = (4, 16, 16, 16), (16, 16, 3, 3)
+# Small ones, because a slow kernel takes up to a hundred times as long as float32
+TRIED = (
+    matmul(128),
+    TimedOp((_IMAGES, _WEIGHT), partial(torch.conv2d, padding=1)),
+    TimedOp((_IMAGES, _IMAGES, _WEIGHT), convolution_backward),
+)
 
 
 @dataclass(frozen=True)
@@ -182,9 +166,7 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     The geometric mean over a matmul, a convolution and its gradients, each by the fastest of a few
     rounds, in one thread (see `accelerated`). A process tries once, so that its runs agree.
     """
-    # Small ones, because a slow kernel takes up to a hundred times as long as float32
-    ops = (matmul(128), convolution(4, 16, 16), convolution_backward(4, 16, 16))
-    ratios = [_times_float32(op, dtype, device, TRIAL_ROUNDS) for op in ops]
+    ratios = [_times_float32(op, dtype, device, TRIAL_ROUNDS) for op in TRIED]
     return math.prod(ratios) ** (1 / len(ratios))
 
 

@@ -90,12 +90,8 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return wide.to(dtype), _rest(x, wide, dtype)
 
 
-def kahan_rest(x: Tensor, rounded: Tensor) -> Tensor:
-    """The remainder of `x` (float32) beside `rounded`, to which it was rounded: see `split`."""
-    return _rest(x, rounded.float(), rounded.dtype)
-
-
 def _rest(x: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """The remainder of `x` (float32) beside `wide`, which it was rounded to: see `split`."""
     if dtype == torch.bfloat16:
         remainder = x.view(torch.int32) - wide.view(torch.int32)
         return torch.where(torch.isfinite(x), remainder, 0).to(torch.int16)
@@ -309,8 +305,10 @@ def converted(parameter: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tenso
     """A remainder of one kind as one of the other: int16 or int8."""
     if remainder.dtype == dtype:
         return remainder
-    beside = rest_beside if dtype == torch.int8 else kahan_rest
-    return beside(merged(parameter, remainder), parameter)
+    whole = merged(parameter, remainder)
+    if dtype == torch.int8:
+        return rest_beside(whole, parameter)
+    return _rest(whole, parameter.float(), parameter.dtype)
 
 
 def _integer(x: Tensor, dtype: torch.dtype) -> Tensor:

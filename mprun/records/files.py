@@ -37,20 +37,12 @@ def jsonable(value: Any) -> Any:
 
 
 def json_text(record: object) -> str:
-    """A dataclass as indented JSON text, many times faster than Python's encoder.
-
-    Args:
-        record: without floats that are not finite.
-    """
+    """A dataclass of finite floats as indented JSON text, many times faster than Python's."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace `path` by `content` as JSON text.
-
-    Raises:
-        OSError: as `write_atomic` does.
-    """
+    """Replace `path` by `content` as JSON text; raises as `write_atomic` does."""
     text = json.dumps(jsonable(content), indent=1, allow_nan=False)
     write_atomic(path, f"{text}\n".encode())
 
@@ -58,17 +50,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
-    A link at `path` is replaced, not followed.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written; `path` is unchanged.
+    A link at `path` is replaced, not followed. Where the disk is full or the folder cannot be
+    written, `path` is unchanged and an `OSError` raised.
     """
     draft = _draft(path, data)
     try:
         draft.replace(path)
-    except BaseException:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
 
 
 def _draft(path: Path, data: bytes) -> Path:
@@ -88,12 +77,7 @@ def _draft(path: Path, data: bytes) -> Path:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """As `write_atomic`, for a file that is not there: of processes that begin at once, one wins.
-
-    Raises:
-        FileExistsError: it is there.
-        OSError: as `write_atomic` does.
-    """
+    """As `write_atomic`, or `FileExistsError`: of processes that begin at once, one wins."""
     draft = _draft(path, data)
     try:
         os.link(draft, path)  # unlike a rename it fails if there is such a file
@@ -104,9 +88,7 @@ def write_new(path: Path, data: bytes) -> None:
 def remove_leftovers(folder: Path, age_s: float = 0.0) -> None:
     """Remove temporary files of processes that were killed while they wrote.
 
-    Args:
-        folder: where they lie.
-        age_s: younger ones are left alone: another process may write them now.
+    Those younger than `age_s` are left alone: another process may write them now.
     """
     newest = time.time() - age_s
     for path in folder.glob(".*.tmp"):
@@ -116,14 +98,9 @@ def remove_leftovers(folder: Path, age_s: float = 0.0) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuse to read and write through a link: the folder may be another person's.
+    """Raise `UsageError` if one of these names in a folder, maybe another person's, is a link.
 
-    Args:
-        folder: the folder; it may be a link itself, since the user named it.
-        names: of files and folders in it; those that do not exist are ignored.
-
-    Raises:
-        UsageError: one of them is a link.
+    The folder may be a link itself, since the user named it. Names that do not exist are ignored.
     """
     for path in (folder / name for name in names):
         if path.is_symlink():
@@ -136,8 +113,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
     """Write the files of a command's result into a folder; their names, such as `part/a.txt`.
 
-    Raises:
-        RunFailedError: one cannot be written; the others before it are whole.
+    Raises `RunFailedError` if one cannot be written; those before it are whole.
     """
     for name, content in files.items():
         # replace: names of files may have bytes that are no UTF-8
@@ -157,9 +133,7 @@ def dated_folder() -> Path:
     """Make a folder under outputs/, named by date and time, that belongs to this process alone.
 
     Of processes that begin in the same second the later ones get names that end in -2, -3, ...
-
-    Raises:
-        UsageError: it cannot be made.
+    Raises `UsageError` if it cannot be made.
     """
     now = datetime.now()
     day, clock = Path("outputs") / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
@@ -191,11 +165,7 @@ def dated_folder_if_used() -> Iterator[Path]:
 
 
 def new_folder(wanted: str | None) -> Path:
-    """Make the folder that `run.dir` names, or a dated one; for commands that write no run.
-
-    Raises:
-        UsageError: it cannot be written, or is not empty.
-    """
+    """Make the folder of `run.dir`, empty or new, or a dated one, for commands without a run."""
     if wanted is None:
         return dated_folder()
     folder = Path(wanted)

@@ -31,11 +31,7 @@ OF_A_PRODUCT = (*DTYPES, *FORMATS, *FORMAT_MODES)
 
 
 def layer_value(value: object) -> str:
-    """A value of `precision.layers` as plans and records have it.
-
-    Raises:
-        ValueError: it is none; the text names what is legal.
-    """
+    """A value of `precision.layers` as plans and records have it; a `ValueError` has legal ones."""
     if isinstance(value, str) and "=" in value:
         value = dict(part.partition("=")[::2] for part in value.split(","))
     if isinstance(value, Mapping):
@@ -50,11 +46,7 @@ def layer_value(value: object) -> str:
 
 
 def layer_values(given: Mapping[Any, object]) -> dict[str, str]:
-    """`layer_value` of each, by the name of its module.
-
-    Raises:
-        ValueError: as `layer_value`; the text names the module.
-    """
+    """`layer_value` of each, by the name of its module; a `ValueError` names the module too."""
     layers = {}
     for name, value in given.items():
         try:
@@ -86,10 +78,7 @@ def layer_dtypes(value: str, casting: str) -> tuple[str, str] | None:
     """What a layer stores its parameters in, and what it computes in, by PyTorch's names.
 
     None for formats of products alone, with which a layer has the dtypes of the mode around it.
-
-    Args:
-        value: of `layer_value`.
-        casting: of the mode around it. Where it casts, a dtype leaves parameters in float32.
+    `casting` is that mode's: where it casts, a dtype leaves parameters in float32.
     """
     if value in LAYER_MODES:
         row = mode_row(value)
@@ -107,9 +96,7 @@ def computes_float16(value: str) -> bool:
 def in_rounding(value: str, rounding: str) -> str:
     """A value that rounds 16-bit parameters so; the mode with the same dtype if this one does not.
 
-    Args:
-        value: of a layer; dtypes and modes that cast state no rounding.
-        rounding: nearest or stochastic.
+    Dtypes and modes that cast state no rounding, which is nearest or stochastic.
     """
     if value not in LAYER_MODES or _stored(value, rounding) or mode_row(value)["casting"] != "none":
         return value
@@ -131,12 +118,7 @@ def without_formats(layers: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_high_products(value: str, high: Collection[str]) -> str:
-    """A value that names formats, with some of its products in bfloat16.
-
-    Args:
-        value: of a layer: a format, a mode that has one, or a format for each product.
-        high: names of `PRODUCTS`.
-    """
+    """A value that names formats, with the products `high` of it in bfloat16."""
     formats = {
         name: "bf16" if name in high else of for name, of in (product_formats(value) or {}).items()
     }
@@ -146,12 +128,7 @@ def with_high_products(value: str, high: Collection[str]) -> str:
 
 
 def layers_file(head: str, layers: Mapping[str, str]) -> str:
-    """The text of a file for `precision.layers_file`.
-
-    Args:
-        head: a comment of one line or more, without `#`.
-        layers: module names to values.
-    """
+    """The text of a file for `precision.layers_file`; `head` is a comment, without `#`."""
     lines = [f"# {line}" for line in head.splitlines()]
     for name, value in layers.items():
         pairs = value.replace("=", ": ").replace(",", ", ")

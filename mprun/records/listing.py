@@ -83,10 +83,8 @@ def listed(folder: Path) -> list[ListedRecord]:
 def resolved_last(text: str, *commands: str) -> str:
     """`text`, or the newest folder that these commands made if it is `last`.
 
-    What is called `last` is itself. Where no study is asked for, the runs in studies count.
-
-    Raises:
-        UsageError: there is none below outputs/.
+    What is called `last` is itself. Where no study is asked for, the runs in studies count. Raises
+    `UsageError` if there is none below outputs/.
     """
     if text != LAST or os.path.lexists(LAST):
         return text
@@ -179,7 +177,9 @@ def _study(folder: Path, runs: tuple[ListedRecord, ...]) -> ListedRecord:
         except UsageError as error:
             return replace(_damaged(folder, str(error)), runs=runs)
         command, variants = plan.command, len(plan.variants)
-        planned = variants * len(plan.seeds)
+        # With looks the number of runs is known only at the end
+        fewest = len(plan.seeds) if plan.looks is None else plan.looks.seeds[0]
+        planned = variants * fewest if plan.looks is None else max(len(runs), variants * fewest)
     first = next((run for run in runs if run.status != "damaged"), None)
     completed = sum(run.status == "completed" for run in runs)
     return ListedRecord(

@@ -68,31 +68,15 @@ def own_label(label: str) -> str:
 
 
 def mode_hint(word: str, known: Collection[str]) -> str:
-    """`; did you mean 'x' or 'y'?` for the modes that `word` may mean, or an empty string.
-
-    Args:
-        word: as it was given.
-        known: the modes that are legal.
-    """
+    """`; did you mean 'x' or 'y'?` for the legal modes that `word` may mean, or an empty string."""
     return did_you_mean([x for x in MEANT.get(word, ()) if x in known]) or hint(word, known)
 
 
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Formats that `mprun numerics` measures on demand, beside those that it always does
 FURTHER_FORMATS = (
-    "e4m3fnuz",
-    "e5m2fnuz",
-    "e3m2",
-    "e2m3",
-    "e2m1",
-    "fp8_tensorwise",
-    "fp8_tensorwise_e5m2",
-    "fp8_rowwise",
-    "mxfp8",
-    "mxfp8_rceil",
-    "mxfp8_e5m2",
-    "mxfp6_e3m2",
-    "mxfp6_e2m3",
-    "mxfp4",
-    "nvfp4",
+    *("e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1"),  # Single numbers
+    *("fp8_tensorwise", "fp8_tensorwise_e5m2", "fp8_rowwise"),  # A scale per tensor, or per row
+    # A scale per block
+    *("mxfp8", "mxfp8_rceil", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4"),
 )

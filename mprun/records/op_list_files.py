@@ -29,14 +29,9 @@ MAX_NAME = 200  # Characters; no op of PyTorch has as many
 
 
 def read_list(path: Path, kind: str) -> list[Entry]:
-    """The names in a file.
+    """The names in a file; of a YAML mapping those of `kind`, one of `KINDS`.
 
-    Args:
-        path: text, one name per line; or YAML, by the ending .yaml or .yml.
-        kind: which of `KINDS` is taken from a YAML mapping.
-
-    Raises:
-        ValueError: the file cannot be read or contains anything but names; with the file.
+    A `ValueError` names the file, which cannot be read or contains anything but names.
     """
     try:
         if path.suffix in (".yaml", ".yml"):

@@ -38,13 +38,8 @@ MAX_LINE_BYTES = 2**20
 def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a regular file for reading, also through a link.
 
-    Args:
-        path: the file.
-        most_bytes: a larger file is refused; None for any size.
-
-    Raises:
-        OSError: it cannot be opened, is no regular file, or is too large; `strerror` has the
-            reason.
+    Raises `OSError`, whose `strerror` has the reason, if it cannot be opened, is no regular file,
+    or is larger than `most_bytes`.
     """
     # O_NONBLOCK: opening a pipe would wait for a writer before it can be seen that it is one.
     descriptor = os.open(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -63,11 +58,7 @@ def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: as `open_regular` does.
-    """
+    """The content of a regular file; raises as `open_regular` does."""
     with open_regular(path, most_bytes) as file:
         return file.read(most_bytes)  # not all: it may have grown since its size was looked at
 
@@ -89,14 +80,9 @@ def read_json(path: Path, kind: type[T], newest: int) -> T:
     Unknown fields are ignored, since later versions add some. Fields with a default may be missing.
     Everything else must be there, with its type.
 
-    Args:
-        path: the file.
-        kind: the dataclass.
-        newest: the latest `schema_version` that can be read.
-
     Raises:
         FileNotFoundError: there is no file.
-        UsageError: it cannot be read, is damaged, or a later version of mprun wrote it.
+        UsageError: it cannot be read, is damaged, or its `schema_version` is above `newest`.
     """
     try:
         data = read_bytes(path, MAX_JSON_BYTES)
@@ -113,15 +99,8 @@ def read_json(path: Path, kind: type[T], newest: int) -> T:
 def read_json_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
     """The lines of a file of JSON objects, one after the other.
 
-    A last line without a line feed is left out: a crash cut it short.
-
-    Args:
-        path: the file.
-        having: only lines with these bytes are parsed; parsing takes most of the time.
-
-    Raises:
-        FileNotFoundError: there is no file.
-        UsageError: it cannot be read, or a line is damaged.
+    A last line without a line feed is left out: a crash cut it short. Only lines with the bytes
+    `having` are parsed: parsing takes most of the time. Raises as `read_json` does.
     """
     try:
         with open_regular(path) as file:
@@ -140,16 +119,9 @@ def read_json_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]
 
 
 def converted(path: object, value: object, kind: type[T], place: str = "") -> T:
-    """Plain values, for example of a checkpoint, as a type of this package.
+    """Plain values, for example of a checkpoint, as a type of this package, or a `UsageError`.
 
-    Args:
-        path: the file.
-        value: what was read.
-        kind: the type it must have.
-        place: where it stands in the file, as the beginning of a message.
-
-    Raises:
-        UsageError: it does not have that type.
+    Its message begins with the file, and with their place in it.
     """
     try:
         return _in_range(path, msgspec.convert(value, kind), place)
@@ -203,12 +175,7 @@ EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 class NotYamlError(ValueError):
-    """A text that is not read as YAML; the message is one line.
-
-    Args:
-        problem: the reason.
-        line: where, from 1; None if it is of the whole text.
-    """
+    """A text that is not read as YAML; the message is one line, and `line` counts from 1."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem if line is None else f"line {line}: {problem}")
@@ -251,22 +218,12 @@ _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+
 
 
 def read_yaml(path: Path, most_bytes: int = MAX_BYTES) -> Any:
-    """The content of a YAML file as plain values.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is too large.
-        NotYamlError: it is not text, not YAML, or too large or deep.
-    """
+    """The content of a YAML file as plain values; raises as `read_bytes` and `load_yaml` do."""
     return load_yaml(read_text(path, most_bytes))
 
 
 def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
-    """The text of a file in UTF-8, without a byte-order mark.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is too large.
-        NotYamlError: it is not text.
-    """
+    """The text of a file in UTF-8, without a byte-order mark; `NotYamlError` if it is none."""
     data = read_bytes(path, most_bytes)
     try:
         return data.decode("utf-8-sig")
@@ -279,8 +236,7 @@ def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
 def load_yaml(text: str) -> Any:
     """The content of a YAML text as plain values.
 
-    Raises:
-        NotYamlError: it is not YAML, has tags of other kinds, or is too large or deep.
+    `NotYamlError` if it is not YAML, has tags of other kinds, or is too large or deep.
     """
     try:
         _check_depth(text)
@@ -338,11 +294,7 @@ def check_archive(path: Path) -> None:
 
     PyTorch reads the archive in C++ that trusts the file: a damaged one may end the process without
     a word, and changed bytes become changed weights. It is a zip file whose entries are stored as
-    they are, each with its CRC-32.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-        DamagedArchiveError: it is empty or damaged.
+    they are, each with its CRC-32. Raises `DamagedArchiveError` for anything else.
     """
     with open_regular(path) as file:
         start = file.read(len(ZIP))

@@ -111,18 +111,7 @@ def _picture(caption: str, svg: str | bytes) -> str:
 
 
 def show(result: Result, folder: Path | None = None) -> int:
-    """Show a result on standard output, write its files, and name them.
-
-    Args:
-        result: the result.
-        folder: where its files go; None to write none.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        RunFailedError: a file cannot be written.
-    """
+    """Show a result, write its files into a folder, if there is one, and name them; exit status."""
     for part in result.parts:
         if isinstance(part, str):
             print_text(stdout_console(), part)
@@ -140,11 +129,8 @@ def show(result: Result, folder: Path | None = None) -> int:
 def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
     """Inside, a command measures: its progress is shown on standard error.
 
-    Args:
-        folder: where the traceback of an error in the user's code is written; None for nowhere.
-
-    Raises:
-        RunFailedError: the one raised inside; with a folder it names the file of the traceback.
+    The traceback of an error in the user's code is written into the folder, if there is one, and
+    the `RunFailedError` names the file.
     """
     try:
         with JobProgress(stderr_console()) as progress:

@@ -39,11 +39,7 @@ class UnreadableConfigError(Exception):
 
 
 def read_config(run: Path) -> Any:
-    """The content of a run's configuration.
-
-    Raises:
-        UnreadableConfigError: it is missing, too large, or not YAML without tags.
-    """
+    """The content of a run's configuration, or `UnreadableConfigError`."""
     try:
         return read_yaml(run / "config.yaml", MAX_BYTES)
     except OSError as error:
@@ -62,7 +58,7 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     config.get("recipe", {}).pop("file", None)  # `recipe_sha256` of the record has its content
     config.get("preset", {}).pop("name", None)  # what it sets stays
     train = config.get("train", {})
-    for key in ("log_every", "checkpoint_every_steps"):
+    for key in ("log_every", "checkpoint_every_steps", "validations", "average_weights"):
         train.pop(key, None)
     for section, later in (
         (train, LATER_TRAIN),
@@ -77,16 +73,12 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     if "speed" in config:
         own = config["speed"]  # a shipped option by its name alone, as earlier versions have it
         config["speed"] = next((name for name, x in SPEEDS.items() if x == own), own)
-    if debug := _deciding(config.pop("debug", {})):
-        config["debug"] = debug
+    # of debugging, only steps dropped change what is computed
+    if config.pop("debug", {}).get("fp_exceptions") == "skip":
+        config["debug"] = {"fp_exceptions": "skip"}
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
         config.get("op_lists", {}).pop(key, None)  # the names in the files stay
     return config
-
-
-def _deciding(debug: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of debugging that change what is computed: steps dropped."""
-    return {"fp_exceptions": "skip"} if debug.get("fp_exceptions") == "skip" else {}
 
 
 def variant_hash(resolved: Mapping[str, Any]) -> str:
@@ -96,11 +88,7 @@ def variant_hash(resolved: Mapping[str, Any]) -> str:
 
 
 def config_fields(config: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted names and values, in order: `train.lr` to `0.001`.
-
-    Raises:
-        UnreadableConfigError: it is not a mapping.
-    """
+    """Dotted names and values, in order: `train.lr` to `0.001`."""
     if not isinstance(config, Mapping):
         raise UnreadableConfigError("it is not a mapping")
     fields = {}
@@ -152,9 +140,5 @@ def read_logger_record(folder: Path, logger: str) -> LoggerRecord | None:
 
 
 def write_logger_record(folder: Path, record: LoggerRecord) -> None:
-    """Replace logger.json.
-
-    Raises:
-        OSError: as `write_json` does.
-    """
+    """Replace logger.json; raises as `write_json` does."""
     write_json(folder / FILE, asdict(record))

@@ -1,8 +1,8 @@
 """The folder of a run while the run writes it, and the plan in the folder of a study. No torch.
 
 In metrics.jsonl an epoch has a line `epoch` with its training scores and, before it, a line
-`validation` if it was validated. `summary.json` shows a choice of a long run's epochs; these lines
-are all of them.
+`validation` if it was validated; `train.validations` adds such lines inside of epochs.
+`summary.json` shows a choice of a long run's epochs; these lines are all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -52,10 +52,8 @@ TRACKERS = "trackers"  # A folder beside the runs, for the files of loggers
 class RunFolder:
     """A run's folder, which one process at a time writes.
 
-    Args:
-        path: the folder; for a new run, without a run in it.
-        keep: of a resumed run: metrics.jsonl ends before the first line that this rejects; None for
-            a new run.
+    A new run's contains no run. Of a resumed one, metrics.jsonl ends before the first line that
+    `keep` rejects.
 
     Raises:
         UsageError: it contains a run or a link in place of one of its files, another process uses
@@ -179,6 +177,19 @@ FILE = "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LookPlan:
+    """When a study with `seeds=auto` looks at its verdicts, and by what it judges."""
+
+    seeds: tuple[int, ...]  # A look after the first so many seeds; the last is the limit
+    levels: tuple[float, ...]  # The chance of a false claim that each look adds
+    metric: str
+    split: str  # Whose samples it is of: test, validation or train
+    margin: float  # Of accuracies and other fractions
+    relative_margin: float  # Of other metrics, as a share of the baseline's
+    weights: str  # Which weights are judged: auto (averaged, if every run has them), averaged, last
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyPlan:
     """The runs of a study."""
 
@@ -189,6 +200,25 @@ class StudyPlan:
     of_trials: tuple[str, ...]
     """Overrides of all trials that define no variant: shorter training, no test set."""
     not_tried: dict[str, str] = field(default_factory=dict)  # Variants left out, to the reason
+    looks: LookPlan | None = None  # None: every variant has all seeds
+
+
+# Characters of a variant's name in a folder's name: file systems allow 255 bytes, and a seed and
+# the suffixes of temporary files follow
+LONGEST = 100
+
+
+def file_names(variants: Iterable[str]) -> dict[str, str]:
+    """A unique name for each variant that every file system accepts."""
+    slugs: dict[str, str] = {}
+    for variant in variants:
+        safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
+        name, n = safe, 1  # two names may differ only in replaced characters, or behind the end
+        while name in slugs.values():
+            n += 1
+            name = f"{safe}~{n}"
+        slugs[variant] = name
+    return slugs
 
 
 def study_of_runs(runs: Sequence[Path]) -> Path | None:
@@ -199,23 +229,14 @@ def study_of_runs(runs: Sequence[Path]) -> Path | None:
 
 
 def write_study_plan(folder: Path, plan: StudyPlan) -> None:
-    """Write sweep.json.
-
-    Raises:
-        FileExistsError: another process was quicker.
-        OSError: the folder cannot be written.
-    """
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **vars(plan)}, indent=1)
+    """Write sweep.json; raises `FileExistsError` where another process was quicker."""
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(plan)}, indent=1)
     # processes that begin one study together have to carry out one plan: the first one's
     write_new(folder / FILE, text.encode())
 
 
 def read_study_plan(folder: Path) -> StudyPlan:
-    """The plan in a study's folder.
-
-    Raises:
-        UsageError: there is none, it is damaged, or a later version of mprun wrote it.
-    """
+    """The plan in a study's folder; raises `UsageError` if there is none, or as `read_json`."""
     try:
         return read_json(folder / FILE, StudyPlan, SCHEMA_VERSION)
     except FileNotFoundError as error:
@@ -254,26 +275,23 @@ def epoch_lines(epoch: Epoch, step: int) -> list[dict[str, Any]]:
     """The lines of an epoch that ended with this step."""
     lines = []
     if epoch.validation.named:
-        lines.append(_line("validation", epoch, step, epoch.validation))
-    return [*lines, _line("epoch", epoch, step, epoch.train)]
+        lines.append(score_line("validation", epoch.epoch, step, epoch.validation))
+    return [*lines, score_line("epoch", epoch.epoch, step, epoch.train)]
 
 
-def _line(kind: str, epoch: Epoch, step: int, scores: Scores) -> dict[str, Any]:
+def score_line(kind: str, epoch: int, step: int, scores: Scores) -> dict[str, Any]:
+    """The line `epoch` or `validation` of the scores after this step of an epoch."""
     known = {k: v for k, v in vars(scores).items() if k in ("loss", "accuracy") or v}
-    return {"kind": kind, "step": step, "epoch": epoch.epoch, **known}
+    return {"kind": kind, "step": step, "epoch": epoch, **known}
 
 
 def read_epochs(run: Path) -> Iterator[Epoch]:
-    """The epochs in a run's metrics.jsonl, one at a time, in their order.
-
-    Raises:
-        UsageError: a line about an epoch is damaged.
-    """
+    """The epochs in a run's metrics.jsonl, one at a time, in their order."""
     validations: dict[int, Scores] = {}
     # lines of steps have no accuracy
     for row in _score_lines(run, ("epoch", "validation"), having=b'"accuracy"'):
         if row.kind == "validation":
-            validations[row.epoch] = row.scores
+            validations[row.epoch] = row.scores  # the epoch's last one is that of its end
         else:
             validation = validations.pop(row.epoch, Scores(loss=None, accuracy=None))
             yield Epoch(epoch=row.epoch, train=row.scores, validation=validation)
@@ -289,11 +307,8 @@ class ValidationLoss(NamedTuple):
 def read_validation_losses(run: Path) -> list[ValidationLoss]:
     """The validation losses in a run's metrics.jsonl, with rising steps.
 
-    Validations of a part of the samples are left out: their losses are of other samples.
-
-    Raises:
-        FileNotFoundError: there is no file.
-        UsageError: it cannot be read, or a line about a validation is damaged.
+    Validations of a part of the samples are left out: their losses are of other samples. Raises as
+    `read_json_lines` does.
     """
     losses: dict[int, float] = {}
     for row in _score_lines(run, ("validation",), having=b'"validation"'):

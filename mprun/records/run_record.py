@@ -227,6 +227,15 @@ class Scores:
 
 
 @dataclass(kw_only=True)
+class AveragedScores:
+    """Scores of the mean of the weights at places of the last tenth of the steps."""
+
+    places: int  # How many
+    validation: Scores
+    test: Scores
+
+
+@dataclass(kw_only=True)
 class MetricRow:
     """A metric over each set; null where it is not known."""
 
@@ -341,6 +350,10 @@ class Summary:
     """How many processes trained, and how."""
     written_at: str | None = None
     """When summary.json was last written: the end of a run that has ended, resumed or not."""
+    validations: int | None = None
+    """How often the whole validation set was scored; null in records of earlier versions."""
+    averaged: AveragedScores | None = None
+    """The scores of averaged weights; null without `train.average_weights`."""
     observed: bool = False
     """Whether `mprun.observe` wrote it, in a loop that cannot be resumed by mprun."""
 
@@ -377,11 +390,7 @@ def is_failed_by_machine(summary: Summary) -> bool:
 
 
 def read_summary(run: Path) -> Summary:
-    """The summary of a run's folder.
-
-    Raises:
-        UsageError: there is none, it is damaged, or a later version of mprun wrote it.
-    """
+    """The summary of a run's folder; raises `UsageError` if there is none, or as `read_json`."""
     path = run / "summary.json"
     try:
         return read_json(path, Summary, SCHEMA_VERSION)
@@ -397,11 +406,7 @@ class LinePlace(msgspec.Struct):
 
 
 def read_lines(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut short by a crash is left out.
-
-    Raises:
-        UsageError: there is no file, or it is damaged.
-    """
+    """The lines of metrics.jsonl, without one cut short by a crash; `UsageError` without a file."""
     return list(_lines(run))
 
 
@@ -414,11 +419,7 @@ def _lines(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl, each with its kind and step, read one by one.
-
-    Raises:
-        UsageError: as `read_lines`, or a line has no kind or no step.
-    """
+    """The lines of metrics.jsonl, read one by one; `UsageError` for one without kind or step."""
     for number, line in enumerate(_lines(run), start=1):
         converted(run / METRICS, line, LinePlace, f"line {number}: ")
         yield line

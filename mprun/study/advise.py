@@ -43,7 +43,7 @@ from mprun.study.compare.comparison import Advice, Comparison, Estimate, Run, Va
 from mprun.study.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.study.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
 from mprun.study.report.snippets import ListsAnswer, Snippet
-from mprun.study.study import Study, StudyResult, held_out, new_study
+from mprun.study.study import Study, StudyResult, held_out, new_study, scored_more
 from mprun.study.trials import Outcome
 from mprun.train.assemble import DataCache, Plan, make_plan
 from mprun.train.assemble.optimizer import class_of, options_of
@@ -85,6 +85,8 @@ def new_advise_study(request: StudyRequest) -> Study:
             of_trials = held_out(composed, load)
             if composed.config.train.max_steps is None:  # the user's own limit stays
                 of_trials.append(f"train.max_steps={request.settings.advise.max_steps}")
+            trial = compose([*overrides, *of_trials], request.config_dir)
+            of_trials += scored_more(trial, load)
         native[name] = overrides
         if planned.policy.name == BASELINE:
             baselines.append(name)
@@ -124,7 +126,13 @@ def advise(
         reason = f"no other mode was shown to need less {NEEDS[objective]} at an equal metric"
     else:
         rejected[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
-        reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
+        quality = best.equal_quality
+        sooner = (
+            f"{ratio_figure(quality.time_ratio)} of the baseline's time to equal validation loss, "
+            if objective == "time" and quality is not None and quality.time_ratio is not None
+            else ""
+        )
+        reason = f"{sooner}{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
     notes = tuple(_notes(candidates, best, others, objective))
     return Advice(best.label, reason, rejected, dict(not_tried or {}), notes)
 
@@ -267,8 +275,8 @@ def _notes(
             seeds = len(v.runs) + (v.verdict.more_seeds or 0)
             fresh = 1 + max(run.summary.seed for run in v.runs)
             yield (
-                f"{v.label} needs {_ratio_text(v, objective)}, and its metric is inconclusive: "
-                f"a study with seeds={seeds} first_seed={fresh} would likely settle it"
+                f"{v.label} needs {_ratio_text(v, objective)}, and its metric is inconclusive: a "
+                f"study with first_seed={fresh} and up to {seeds} seeds would likely settle it"
             )
 
 

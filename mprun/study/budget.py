@@ -1,4 +1,4 @@
-"""A limit on what a study may take: `advise.budget_min=10`.
+"""A limit on what a study may take: `study.max_time_s=600`, or `advise.budget_min=10`.
 
 With a budget, a trial is not begun if it would end too late, judged by the longest one of its
 variant so far. A training that is under way at the end is interrupted; it has a
@@ -27,9 +27,10 @@ class Budget:
         setting: str = "",
         minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,  # a clock that is set back must not add time
+        per_minute: float = 1,  # Of the setting's unit
     ) -> None:
         self.setting = setting
-        self.text = "" if minutes is None else f"{setting}={minutes:g}"
+        self.text = "" if minutes is None else f"{setting}={minutes * per_minute:g}"
         self._clock = clock
         limit_s = math.inf if minutes is None else 60 * minutes
         self._limit_ends_at = clock() + limit_s  # what the user allows; trials end before it

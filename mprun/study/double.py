@@ -20,7 +20,7 @@ from mprun.config.settings import StudyRequest
 from mprun.errors import UsageError
 from mprun.study.advise import ratio_figure
 from mprun.study.compare.comparison import KEEPS, Comparison, Variant
-from mprun.study.study import Study, held_out, new_study
+from mprun.study.study import Study, held_out, new_study, scored_more
 from mprun.train.assemble import DataCache, make_plan
 
 Answer = Literal["double it", "don't", "inconclusive"]
@@ -31,11 +31,7 @@ RULES = ("none", "linear", "sqrt")
 
 
 def new_double_study(request: StudyRequest) -> Study:
-    """The base batch, and twice its size with each learning-rate rule.
-
-    Raises:
-        UsageError: anything wrong with the overrides or the folder, or too few samples.
-    """
+    """The base batch, and twice its size with each learning-rate rule."""
     overrides, config_dir, load = request.overrides, request.config_dir, DataCache()
     for text in overrides:
         if text.lstrip("+").startswith("batch"):
@@ -56,6 +52,8 @@ def new_double_study(request: StudyRequest) -> Study:
         f"double-{rule}": [*overrides, "batch=double", f"batch.lr_rule={rule}"] for rule in RULES
     }
     of_trials = held_out(composed, load)
+    trial = compose([*overrides, "batch=double", *of_trials], config_dir)
+    of_trials += scored_more(trial, load)
     return new_study(request, listed, of_trials=of_trials, load=load)
 
 
@@ -138,14 +136,9 @@ class LargestSize:
 
 
 def largest_size(peak: Callable[[int], int], limit: int, start: int, most: int) -> LargestSize:
-    """The largest size whose peak fits.
+    """The largest size, from 1 to `most`, whose peak takes at most `limit` bytes.
 
-    Args:
-        peak: size (1 or more) to peak in bytes; it is assumed to grow with the size, see
-            `LargestSize.grows`.
-        limit: bytes that a peak may take.
-        start: the size to try first.
-        most: the largest size to try.
+    The peak is assumed to grow with the size, see `LargestSize.grows`. `start` is tried first.
     """
     tried: dict[int, int] = {}
     low, high = 0, most + 1  # low fits, high does not

@@ -69,10 +69,7 @@ class PlannedRun:
     def executing(self) -> Iterator[None]:
         """Inside, the plan's steps can run: with its backend flags, and errors in one sentence.
 
-        Raises:
-            RunFailedError: the model's code raised something else; `__cause__` is that error.
-            UsageError: the model cannot be measured.
-            SignalReceivedError: a signal stopped the steps.
+        The `__cause__` of a `RunFailedError` is the error of the model's code.
         """
         try:
             with self.plan.backend_flags():
@@ -99,12 +96,7 @@ def unused_fields(composed: Composed, command: str) -> list[str]:
 def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run, and the checkpoint that it resumes from, or None.
 
-    Args:
-        composed: the configuration.
-        reload: whether a recipe's file that was changed since it ran in this process runs again.
-
-    Raises:
-        UsageError: the run cannot be planned.
+    With `reload`, a recipe's file that was changed since it ran in this process runs again.
     """
     if reload:
         forget_changed()
@@ -116,11 +108,7 @@ def plan_or_resume(composed: Composed, reload: bool = False) -> tuple[Plan, dict
 
 
 def plan_run(composed: Composed, command: str) -> PlannedRun:
-    """Plan a run for a command that inspects it.
-
-    Raises:
-        UsageError: the run cannot be planned, or is one to resume.
-    """
+    """Plan a run, which cannot be one to resume, for a command that inspects it."""
     if composed.config.run.resume is not None:
         raise UsageError(
             f"mprun {command} starts a new run: leave out run.resume; train.init_from takes a "
@@ -143,12 +131,7 @@ def policy_in(plan: Plan, short: str) -> Policy:
 
 
 class PolicyProbe:
-    """A model like the plan's, in another precision.
-
-    Args:
-        plan: the plan of the run.
-        policy: the precision; float32 ignores the plan's layers and op lists.
-    """
+    """A model like the plan's, in another precision; float32 ignores layers and op lists."""
 
     def __init__(self, plan: Plan, policy: Policy) -> None:
         is_float32 = policy.name == FLOAT32_MODE
@@ -188,14 +171,11 @@ class PolicyProbe:
         before_backward: Callable[[Tensor], None] | None = None,
         inside: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
     ) -> dict[str, Tensor]:
-        """The unscaled gradients of the run's next step, in float64, by parameter.
+        """The unscaled gradients of the run's next step, on a batch, in float64, by parameter.
 
-        Args:
-            run: the run's model; its weights and buffers are copied.
-            batch: the step's samples.
-            scale: the loss scale.
-            before_backward: is called with the loss of each micro-batch.
-            inside: makes a region of the probe's model, with the run's weights, to compute in.
+        The weights and buffers of `run`, the run's model, are copied. `scale` is the loss scale;
+        `before_backward` is called with the loss of each micro-batch; `inside` makes a region of
+        the probe's model, with the run's weights, to compute in.
         """
         self.model.load_state_dict(run.state_dict())  # casts to the dtypes of the probe's policy
         self.model.train()
@@ -258,15 +238,11 @@ def load(run: str | Path | Result, *, trust: bool = False) -> SavedModel:
         raise UsageError(f"there is no run {path}")
     if read_summary(path).observed:
         raise UsageError(f"{path} was observed: it has no recipe and no checkpoint to load")
-    recipe, config = _recipe_of(path, trust)
+    # by the rules of `run.resume`
+    given = [f"run.resume={quoted(as_text(str(path)))}", f"run.trust={str(trust).lower()}"]
+    config = compose(given).config
+    source_of(config)  # raises if the file was changed
+    recipe = recipe_of(config, None if trust else record_of(path))
     model, weights = model_to_fill(recipe), weights_of(path)
     fill(model, weights)
     return SavedModel(model.eval(), config, weights, recipe)
-
-
-def _recipe_of(run: Path, trust: bool) -> tuple[Recipe, Config]:
-    """The recipe of a run and its configuration, by the rules of `run.resume`."""
-    given = [f"run.resume={quoted(as_text(str(run)))}", f"run.trust={str(trust).lower()}"]
-    config = compose(given).config
-    source_of(config)  # raises if the file was changed
-    return recipe_of(config, None if trust else record_of(run)), config

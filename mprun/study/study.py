@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,26 @@ from itertools import chain
 from pathlib import Path
 
 from mprun.config import Composed, Config, compose
+from mprun.config.schema import TrainConfig
 from mprun.config.settings import StudyRequest, variants
 from mprun.errors import RunFailedError, StoppedError, UsageError, printable
 from mprun.records.console import note
 from mprun.records.files import dated_folder, refuse_links, remove_leftovers
-from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
+from mprun.records.run_folder import (
+    FILE,
+    RECIPE,
+    LookPlan,
+    StudyPlan,
+    read_study_plan,
+    write_study_plan,
+)
 from mprun.records.run_record import read_summary
 from mprun.study.budget import BudgetSignals, TrialBudget
+from mprun.study.settling import look_plan, settled
 from mprun.study.trials import FOLDER as CLAIMS
 from mprun.study.trials import Outcome, StudyProgress, Trial, TrialClaims, Trials, interleaved
 from mprun.train.assemble import DataCache, make_plan, recipe_of, source_of
-from mprun.train.assemble.plan import data_request
+from mprun.train.assemble.plan import batch_sizes, data_request, planned_steps
 from mprun.train.assemble.recipe_loading import lies_in
 
 LOGS = ".launcher"  # The folder of a launcher's files in a study's: see `hydra_launch.py`
@@ -52,7 +62,7 @@ class StudyLoop:
     def __init__(
         self, study: Study, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None
     ) -> None:
-        self._planned, self._baseline = study.trials, study.baseline
+        self._study, self._planned, self._baseline = study, study.trials, study.baseline
         self._trials = Trials(
             study.folder, study.config_dir, stop, progress, study.load, study.untrusted
         )
@@ -62,6 +72,7 @@ class StudyLoop:
         self._outcomes: dict[Trial, Outcome] = {}
         self._left_out: set[Trial] = set()
         self._dropped: set[str] = set()
+        self._looked_after = 0  # Seeds
 
     def run(self) -> StudyResult:
         seeds = list(dict.fromkeys(trial.seed for trial in self._planned))
@@ -102,9 +113,10 @@ class StudyLoop:
             trial
             for trial in self._planned
             if trial.seed == seed
-            and trial.variant not in self._dropped
             and trial not in self._outcomes
             and trial not in self._left_out
+            # what has ended is read all the same
+            and (trial.variant not in self._dropped or self._trials.has_ended(trial))
         ]
 
     def _run_seed(self, seed: int) -> None:
@@ -116,9 +128,25 @@ class StudyLoop:
         for trial in trials:
             is_partner_open &= trial.variant != self._baseline
             self._take(trial, self._baseline if is_partner_open else None)
-        if trials and self._drop is not None:
+        if trials:
+            self._drop_variants()
+
+    def _drop_variants(self) -> None:
+        """Give no more seeds to variants that cannot win, or that a look has closed."""
+        if self._drop is not None:
             self._dropped |= set(self._drop(list(self._outcomes.values())))
-            self._progress.drop(self._dropped)
+        so_far = settled(self._study.folder, self._study.plan)
+        self._dropped |= {*so_far.closed, *self._unstarted()}
+        if so_far.after > self._looked_after:
+            self._looked_after = so_far.after
+            self._progress.look(so_far.lines)
+        self._progress.drop(self._dropped)
+
+    def _unstarted(self) -> list[str]:
+        """The variants of which no run of the first look could start."""
+        looks = self._study.plan.looks
+        tries = Counter(o.trial.variant for o in self._outcomes.values() if o.summary is None)
+        return [] if looks is None else [x for x, n in tries.items() if n >= looks.seeds[0]]
 
     def _take(self, trial: Trial, partner: str | None) -> None:
         """Carry out a trial, unless it is over, another process runs it, or the budget ends."""
@@ -271,6 +299,7 @@ def new_study(
         config_dir=None if request.config_dir is None else str(request.config_dir.resolve()),
         of_trials=tuple(of_trials),
         not_tried=dict(not_tried or {}),
+        looks=_looks(request, [*next(iter(overrides.values())), *of_trials], load or DataCache()),
     )
     path = dated_folder() if request.folder is None else Path(request.folder)
     load = load or DataCache()
@@ -286,6 +315,21 @@ def new_study(
     if not (path / FILE).exists():
         raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
     return replace(_join(request, path, study_plan), load=load)
+
+
+def _looks(request: StudyRequest, overrides: Sequence[str], load: DataCache) -> LookPlan | None:
+    """The looks of a new study, whose baseline has these overrides; None for a fixed number."""
+    if not request.is_auto:
+        return None
+    config = compose(overrides, request.config_dir).config
+    recipe = recipe_of(config)
+    splits, split = load(recipe, data_request(config)), request.settings.compare.split
+    if split == "auto":
+        is_tested = config.data.test and not splits.test.is_empty
+        held_out = "train" if splits.validation.is_empty else "validation"
+        split = "test" if is_tested else held_out
+    settings = request.settings
+    return look_plan(settings.seeds_limit, recipe.METRIC[0], split, settings.compare)
 
 
 def _foreign(folder: Path) -> str | None:
@@ -315,8 +359,9 @@ def new_sweep(request: StudyRequest) -> Study:
         UsageError: anything wrong with the overrides, the samples or the folder.
     """
     sweep, load = variants(request.overrides, request.config_dir), DataCache()
-    load_samples(next(iter(sweep.overrides.values())), request.config_dir, load)
-    return new_study(request, sweep.overrides, not_tried=sweep.left_out, load=load)
+    first = compose(next(iter(sweep.overrides.values())), request.config_dir)
+    more = scored_more(first, load)  # an error in the samples would end every run
+    return new_study(request, sweep.overrides, of_trials=more, not_tried=sweep.left_out, load=load)
 
 
 def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
@@ -376,6 +421,30 @@ def load_samples(
     config = compose(overrides, config_dir).config
     recipe = recipe_of(config, untrusted)
     load(recipe, data_request(config))
+
+
+STUDIED = {"validations": 10, "average_weights": 5}
+"""What a study sets of `train` in its runs: a curve of validations, and less noise of the last step
+in what verdicts are about."""
+
+
+def scored_more(composed: Composed, load: DataCache) -> list[str]:
+    """Overrides for the runs of a study: `STUDIED`, without what the user has set.
+
+    None where the number of steps is not planned, or where there are no samples to score.
+    """
+    config, train = composed.config, composed.config.train
+    splits = load(recipe_of(config), data_request(config))
+    batch, _ = batch_sizes(config, splits.train.own_batch_size)
+    if planned_steps(config, splits, batch) is None:
+        return []
+    default, has_test = TrainConfig(), config.data.test and not splits.test.is_empty
+    return [
+        f"train.{name}={value}"
+        for name, value in STUDIED.items()
+        if not splits.validation.is_empty or (has_test and name == "average_weights")
+        if f"train.{name}" not in composed.given and getattr(train, name) == getattr(default, name)
+    ]
 
 
 def held_out(composed: Composed, load: DataCache) -> list[str]:

@@ -34,6 +34,7 @@ from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageErro
 from mprun.records.console import Moment, ProgressDisplay, ProgressView, duration
 from mprun.records.console.fitted_table import FittedTable, text_column
 from mprun.records.console.formatting import substitution_label
+from mprun.records.run_folder import file_names
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.study.compare.load import SPLITS, score
 from mprun.train import checkpoint
@@ -49,9 +50,6 @@ from mprun.train.stopwatch import Stopwatch
 
 WARM_UP_STEPS = 5  # Steps without a record: the first steps of a process run with cold caches
 ENDED = ("completed", "failed")  # The statuses of runs that are not run again
-# Characters of a variant's name in a folder's name: file systems allow 255 bytes, and a seed and
-# the suffixes of temporary files follow
-LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -93,19 +91,6 @@ def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> 
     return trials
 
 
-def file_names(variants: Iterable[str]) -> dict[str, str]:
-    """A unique name for each variant that every file system accepts."""
-    slugs: dict[str, str] = {}
-    for variant in variants:
-        safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
-        name, n = safe, 1  # two names may differ only in replaced characters, or behind the end
-        while name in slugs.values():
-            n += 1
-            name = f"{safe}~{n}"
-        slugs[variant] = name
-    return slugs
-
-
 # ---- the progress: a live table on a terminal, a line for each run anywhere else ----------------
 
 FIGURES = re.compile(r"\d[\d.,]*")  # What differs between warnings that are alike
@@ -120,6 +105,7 @@ class _VariantProgress:
     metric: str = ""
     planned: int = 0
     label: str = ""  # The label of its times: EMULATED, or the ops that were computed in float32
+    verdict: str = ""  # What the last look of the study showed
     ended: int = 0
     failed: int = 0
 
@@ -140,7 +126,7 @@ class _VariantProgress:
         runs = f"{self.ended}/{self.planned}" + (f", {self.failed} failed" if self.failed else "")
         ms = f"{median(self.step_ms):.2f} ms {self.label}".rstrip() if self.step_ms else "-"
         score = f"{self.metric} {fmean(self.scores):.4f}" if self.scores else "-"
-        return [runs, ms, score]
+        return [runs, ms, score, self.verdict]
 
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
@@ -155,7 +141,7 @@ class StudyProgress(ProgressDisplay):
     Args:
         console: where it is shown.
         variants: the names of the variants.
-        seeds: how many runs each variant has.
+        seeds: how many runs each variant has, or at most has if `is_limit`.
         processes: how many processes run them at once.
         verbose: whether warnings and speeds are shown when a run begins, each once; else alike
             warnings are one line at the end, with their count.
@@ -168,7 +154,9 @@ class StudyProgress(ProgressDisplay):
         seeds: int,
         processes: int = 1,
         verbose: bool = False,
+        is_limit: bool = False,
     ) -> None:
+        self._most = "up to " if is_limit else ""
         self._variants = {name: _VariantProgress(planned=seeds) for name in variants}
         self._run_s: list[float] = []
         self._ended: set[str] = set()
@@ -206,7 +194,7 @@ class StudyProgress(ProgressDisplay):
             why = f": {error}" if first == self._run else f", for the same reason as {first}"
             self.line(f"{self._run} failed{why}")
         elif self._live is None:  # no terminal: a line in place of the table
-            _, ms, score = runs.cells()
+            _, ms, score, _ = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
 
     def notices(self, mode: str, warnings: Iterable[str], speed: str) -> None:
@@ -235,6 +223,13 @@ class StudyProgress(ProgressDisplay):
         self._run, self._text, self._fraction = f"{runs[0]}{more}, in other processes", "", 0.0
         self.status(f"{self._remaining()}; waiting for {self._run}")
 
+    def look(self, lines: Mapping[str, str]) -> None:
+        """What a look of the study showed of each variant."""
+        for name, text in lines.items():
+            if self._live is None and self._variants[name].verdict != text:
+                self.line(f"{name}: {text}")
+            self._variants[name].verdict = text
+
     def drop(self, variants: Iterable[str]) -> None:
         """These variants have no further runs."""
         for name in variants:
@@ -248,7 +243,7 @@ class StudyProgress(ProgressDisplay):
         if self._run_s and done < total:
             run_s = fmean(self._run_s) / self._processes
             left = f", about {duration(run_s * (total - done - self._fraction))} left"
-        return f"{done} of {total} runs{left}"
+        return f"{done} of {self._most}{total} runs{left}"
 
     def _table(self) -> RenderableType:
         table = FittedTable(
@@ -257,6 +252,7 @@ class StudyProgress(ProgressDisplay):
             text_column("runs"),
             text_column("step time", 1),
             text_column("mean so far"),
+            text_column("verdict"),
             elsewhere="the report at the end",
         )
         for name, runs in self._variants.items():

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.records.console import Moment, ProgressView
-from mprun.records.run_record import Epoch, Scores, Status, Summary, number
+from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary, number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +61,9 @@ class Callback:
         `row` is the event's line of metrics.jsonl, `warning` a sentence for the user.
         """
 
+    def on_validation(self, scores: Scores, step: int, epoch: int) -> None:
+        """The model was validated inside an epoch, after this step."""
+
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         """An epoch ended with this step, and was validated if there is validation data.
 
@@ -76,6 +79,9 @@ class Callback:
 
     def on_test(self, scores: Scores, step: int) -> None:
         """The model was tested after this step."""
+
+    def on_averaged(self, scores: AveragedScores, step: int) -> None:
+        """The mean of the weights of steps up to this one was scored."""
 
     def on_end(self, status: Status) -> None:
         """Training and test ended or failed. Called once after `on_train_start`."""

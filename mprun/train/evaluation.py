@@ -27,6 +27,19 @@ from mprun.train.sums import (
 )
 
 
+class PartEnds:
+    """The steps that end one of `parts` equal parts of the `planned` steps; none if None."""
+
+    def __init__(self, planned: int | None, parts: int) -> None:
+        self._planned, self._parts = planned or 0, parts if planned else 0
+
+    def __contains__(self, step: int) -> bool:
+        if not self._parts or not 0 < step <= self._planned:
+            return False
+        part = round(step * self._parts / self._planned)  # the one whose end is nearest
+        return round(part * self._planned / self._parts) == step
+
+
 class Evaluator:
     """Evaluates a model, with the processes of `ranks` each a part of every batch.
 

@@ -156,11 +156,16 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
 
 
 def _state(content: Any, source: object) -> dict[str, Tensor]:
-    is_known = _all_tensors(content) and all(
-        isinstance(name, str) and x.layout == torch.strided and not x.is_meta
-        for name, x in content.items()
+    named = content.items() if isinstance(content, Mapping) else ()
+    is_known = all(
+        isinstance(name, str)
+        and isinstance(x, Tensor)
+        and x.layout == torch.strided
+        # a meta tensor has a shape and no values
+        and not x.is_meta
+        for name, x in named
     )
-    if not is_known:
+    if not (named and is_known):
         raise UsageError(f"{source} contains no weights by name; {LEGAL}")
     return {key: tensor.detach() for key, tensor in content.items()}
 
@@ -227,11 +232,6 @@ def _parts(file: Path) -> list[Path]:
     if not plain or not names:
         raise DamagedArchiveError("its weight_map names other files than *.safetensors here")
     return [file.parent / name for name in names]
-
-
-def _all_tensors(content: Any) -> bool:
-    is_mapping = isinstance(content, Mapping) and len(content) > 0
-    return is_mapping and all(isinstance(x, Tensor) for x in content.values())
 
 
 def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from torch import nn
 from mprun.errors import UsageError, first_line
 from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
 from mprun.records.run_folder import TRACKERS
-from mprun.records.run_record import Epoch, Scores, Status, Summary, number
+from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
 
 Scalar = str | int | float | bool | None
@@ -315,6 +315,9 @@ class Logger(Callback, ABC):
         if time.perf_counter() - self._written_at >= self.WRITE_EVERY_S:
             self.flush()
 
+    def on_validation(self, scores: Scores, step: int, epoch: int) -> None:
+        self.scalars(_score_scalars("validation/", scores), step)
+
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         train = _score_scalars("train/epoch_", epoch.train)
         self.scalars({**train, **_score_scalars("validation/", epoch.validation)}, step)
@@ -327,6 +330,10 @@ class Logger(Callback, ABC):
     def on_test(self, scores: Scores, step: int) -> None:
         self.scalars(_score_scalars("test/", scores), step)
         self.flush()
+
+    def on_averaged(self, scores: AveragedScores, step: int) -> None:
+        validation = _score_scalars("averaged/validation_", scores.validation)
+        self.scalars({**validation, **_score_scalars("averaged/test_", scores.test)}, step)
 
     def on_end(self, status: Status) -> None:
         self.flush()

@@ -25,14 +25,15 @@ from mprun.precision._torch import is_fake
 from mprun.precision.apply import forward_backward
 from mprun.precision.nested import map_tensors
 from mprun.recipe import Recipe
-from mprun.records.run_record import Epoch, Scores
+from mprun.records.run_record import AveragedScores, Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.checkpoint import ProcessTimes, restore_random_numbers, saved_random_numbers
 from mprun.train.clock import Clock
 from mprun.train.data import Batch, Batches, Order
-from mprun.train.evaluation import Evaluator
+from mprun.train.evaluation import Evaluator, PartEnds
 from mprun.train.loss_terms import LossTerms
 from mprun.train.parallel.layouts import Layout
+from mprun.train.parallel.ranks import Ranks
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.stopwatch import Stopwatch, TimeLimit
 from mprun.train.sums import (
@@ -44,6 +45,7 @@ from mprun.train.sums import (
     step_sums,
     with_metrics,
 )
+from mprun.train.weight_average import NoAverage, WeightAverage
 
 
 class StopRequestedError(Exception):
@@ -137,7 +139,8 @@ class Trainer:
     """Trains, validates and tests, and notifies the callbacks, in their order.
 
     `stop` is called between steps; true ends the run at once. Without `checkpoint_every_steps`
-    there is one checkpoint, at the end.
+    there is one checkpoint, at the end. `validations` are at equal parts of the planned steps,
+    besides those after each epoch; `average_weights` is the number of places in `WeightAverage`.
     """
 
     def __init__(
@@ -148,8 +151,12 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         checkpoint_every_steps: int | None = None,
         watch: Stopwatch | None = None,
+        *,
+        validations: int = 0,
+        average_weights: int = 0,
     ) -> None:
         self.parts = parts
+        self._validations, self._average_weights = validations, average_weights
         self.step = self.epoch = 0
         self._ranks = parts.layout.ranks
         self._watch = watch or Stopwatch()
@@ -185,8 +192,15 @@ class Trainer:
         """Set when the next `fit` ends."""
         parts = self.parts
         self._planned = limits.planned_steps(parts.train.length)
+        validations = 0 if parts.validation.is_empty else self._validations
+        self._validated = PartEnds(self._planned, validations)
         self._most_epochs = math.inf if limits.epochs is None else limits.epochs
         evaluated = (parts.validation.samples or 0) + (parts.test.samples or 0)
+        self._average = NoAverage()
+        is_scored = not (parts.validation.is_empty and parts.test.is_empty)
+        if self._average_weights and self._planned and is_scored:
+            self._average = WeightAverage(parts.layout, self._planned, self._average_weights)
+            evaluated *= 2
         self._time = TimeLimit(limits.max_time_s, self._watch, evaluated)
 
     def fit(self) -> None:
@@ -272,6 +286,7 @@ class Trainer:
             **saved_random_numbers(self._ranks),
             **self._step_times.gathered(),
             **self._metric_pass.state_dict(),
+            **self._average.state_dict(parts.model),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,6 +304,7 @@ class Trainer:
         self._order_state = state["order"]
         parts.layout.load_model(parts.model, state["model"])
         parts.layout.load_optimizer(parts.optimizer, state["optimizer"])
+        self._average.load_state_dict(parts.model, state)
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
         # inside an epoch its order is drawn once more, and the batches already trained are skipped
@@ -311,6 +327,9 @@ class Trainer:
         batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
         try:
             while not self._finished():
+                if self._is_validation_due:  # after the checkpoint: a resumed run does it too
+                    self._validate_inside()
+                    asked_at = watch.switch("data")
                 if (batch := next(batches, None)) is None:
                     self._read_whole_epoch = True
                     break
@@ -352,6 +371,10 @@ class Trainer:
         self._between_steps()
 
     def _between_steps(self) -> None:
+        if self._average.is_due(self.step):
+            with self._watch.during("evaluation"):
+                self._average.add(self.parts.model)
+            self.parts.clock.pause()
         save = self.step % self._checkpoint_every == 0
         self._is_asked_to_stop |= self._stop()
         is_due = self._step_sums.is_due(self._is_asked_to_stop)
@@ -361,6 +384,29 @@ class Trainer:
             raise StopRequestedError
         if save:
             self._save_once()
+
+    @property
+    def _is_validation_due(self) -> bool:
+        """Whether a part of the planned steps ends here, inside the epoch."""
+        return self.step in self._validated and self._batches_done > 0 and not self._is_epoch_read
+
+    def _validate_inside(self) -> None:
+        """Validate inside an epoch: the steps that follow are the same without it."""
+        self._flush()
+        if self._stops:
+            raise StopRequestedError
+        modes = [(module, module.training) for module in self.parts.model.modules()]
+        random_numbers = saved_random_numbers(Ranks())  # those of this process
+        try:
+            scores = self.evaluate(self.parts.validation)
+        finally:
+            restore_random_numbers(random_numbers, Ranks())
+            for module, is_training in modes:
+                module.training = is_training
+        self.parts.clock.pause()
+        with self._watch.during("logging"):
+            for callback in self._callbacks:
+                callback.on_validation(scores, self.step, self.epoch)
 
     def optimizer_step(self, batch: Batch) -> StepResult:
         """One optimizer step on a batch, in micro-batches."""
@@ -458,13 +504,16 @@ class Trainer:
                 "to see whether the precision is the cause; debug.fp_exceptions=halt names the op"
             )
 
+    @property
+    def _is_epoch_read(self) -> bool:
+        """Whether the epoch has no further batch, as far as is known before asking its loader."""
+        length = self.parts.train.length
+        return self._read_whole_epoch or (length is not None and self._batches_done >= length)
+
     def _close_epoch(self, validation: Scores) -> Epoch:
         """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
-        length = self.parts.train.length
-        # the last step may be the epoch's last one, before the loader was asked for a further batch
-        is_read = self._read_whole_epoch or (length is not None and self._batches_done >= length)
-        is_cut_off = ended.epoch == self.epoch and not is_read
+        is_cut_off = ended.epoch == self.epoch and not self._is_epoch_read
         scores = with_metrics(ended.scores(), self._metric_pass.compute())
         if is_cut_off:
             scores = replace(scores, samples=ended.samples)
@@ -489,7 +538,7 @@ class Trainer:
             callback.on_epoch_end(epoch, step)
 
     def test(self) -> None:
-        """Score the test set.
+        """Score the test set, and the averaged weights.
 
         Raises:
             StopRequestedError: `stop` returned true.
@@ -498,6 +547,23 @@ class Trainer:
         with self._watch.during("logging"):
             for callback in self._callbacks:
                 callback.on_test(scores, self.step)
+        self._score_average()
+
+    @property
+    def not_averaged(self) -> str | None:
+        """Why averaged weights that are wanted have no scores, a sentence; else None."""
+        return self._average.problem
+
+    def _score_average(self) -> None:
+        sets = self.parts.validation, self.parts.test
+        with self._watch.during("evaluation"), self._average.applied(self.parts.model) as places:
+            scores = [self.evaluate(batches) for batches in sets if places]
+        if not scores:
+            return
+        averaged = AveragedScores(places=places, validation=scores[0], test=scores[1])
+        with self._watch.during("logging"):
+            for callback in self._callbacks:
+                callback.on_averaged(averaged, self.step)
 
     def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set, as `Evaluator.scores`."""

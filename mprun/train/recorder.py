@@ -26,9 +26,16 @@ from mprun import __version__
 from mprun.precision import devices
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.files import write_json
-from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
+from mprun.records.run_folder import (
+    RunFolder,
+    epoch_lines,
+    read_epochs,
+    read_validation_losses,
+    score_line,
+)
 from mprun.records.run_record import (
     SCHEMA_VERSION,
+    AveragedScores,
     Conditions,
     DataTimes,
     Epoch,
@@ -143,6 +150,7 @@ def new_summary(
         history=[],
         train=TrainScore(loss=None),
         test=Scores(loss=None, accuracy=None),
+        validations=0,
         **known,
     )
 
@@ -175,6 +183,8 @@ class Recorder(Callback):
         self._written_at = time.perf_counter()
         self._timed = summary.fp_exceptions is None  # the search for exceptions slows every op
         self._events: list[dict[str, Any]] = []
+        self._validated_at = 0
+        """The step of the last validation inside an epoch."""
         self._first_ms: float | None = None
         """The time of this process's first step, in which the model is compiled."""
 
@@ -208,10 +218,25 @@ class Recorder(Callback):
     def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
         self._events.append(row)  # written with the line of its step
 
+    def on_validation(self, scores: Scores, step: int, epoch: int) -> None:
+        self._count_validation(scores)
+        self._validated_at = step
+        self._events.append(score_line("validation", epoch, step, scores))
+        self._write([])
+
+    def _count_validation(self, scores: Scores) -> None:
+        is_whole = scores.loss is not None and scores.samples is None
+        self._summary.validations = (self._summary.validations or 0) + is_whole
+
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         self._history.add(epoch)
         self._summary.train = TrainScore(loss=epoch.train.loss)
-        self._events += epoch_lines(epoch, step)
+        lines = epoch_lines(epoch, step)
+        if step == self._validated_at:  # a stream, whose end was not known: its line is written
+            lines = lines[-1:]
+        else:
+            self._count_validation(epoch.validation)
+        self._events += lines
         if step <= self._summary.steps:  # else they are written with the lines of its last steps
             self._write([])
 
@@ -236,6 +261,9 @@ class Recorder(Callback):
 
     def on_test(self, scores: Scores, step: int) -> None:
         self._summary.test = scores
+
+    def on_averaged(self, scores: AveragedScores, step: int) -> None:
+        self._summary.averaged = scores
 
     def on_end(self, status: Status) -> None:
         if self._events:  # of a step that was not finished
@@ -288,6 +316,7 @@ class Recorder(Callback):
             self._history.add(epoch)
         summary = self._summary
         summary.history = self._history.epochs()
+        summary.validations = len(read_validation_losses(self._folder.path))
         summary.train = msgspec.convert(state["train"], TrainScore)
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]

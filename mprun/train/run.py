@@ -165,8 +165,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
     # The order matters: loggers write before a checkpoint: a run resumed from it does not log
     # earlier steps again.
     callbacks = [count, recorder, conditions, *callbacks, checkpointer, log, check]
-    every = plan.config.train.checkpoint_every_steps
-    trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
+    trainer = _trainer(plan, parts, callbacks, stop, watch)
     _restore(run, trainer, states, coordinator)
 
     with _ending(callbacks, watch), stop.deferred(), coordinator.together():
@@ -180,7 +179,30 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
+    if trainer.not_averaged is not None:
+        messages.warn(f"no averaged weights were scored: {trainer.not_averaged}")
     _warn_at_end(run, recorder)
+
+
+def _trainer(
+    plan: Plan,
+    parts: TrainingComponents,
+    callbacks: Sequence[Callback],
+    stop: StopSignals,
+    watch: Stopwatch,
+) -> Trainer:
+    """The loop, the same in every process but for its callbacks."""
+    train = plan.config.train
+    return Trainer(
+        parts,
+        plan.limits,
+        callbacks,
+        stop.requested,
+        train.checkpoint_every_steps,
+        watch,
+        validations=train.validations or 0,
+        average_weights=train.average_weights,
+    )
 
 
 def _assemble(
@@ -278,8 +300,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
             parts, exceptions = build_run(plan, lambda line: None, layout)
         with coordinator.together():
             _raise_if_stopped(layout, stop)
-        every, watch = plan.config.train.checkpoint_every_steps, Stopwatch()
-        trainer = Trainer(parts, plan.limits, (), stop.requested, every, watch)
+        trainer = _trainer(plan, parts, (), stop, Stopwatch())
         if job.saved is not None:
             with coordinator.together():
                 trainer.load_state_dict(job.saved["trainer"])
@@ -352,8 +373,10 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
     unfinished = None if saved is None else unfinished_epoch(saved["trainer"])
 
     def keep(line: dict[str, Any]) -> bool:
-        """Keep lines up to the checkpoint, except the scores of an unfinished epoch."""
-        redone = line["kind"] in ("validation", "epoch") and line["epoch"] == unfinished
+        """Keep lines up to the checkpoint, except scores at its step inside an epoch."""
+        # they came after the checkpoint, and are computed again
+        is_score = line["kind"] in ("validation", "epoch")
+        redone = is_score and line["step"] == step and line["epoch"] == unfinished
         return bool(line["step"] <= step and not redone)
 
     return RunFolder(Path(config.resume), keep)

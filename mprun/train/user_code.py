@@ -107,19 +107,22 @@ def explain_mistakes(what: str, only_users: bool = False) -> Iterator[None]:
 
 
 def model_of(recipe: Recipe) -> nn.Module:
-    """A new model of the recipe.
+    """A new model of the recipe; raises as `checked_model`."""
+    kind = type(recipe)
+    return checked_model(recipe.model(), kind.model, f"model() of {kind.__name__}")
+
+
+def checked_model(made: object, by: object, name: str) -> nn.Module:
+    """What the user's function `by`, called `name`, returned.
 
     Raises:
-        UsageError: it gives something else.
+        UsageError: it is no model.
     """
-    model: object = recipe.model()
-    if isinstance(model, nn.Module):
-        return model
-    place = definition(type(recipe).model)
-    raise UsageError(
-        f"model() of {type(recipe).__name__} returned {shown(model)}"
-        f"{f' ({place})' if place else ''}; legal is a torch.nn.Module"
-    )
+    if isinstance(made, nn.Module):
+        return made
+    found = definition(by)
+    place = f" ({found})" if found else ""
+    raise UsageError(f"{name} returned {shown(made)}{place}; legal is a torch.nn.Module")
 
 
 # Disk full, quota, file size limit, read-only, a broken disk: the machine's fault, not the run's

@@ -219,10 +219,7 @@ def _tf32(where: str, bits: int, switch: str) -> AuditFinding:
 
 def hardware_has(mode: str) -> bool:
     """Whether this CPU multiplies float32 numbers in bf16 or tf32 where oneDNN may."""
-    read = getattr(torch.cpu, "get_capabilities", None)
-    if read is None:  # an older PyTorch
-        return False
-    capabilities = read()
+    capabilities = torch.cpu.get_capabilities()
     if capabilities.get({"bf16": "amx_bf16", "tf32": "amx_fp16"}[mode]):
         return True
     return mode == "bf16" and bool(capabilities.get("arm_bf16") or capabilities.get("bf16"))

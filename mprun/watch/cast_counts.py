@@ -5,11 +5,6 @@ the next op that does; `CastCounts._reason` lists what it does not keep. A layer
 (a recurrent cell, shared layers) then reads and writes all of its weights each time, and autograd
 keeps each copy until the backward pass.
 
-    with mprun.numerics.CastCounts(model) as casts:           # around one call
-        loss = model(batch)
-    loss.backward()
-    print(mprun.audit(model, optimizer, casts))
-
 It also measures each `cumsum` with a result in 16 bits against float64, and notes which 16-bit
 buffers are written to from when it is made until its findings are asked for.
 
@@ -29,17 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import (
-    DispatchMode,
-    calling_frames,
-    in_backward,
-    local_tensor,
-    op_name,
-    outside_of_modes,
-    storage_key,
-    viewed,
-    write_count,
-)
+from mprun.precision import _torch
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
 from mprun.records.console.formatting import size_text
@@ -96,7 +81,7 @@ class RepeatedCast:
     reason: str  # Why they were cast again: a key of `FIXES`
 
 
-class CastCounts(DispatchMode):
+class CastCounts(_torch.DispatchMode):
     """Counts the casts of a model's parameters while it is entered: around one call of the model.
 
         with mprun.numerics.CastCounts(model) as casts:
@@ -111,14 +96,16 @@ class CastCounts(DispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = dict(model.named_parameters())
-        self._names = {storage_key(local_tensor(p)): n for n, p in self._parameters.items()}
+        self._names = {
+            _torch.storage_key(_torch.local_tensor(p)): n for n, p in self._parameters.items()
+        }
         self._counts: Counter[CastKey] = Counter()
         self._reasons: dict[str, str] = {}
         self._modules = {module: name for name, module in model.named_modules()}
         self._sum = MAX_SUM_ERROR, "", torch.float32
         """The largest error of a cumulative sum in 16 bits, its module and its dtype."""
         low = {name: x for name, x in model.named_buffers() if x.dtype in LOW}
-        self._buffers = {n: (x, write_count(x), x.detach().clone()) for n, x in low.items()}
+        self._buffers = {n: (x, _torch.write_count(x), x.detach().clone()) for n, x in low.items()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -134,7 +121,7 @@ class CastCounts(DispatchMode):
         def begin(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():  # its casts are not seen
                 return
-            if module not in watched and not in_backward():  # there it is a recomputation
+            if module not in watched and not _torch.in_backward():  # there it is a recomputation
                 watched.add(module)
                 calls.append(module)
                 self.__enter__()
@@ -193,52 +180,49 @@ class CastCounts(DispatchMode):
             text += f"{error:.1%} of what is summed (rms)"
             yield AuditFinding("sum_in_16_bits", module, text, FLOAT32_SUM)
         now = dict(model.named_buffers())
+        changed = [
+            (n, x.dtype)
+            for n, (x, count, before) in self._buffers.items()
+            # batch norms write to their buffers without counting it
+            if now.get(n) is not x or _torch.write_count(x) > count or not torch.equal(x, before)
+        ]
         for dtype in LOW:
-            names = [
-                n for n, x in self._buffers.items() if x[0].dtype is dtype and _changed(now, n, *x)
-            ]
-            if names:
+            if names := [n for n, own in changed if own is dtype]:
                 least = torch.finfo(dtype).eps / 4  # half a unit, relative to the number
                 text = (
                     f"a step writes {names[0]} ({len(names)} such) in {dtype_name(dtype)}: half a "
-                )
-                text += (
                     f"unit is {least:.2%} or more, so an average with momentum 0.999 stands still "
+                    f"while it is less than {least / 0.001:.0%} off what it follows"
                 )
-                text += f"while it is less than {least / 0.001:.0%} off what it follows"
                 module = names[0].rpartition(".")[0]
                 yield AuditFinding("buffer_in_16_bits", module, text, FLOAT32_BUFFER)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op_name(func) == "_to_copy":
+        if _torch.op_name(func) == "_to_copy":
             self._note(args[0], kwargs.get("dtype"))
         result = func(*args, **kwargs)
-        if op_name(func) == "cumsum" and result.dtype in LOW and result.numel() > 1:
+        if _torch.op_name(func) == "cumsum" and result.dtype in LOW and result.numel() > 1:
             self._note_sum(args[0], args[1], result)
         return result
 
     def _note_sum(self, x: Tensor, dim: int, sums: Tensor) -> None:
-        with outside_of_modes():
+        with _torch.outside_of_modes():
             exact = x.double().narrow(dim, 1, x.shape[dim] - 1)  # the differences of an exact sum
             error = float((sums.double().diff(dim=dim) - exact).norm() / exact.norm())
         if error > self._sum[0]:
-            callers = (frame.f_locals.get("self") for frame in calling_frames())
+            callers = (frame.f_locals.get("self") for frame in _torch.calling_frames())
             names = (self._modules.get(x) for x in callers if isinstance(x, nn.Module))
             self._sum = error, next((x for x in names if x is not None), ""), sums.dtype
 
     def _note(self, x: Tensor, dtype: torch.dtype | None) -> None:
-        local = local_tensor(x)
+        local = _torch.local_tensor(x)
         if dtype in (None, x.dtype) or local.layout is not torch.strided:
             return
-        name = self._names.get(storage_key(local))
-        if name is None:
-            return
-        assert dtype is not None
-        self._counts[CastKey(name, dtype, int(local.storage_offset()), local.numel())] += 1
-        self._reasons[name] = self._reason(self._parameters[name], x)
+        name = self._names.get(_torch.storage_key(local))
+        if name is not None and dtype is not None:
+            self._counts[CastKey(name, dtype, int(local.storage_offset()), local.numel())] += 1
+            self._reasons[name] = self._reason(self._parameters[name], x)
 
     @staticmethod
     def _reason(parameter: nn.Parameter, x: Tensor) -> str:
@@ -248,12 +232,7 @@ class CastCounts(DispatchMode):
         if not torch.is_autocast_cache_enabled():
             return "cache"
         # It is emptied where the outermost region ends: a region entered again casts again
-        return "region" if viewed(x) is x else "view"
-
-
-def _changed(now: Mapping[str, Tensor], name: str, x: Tensor, count: int, before: Tensor) -> bool:
-    # batch norms write to their buffers without counting it
-    return now.get(name) is not x or write_count(x) > count or not torch.equal(x, before)
+        return "region" if _torch.viewed(x) is x else "view"
 
 
 def fewest_modules(
@@ -331,11 +310,10 @@ def dtype_rows(model: nn.Module, optimizer: Optimizer | None) -> tuple[DtypeRow,
 
 def totals(rows: Iterable[DtypeRow]) -> dict[str, dict[str, int]]:
     """Role to dtype to how many numbers, the most frequent dtype first."""
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, Counter[str]] = {}
     for row in rows:
-        of_role = counts.setdefault(row.role, {})
-        of_role[row.dtype] = of_role.get(row.dtype, 0) + row.numbers
-    return {role: dict(sorted(row.items(), key=lambda x: -x[1])) for role, row in counts.items()}
+        counts.setdefault(row.role, Counter())[row.dtype] += row.numbers
+    return {role: dict(of_role.most_common()) for role, of_role in counts.items()}
 
 
 def _states(named: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> Tensors:
@@ -365,9 +343,9 @@ def _rows(role: str, tensors: Tensors) -> Iterator[DtypeRow]:
 
 def _parts(prefix: str, tensors: Tensors) -> Iterator[tuple[str, str, int]]:
     """Module, dtype and count of numbers: one for each largest part of one dtype."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for x in (x for held in tensors.values() for x in held):
-        counts[dtype_name(x.dtype)] = counts.get(dtype_name(x.dtype), 0) + x.numel()
+        counts[dtype_name(x.dtype)] += x.numel()
     children: dict[str, dict[str, list[Tensor]]] = {}
     own: dict[str, list[Tensor]] = {}
     for name, held in tensors.items():

@@ -31,14 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import (
-    in_backward,
-    is_fake,
-    is_traceable_wrapper_subclass,
-    op_name,
-    storage_key,
-    without_compiled_code,
-)
+from mprun.precision import _torch
 from mprun.precision.policy import dtype_name
 from mprun.records.run_record import (
     MEMORY_CATEGORIES,
@@ -49,7 +42,7 @@ from mprun.records.run_record import (
 )
 from mprun.watch._torch_fakes import FakeTensorMode, conversions_replace_parameters
 from mprun.watch.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
-from mprun.watch.step_events import OpContext, StepListener
+from mprun.watch.step_events import StepListener
 
 # Owners that are no modules; `(loss)` is everything outside of model and optimizer
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
@@ -83,10 +76,6 @@ class LiveStorage:
     dtype: torch.dtype
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
-
-    def alive_at(self, point: int) -> bool:
-        """Whether it is alive right after op number `point`."""
-        return self.born <= point and (self.died is None or point < self.died)
 
 
 class MemoryPoint(NamedTuple):
@@ -134,7 +123,8 @@ class StepMemory:
         }
         totals = [sum(row) for row in zip(*timeline.values(), strict=True)]
         at = totals.index(max(totals))
-        alive = sorted((h for h in storages if h.alive_at(at)), key=lambda h: -h.nbytes)
+        alive = [h for h in storages if h.born <= at and (h.died is None or at < h.died)]
+        alive.sort(key=lambda h: -h.nbytes)
         return cls(tuple(points), timeline, at, tuple(alive), kinds)
 
     @property
@@ -228,7 +218,7 @@ def memory(
     Returns:
         The live memory after each op.
     """
-    with without_compiled_code():  # as the recorded step
+    with _torch.without_compiled_code():  # as the recorded step
         for _ in range(warmup):
             step()
     with record_memory(model, optimizer, inputs) as recorder:
@@ -251,7 +241,7 @@ def fake_tensors() -> Iterator[None]:
             warnings.catch_warnings(),
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(),
-            without_compiled_code(),
+            _torch.without_compiled_code(),
             conversions_replace_parameters(),
         ):
             # a copy's
@@ -276,7 +266,7 @@ def record_memory(
         The recorder: `step_memory()`, after the step, in which compiled code runs op by op.
     """
     recorder = MemoryRecorder(model, optimizer)
-    with without_compiled_code(), recorder.recording(inputs, optimizer):
+    with _torch.without_compiled_code(), recorder.recording(inputs, optimizer):
         yield recorder
 
 
@@ -341,19 +331,20 @@ class MemoryRecorder(OpWatcher, StepListener):
         """Return what `run` makes of `func`, `args`, `kwargs`; may raise `DtypeMismatchError`."""
         if func.namespace in NO_OPS:
             return run()
-        context, back = self.tracker.context(), in_backward()
-        name = op_name(func)
+        context, back = self.tracker.context(), _torch.in_backward()
+        name = _torch.op_name(func)
         if name in SAME_DTYPE and len(dtypes := floating_dtypes(args)) > 1:
-            raise DtypeMismatchError(
-                str(OpFault(name, context.module or "", context.phase, dtypes))
-            )
+            fault = OpFault(name, context.module or "", context.phase, dtypes)
+            raise DtypeMismatchError(str(fault))
         result = run()
-        if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
+        if name in REDUCED_IN_PLACE and _torch.is_fake(result) and result.dim() == 0:
             result.untyped_storage().resize_(args[0].nbytes)
         # The forward pass of a further micro-batch makes activations again
         self._went_backward = back or (self._went_backward and context.phase != "forward")
         later = self._went_backward or context.phase == "optimizer"
-        category, owner = "temporary" if later else "activations", _owner_of(context)
+        category, owner = "temporary" if later else "activations", context.module
+        if owner is None:
+            owner = OPTIMIZER if context.phase == "optimizer" else LOSS
         for x in tensors_of(result):
             if not self._is_of_before(x, (args, kwargs)):
                 self._register(x, category, owner)
@@ -370,17 +361,17 @@ class MemoryRecorder(OpWatcher, StepListener):
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
         # the batch, or most of it (all tokens but the last); not a small part of a data set
         for x in tensors_of(inputs):
-            if not _has_storage(x) or storage_key(x) in self._alive:
+            if not _has_storage(x) or _torch.storage_key(x) in self._alive:
                 continue
             if 2 * x.nbytes >= x.untyped_storage().nbytes():
                 self._classify([x], "activations", INPUTS)
 
     def _is_of_before(self, result: Tensor, arguments: Any) -> bool:
         """Whether a result is a view of a tensor that no op of the step made."""
-        if not _has_storage(result) or storage_key(result) in self._alive:
+        if not _has_storage(result) or _torch.storage_key(result) in self._alive:
             return False
-        key = storage_key(result)
-        return any(_has_storage(x) and storage_key(x) == key for x in tensors_of(arguments))
+        key = _torch.storage_key(result)
+        return any(_has_storage(x) and _torch.storage_key(x) == key for x in tensors_of(arguments))
 
     def _classify(self, tensors: Iterable[Tensor], category: str, owner: str) -> None:
         """Set category and owner of the tensors' storages; new storages are registered."""
@@ -397,7 +388,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         if not _has_storage(tensor) or (self._devices and tensor.device not in self._devices):
             return ()
         storage = tensor.untyped_storage()
-        key, nbytes, now = storage_key(tensor), storage.nbytes(), len(self._points)
+        key, nbytes, now = _torch.storage_key(tensor), storage.nbytes(), len(self._points)
         known = self._alive.get(key)
         if known is not None and known.nbytes == nbytes:
             return (known,)
@@ -441,7 +432,7 @@ def _has_storage(tensor: Tensor) -> bool:
 def _parts(tensor: Tensor) -> list[str]:
     """Attributes with the tensors inside, where it is a wrapper around others; else none."""
     wrapper: Any = tensor
-    if not is_traceable_wrapper_subclass(wrapper):
+    if not _torch.is_traceable_wrapper_subclass(wrapper):
         return []
     names, _ = wrapper.__tensor_flatten__()
     return [name for name in names if isinstance(getattr(wrapper, name), Tensor)]
@@ -450,9 +441,3 @@ def _parts(tensor: Tensor) -> list[str]:
 def _owner(parameter: str) -> str:
     """The path of the module with the parameter or buffer of this name."""
     return parameter.rpartition(".")[0]
-
-
-def _owner_of(context: OpContext) -> str:
-    if context.module is not None:
-        return context.module
-    return OPTIMIZER if context.phase == "optimizer" else LOSS

@@ -15,7 +15,7 @@ import inspect
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -27,30 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mprun
-from mprun.precision import Precision, devices
-from mprun.precision._torch import (
-    DispatchMode,
-    calling_frames,
-    is_backward_call,
-    is_fake,
-    local_tensor,
-    no_dispatch,
-    op_name,
-    schema_of,
-    storage_key,
-    stored_values,
-    tree_leaves,
-    tree_map,
-    write_count,
-)
+from mprun.precision import Precision, _torch, devices
 from mprun.precision.nested import tensors_in
 from mprun.precision.policy import dtype_name
-from mprun.watch.step_events import StepListener, StepTracker
+from mprun.watch.step_events import Listeners, StepTracker
 
 RunOp = Callable[[], Any]
 
 
-class OpWatcher(DispatchMode):
+class OpWatcher(_torch.DispatchMode):
     """Hands each op to `on_op` while it is entered; it may be entered twice."""
 
     def __init__(self) -> None:
@@ -64,10 +49,7 @@ class OpWatcher(DispatchMode):
 
     @contextmanager
     def following(
-        self,
-        model: nn.Module,
-        *optimizers: Optimizer | None,
-        listeners: Sequence[StepListener] = (),
+        self, model: nn.Module, *optimizers: Optimizer | None, listeners: Listeners = ()
     ) -> Iterator[None]:
         """A context: know modules of `model`, steps of `optimizers`; notify `listeners`."""
         try:
@@ -88,9 +70,7 @@ class OpWatcher(DispatchMode):
         finally:
             self._muted = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
@@ -185,7 +165,7 @@ class OpRecorder(OpWatcher):
         self._cast_storages.clear()
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        name, context = op_name(func), self.tracker.context()
+        name, context = _torch.op_name(func), self.tracker.context()
         phase, module = context.phase, context.module or ""
         inputs = tuple(_records((args, kwargs)))
         # Of the kernel and the dispatcher, not of the Python code around it. On CUDA each op is
@@ -213,7 +193,7 @@ class OpRecorder(OpWatcher):
 
 def _records(tree: Any) -> Iterator[TensorRecord]:
     for x in tensors_of(tree):
-        memory = storage_key(x), write_count(x)
+        memory = _torch.storage_key(x), _torch.write_count(x)
         layout = (x.storage_offset(), *x.stride()) if x.layout == torch.strided else ()
         nbytes = x.numel() * x.element_size()
         yield TensorRecord(x.dtype, tuple(x.shape), nbytes, memory, tuple(map(int, layout)))
@@ -221,7 +201,7 @@ def _records(tree: Any) -> Iterator[TensorRecord]:
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """The tensors in a structure of arguments or results, in order."""
-    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+    return (x for x in _torch.tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def floating_dtypes(tree: Any) -> tuple[str, ...]:
@@ -232,7 +212,7 @@ def floating_dtypes(tree: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    aliases = (r.alias_info for r in schema_of(func).returns)
+    aliases = (r.alias_info for r in _torch.schema_of(func).returns)
     return any(a is not None and not a.is_write for a in aliases)
 
 
@@ -265,11 +245,11 @@ class CodeLine(NamedTuple):
 
 def current_line() -> CodeLine | None:
     """The line of code that runs the caller's op; None if only libraries are on the stack."""
-    for frame in calling_frames():
+    for frame in _torch.calling_frames():
         code = frame.f_code
         if not is_library(code.co_filename):
             return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
-        if is_backward_call(code) or code.co_filename == LOOP:
+        if _torch.is_backward_call(code) or code.co_filename == LOOP:
             return None  # callers of `backward` or of mprun's loop did not write this op
     return None
 
@@ -311,7 +291,7 @@ def value_range(x: Tensor) -> ValueRange | None:
     values = numbers(x)
     if values is None:
         return None
-    with no_dispatch():
+    with _torch.no_dispatch():
         # One pass over memory, which costs about as much as a ReLU (on one core, 1 million float32:
         # 164 us against 95; float16: 101 against 102). `isfinite(x).all()` takes 18 to 22 times as
         # long
@@ -334,11 +314,15 @@ def numbers(x: Tensor) -> Tensor | None:
     """The floating numbers of any kind of tensor as a strided one; None where it has none."""
     if is_plain(x):
         return x if x.numel() and x.device.type != "meta" else None
-    x = local_tensor(x)
-    if not (x.is_floating_point() or x.is_complex()) or is_fake(x) or x.device.type == "meta":
+    x = _torch.local_tensor(x)
+    if (
+        not (x.is_floating_point() or x.is_complex())
+        or _torch.is_fake(x)
+        or x.device.type == "meta"
+    ):
         return None
-    with no_dispatch(), torch.no_grad():
-        x = stored_values(x)
+    with _torch.no_dispatch(), torch.no_grad():
+        x = _torch.stored_values(x)
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
         if x.dtype not in REDUCIBLE:  # 8 bits
@@ -389,7 +373,7 @@ class OpSpec(NamedTuple):
 @functools.cache
 def op_spec(func: Any) -> OpSpec:
     """The spec of an `OpOverload`."""
-    arguments, name = schema_of(func).arguments, op_name(func)
+    arguments, name = _torch.schema_of(func).arguments, _torch.op_name(func)
     updates_statistics = "batch_norm" in name and "backward" not in name
     written = tuple(
         (i, a.name)
@@ -427,7 +411,7 @@ class OpCall(NamedTuple):
     @property
     def name(self) -> str:
         """ATen's, without the overload."""
-        return op_name(self.func)
+        return _torch.op_name(self.func)
 
     def outputs(self) -> Iterator[tuple[str, Tensor]]:
         """Its results, each with its name."""
@@ -445,7 +429,9 @@ class OpCall(NamedTuple):
         """The tensors it read; those it wrote to have the range of before."""
         spec = op_spec(self.func)
         unread = set() if spec.reads_written else {name for _, name in spec.written}
-        named = zip((a.name for a in schema_of(self.func).arguments), self.args, strict=False)
+        named = zip(
+            (a.name for a in _torch.schema_of(self.func).arguments), self.args, strict=False
+        )
         return [
             OpTensor(name, x, self.before.get(id(x)))
             for name, value in chain(named, self.kwargs.items())
@@ -514,12 +500,12 @@ def recomputed(
         return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
     # softmax's order to make float32 of float16 has no kernel for float64
-    names = (a.name for a in schema_of(call.func).arguments)
+    names = (a.name for a in _torch.schema_of(call.func).arguments)
     named = zip(names, call.args, strict=False)
     given_args = tuple(False if name == "half_to_float" else x for name, x in named)
-    with no_dispatch(), torch.no_grad():
+    with _torch.no_dispatch(), torch.no_grad():
         try:
-            args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
+            args, kwargs = _torch.tree_map(widened, (given_args, dict(call.kwargs)))
             result = call.func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, MemoryError):  # no kernel, or no room for it
             return None

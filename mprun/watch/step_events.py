@@ -27,17 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import (
-    backward_node,
-    compiles_itself,
-    copied_without_hooks,
-    in_autograd_function,
-    in_backward,
-    is_compiled,
-    next_node,
-    on_loss,
-    on_scaler_step,
-)
+from mprun.precision import _torch
 
 PHASES = ("forward", "backward", "optimizer", "other")
 
@@ -97,6 +87,9 @@ class StepListener:
         """Every optimizer has stepped; `skipped`: none of them changed its parameters."""
 
 
+Listeners = Sequence[StepListener]  # Notified in this order
+
+
 class StepTracker:
     """Follows a model and its optimizers through their steps.
 
@@ -119,10 +112,7 @@ class StepTracker:
 
     @contextmanager
     def following(
-        self,
-        model: nn.Module,
-        *optimizers: Optimizer | None,
-        listeners: Sequence[StepListener] = (),
+        self, model: nn.Module, *optimizers: Optimizer | None, listeners: Listeners = ()
     ) -> Iterator[None]:
         """Know the modules of `model` and the steps of `optimizers` while this is entered."""
         with ExitStack() as stack:
@@ -171,7 +161,7 @@ class StepTracker:
         """Where the next op runs."""
         if self._paths:  # forward code, also where the backward pass runs it again
             return OpContext("forward", self._paths[-1])
-        node = backward_node()
+        node = _torch.backward_node()
         if node is not None:
             return OpContext("backward", self.module_of(node))
         return OpContext("optimizer" if self._optimizing else "other", None)
@@ -193,17 +183,17 @@ class StepTracker:
     def _note_nodes(self, module: str | None) -> None:
         """The nodes made since the last note belong to `module`."""
         limits, modules = self._made.setdefault(threading.get_ident(), ([], []))
-        limits.append(next_node())
+        limits.append(_torch.next_node())
         modules.append(module)
 
     def _module_hooks(
-        self, path: str, listeners: Sequence[StepListener]
+        self, path: str, listeners: Listeners
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             caller = self._paths[-1] if self._paths else None
             self._paths.append(path)  # before a listener can raise: `end` is always called
             if caller is None:
-                self.first_node = next_node()
+                self.first_node = _torch.next_node()
                 for listener in listeners:
                     listener.on_forward_begin(path, (args, kwargs))
             self._note_nodes(caller)
@@ -217,9 +207,7 @@ class StepTracker:
 
         return begin, end
 
-    def _step_hooks(
-        self, listeners: Sequence[StepListener]
-    ) -> tuple[Callable[..., Any], Callable[..., None]]:
+    def _step_hooks(self, listeners: Listeners) -> tuple[Callable[..., Any], Callable[..., None]]:
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> StepArguments | None:
             def ready() -> None:
                 self.begin_update()
@@ -251,7 +239,7 @@ class StepHooks:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], listeners: Sequence[StepListener]
+        self, model: nn.Module, optimizers: Sequence[Optimizer], listeners: Listeners
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._calls = {
@@ -292,10 +280,10 @@ class StepHooks:
             for handle in handles:
                 stack.callback(handle.remove)
             # A scaler may not call the optimizer at all: that step is skipped
-            stack.enter_context(on_scaler_step(self._on_scaler_step))
+            stack.enter_context(_torch.on_scaler_step(self._on_scaler_step))
             # What a scaler scales, else what `backward` is called on
-            stack.enter_context(on_loss(self._on_loss))
-            stack.enter_context(copied_without_hooks(self._model, "mprun"))
+            stack.enter_context(_torch.on_loss(self._on_loss))
+            stack.enter_context(_torch.copied_without_hooks(self._model, "mprun"))
             yield
 
     def _notify(self, event: str, *args: Any) -> None:
@@ -322,10 +310,10 @@ class StepHooks:
 
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_call = False
-        if in_backward():  # a recomputation
+        if _torch.in_backward():  # a recomputation
             return
         # Reentrant checkpointing calls what it recomputes later in an autograd function
-        trains = torch.is_grad_enabled() or in_autograd_function()
+        trains = torch.is_grad_enabled() or _torch.in_autograd_function()
         # Validation between steps runs in the other mode, also where its gradients are left on
         if self._training is None and trains:
             self._training = module.training
@@ -362,7 +350,9 @@ class StepHooks:
             self._end_update(optimizer, taken=False)
 
     def _on_loss(self, loss: Tensor) -> None:
-        if self._in_step and not in_backward():  # reentrant checkpointing goes backward inside
+        if (
+            self._in_step and not _torch.in_backward()
+        ):  # reentrant checkpointing goes backward inside
             self._notify("on_loss", loss)
 
     def _end_update(self, optimizer: Optimizer, taken: bool) -> None:
@@ -400,7 +390,7 @@ def when_gradients_are_complete(
 
 def entries(model: nn.Module) -> list[nn.Module]:
     """The modules that a loop calls: the model, or the parts of one without a forward pass."""
-    if is_compiled(model) or type(model).forward is not nn.Module.forward:
+    if _torch.is_compiled(model) or type(model).forward is not nn.Module.forward:
         return [model]
     return [entry for child in model.children() for entry in entries(child)]
 
@@ -408,7 +398,7 @@ def entries(model: nn.Module) -> list[nn.Module]:
 def _outside_of_graphs(hook: Callable[..., None], module: nn.Module) -> Callable[..., None]:
     """The hook, which `torch.compile` must not trace: of this module, or of one around it."""
     # `torch.compiler.disable` imports the compiler (1.3 s): not while nothing has compiled anything
-    compiles = compiles_itself(module) or "torch._dynamo" in sys.modules
+    compiles = _torch.compiles_itself(module) or "torch._dynamo" in sys.modules
     return torch.compiler.disable(hook) if compiles else hook
 
 
@@ -420,16 +410,13 @@ def plain_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Opti
     """
     if given is None or isinstance(given, Optimizer) or not isinstance(given, Iterable):
         given = [] if given is None else [given]
-    unwrapped = [_unwrapped(x) for x in given]
-    for x in unwrapped:
+    unwrapped: dict[Optimizer, None] = {}
+    for x in given:
+        while isinstance(inner := getattr(x, "optimizer", None), Optimizer):
+            x = inner
         if not isinstance(x, Optimizer):
             raise TypeError(
                 f"optimizer holds {type(x).__name__}; legal: an optimizer, several, or None"
             )
-    return list(dict.fromkeys(unwrapped))
-
-
-def _unwrapped(optimizer: object) -> Optimizer:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer  # type: ignore[return-value]
+        unwrapped[x] = None
+    return list(unwrapped)

@@ -128,9 +128,8 @@ class LostUpdates:
     def __add__(self, other: LostUpdates) -> LostUpdates:
         mine, others = self.unchanged, other.unchanged
         unchanged = {name: mine.get(name, 0.0) + others.get(name, 0.0) for name in mine | others}
-        return LostUpdates(
-            self.updated + other.updated, unchanged, self.lost_in_run + other.lost_in_run
-        )
+        lost = self.lost_in_run + other.lost_in_run
+        return LostUpdates(self.updated + other.updated, unchanged, lost)
 
     def share(self, dtype: str, rule: str) -> float | None:
         """The share of updates lost; None where there was none."""
@@ -271,9 +270,11 @@ class RoundingErrors:
         """
         if self.reference is FLOAT64:
             try:
-                float64_loss, exact = in_float64()
-                reason = _loss_differs(loss, float64_loss)
-                reason = "" if reason and is_same(float64_loss) else reason
+                float64, exact = in_float64()
+                largest = max(abs(loss), abs(float64))
+                alike = math.isfinite(largest) and abs(loss - float64) <= SAME_LOSS * largest
+                differs = f"its loss is {float64:g} there and {loss:g} in float32"
+                reason = "" if alike or is_same(float64) else differs
             except Exception as error:  # a model's own code may fail in float64 in any way
                 reason = first_line(error)
             if not reason:
@@ -316,14 +317,6 @@ class RoundingErrors:
             for name, energy in self._float32.items()
             if energy and not sums_db(self._signal[name], self._error[name]) >= LIMIT_DB
         )
-
-
-def _loss_differs(float32: float, float64: float) -> str:
-    """Why a float64 pass is not of the same model; empty where its loss is float32's."""
-    largest = max(abs(float32), abs(float64))
-    if math.isfinite(largest) and abs(float32 - float64) <= SAME_LOSS * largest:
-        return ""
-    return f"its loss is {float64:g} there and {float32:g} in float32"
 
 
 def power(x: Tensor) -> float:

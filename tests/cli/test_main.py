@@ -18,7 +18,7 @@ from mprun.config.reference import options
 from mprun.errors import UsageError
 from mprun.precision import devices
 from mprun.records.run_record import read_lines, read_summary
-from mprun.train.assemble import load_recipe
+from mprun.train.assemble.recipe_loading import load_recipe
 from tests.cli.processes import Forking
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -55,6 +55,31 @@ def test_a_sweep_ends_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.index(f"\n{answer}\n") < output.index("\nlinear: 2 variants, 2 seeds each; ")
 
 
+def test_a_sweep_judges_averaged_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *MNIST, "precision=fp32,bf16_mixed", "train.epochs=2", "run.dir=s"]
+    assert main(words) == 0
+    assert "test accuracy of averaged weights (5 places of the last tenth)" in one_line(capsys)
+    for name in runs("s"):
+        summary = read_summary(Path("s") / name)
+        assert summary.averaged is not None
+        assert summary.validations == 10  # epochs end with the fifth and the tenth part
+        assert summary.warnings == []
+    assert main(["show", "s"]) == 0
+    assert "of averaged weights (5 places of the last tenth)" in one_line(capsys)
+    assert main(["compare", "s", "compare.weights=last"]) == 0
+    assert "averaged" not in one_line(capsys)
+    # so it is shown by what it was judged by
+    assert json.loads(Path("s/comparison.json").read_text(encoding="utf-8"))["weights"] == "last"
+    assert main(["show", "s"]) == 0
+    assert "averaged" not in one_line(capsys)
+    assert main(["show", "s/fp32-seed0"]) == 0
+    assert "(averaged weights: " in one_line(capsys)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", *LINEAR, "precision=fp32", "train.lr=1e-3,1e30", "seeds=2", "run.dir=s"]
     assert main([*words, "compare.fail_if=worse"]) == 3

@@ -19,8 +19,8 @@ from mprun.config.validate import check
 from mprun.errors import UsageError
 from mprun.recipes.linear import Linear
 from mprun.records.run_config import OWN_TAGS
-from mprun.train.assemble import build_optimizer
 from mprun.train.assemble.dtype_choices import build_policy
+from mprun.train.assemble.optimizer import build_optimizer
 from mprun.train.machine.speed_choices import SpeedChoice
 from tests.each import each
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import quantile_test
+from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.inspect import machine_examination as measure
 from mprun.inspect.machine_examination import (
@@ -19,7 +20,7 @@ from mprun.inspect.machine_examination import (
     measure_rates,
     ratio,
 )
-from mprun.precision.rates import TimedOp, Timer, matmul, warm
+from mprun.precision.rates import TimedOp, Timer, warm
 from mprun.train.machine.doctor_result import Rate, Ratio
 from tests.schema import conforms
 
@@ -37,6 +38,9 @@ def test_a_cpu_is_measured_in_every_format_it_has(monkeypatch: pytest.MonkeyPatc
     assert len({*sizes}) == len(rates)  # each once
     small = [name for name, size in sizes if size == "8x8x8"]
     assert small == ["float32", "bfloat16", "float16"]
+    with FlopCounterMode(display=False) as counter:
+        torch.zeros(8, 8) @ torch.zeros(8, 8)
+    assert {r.flops for r in rates if r.size == "8x8x8"} == {counter.get_total_flops()}
 
 
 def test_tf32_is_a_format_of_its_hardware_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +69,7 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch, flops_per_s: dict[str, float])
     spent = [0.0]
 
     def timer(op: TimedOp, dtype: torch.dtype, *rest: Any) -> Timer:
-        seconds = op.flops / flops_per_s[str(dtype).removeprefix("torch.")]
+        seconds = 2 * op.shapes[0][0] ** 3 / flops_per_s[str(dtype).removeprefix("torch.")]
 
         def call() -> None:
             spent[0] += seconds
@@ -105,9 +109,9 @@ def test_a_slow_machine_is_measured_small_alone(monkeypatch: pytest.MonkeyPatch)
     spent = slow_kernels(monkeypatch, {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8})
     rates = measure_rates(CPU, 5.0)
     assert {r.gflops.n for r in rates} == {FEWEST}
-    assert {r.size for r in rates} == {matmul(SIDES["cpu"][0]).size}
+    assert {r.size for r in rates} == {"256x256x256"}
     calls = FEWEST + WARMUP
-    small = sum(matmul(SIDES["cpu"][0]).flops / f for f in (2e9, 2e8, 2e8))
+    small = sum(2 * SIDES["cpu"][0] ** 3 / f for f in (2e9, 2e8, 2e8))
     assert spent[0] == pytest.approx(small * calls, rel=1e-6)
 
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import mprun.inspect.op_trace
 import mprun.inspect.trace
 from mprun.config import compose
-from mprun.inspect.op_trace import CallStack, LabelledCaster, shipped_op_lists
+from mprun.inspect.op_trace import CallStack, LabelledCaster
 from mprun.inspect.trace import (
     CastRecord,
     TraceRow,
@@ -26,6 +26,7 @@ from mprun.inspect.trace import (
     typical,
 )
 from mprun.precision import AutocastCaster, Caster, OpListCaster, Precision, disable_casts, op_lists
+from mprun.precision.op_lists.lists import shipped_lists
 from mprun.train.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.watch.op_watcher import OpRecorder, RecordedOp
@@ -242,7 +243,7 @@ def hmp_like(calls: CallStack) -> Caster:
 
 
 def autocast(calls: CallStack) -> Caster:
-    return LabelledCaster(AutocastCaster("cpu", BF16), shipped_op_lists("native", CPU), calls)
+    return LabelledCaster(AutocastCaster("cpu", BF16), shipped_lists("native", "cpu"), calls)
 
 
 def traced(

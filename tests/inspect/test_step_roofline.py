@@ -192,7 +192,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         own = float(shape.in_features)
         return own if name is None else own * (0.5 if own > 1000 else 2.0)
 
-    monkeypatch.setattr(step_roofline, "why_not_native", lambda name, device: None)
+    monkeypatch.setattr(step_roofline.gemms, "why_not_native", lambda name, device: None)
     monkeypatch.setattr(step_roofline, "layer_us", layer_us)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
 

@@ -25,7 +25,7 @@ def run_folder() -> Path:
 
 def test_names_taken_at_once_are_distinct() -> None:
     """A name is taken where its folder is made, by the system: threads collide as processes do."""
-    request = study_request("sweep", [], None)
+    request = study_request("sweep", ["seeds=1"], None)
     ways: list[Callable[[], Path]] = [
         run_folder,
         lambda: files.new_folder(None),

@@ -135,7 +135,8 @@ def fault(kind: str, *calls: int) -> list[str]:
 
 def test_off_nothing_is_different() -> None:
     """Not even the class of what the loop runs on, so there is nothing that could cost."""
-    from mprun.train.assemble import build_exceptions, build_precision, make_plan
+    from mprun.train.assemble import make_plan
+    from mprun.train.assemble.parts import build_exceptions, build_precision
 
     chosen = make_plan(compose(["recipe=linear"]).config, ())
     off = build_exceptions(chosen)

@@ -20,7 +20,7 @@ from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.study.report import exports
 from mprun.train import checkpoint
-from mprun.train.assemble import load_recipe
+from mprun.train.assemble.recipe_loading import load_recipe
 from mprun.train.data import sources
 from mprun.train.init_from import load_weights
 from tests.security.records import write_config

@@ -21,7 +21,7 @@ from mprun.errors import UsageError
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.records.run_folder import RunFolder
 from mprun.train import checkpoint
-from mprun.train.assemble import load_recipe
+from mprun.train.assemble.recipe_loading import load_recipe
 from mprun.train.init_from import load_weights
 from tests.security.records import MARK, has_run, write_config
 from tests.study.compare.folders import write_run

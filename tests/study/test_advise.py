@@ -124,7 +124,7 @@ def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
     found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
     (doubt,) = found.notes
     assert doubt.endswith(
-        "inconclusive: a study with seeds=5 first_seed=8 would likely settle it"
+        "inconclusive: a study with first_seed=8 and up to 5 seeds would likely settle it"
     )  # 1 run + 4
     slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
     assert advise(comparison(slower), {}, "time").notes == ()

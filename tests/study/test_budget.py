@@ -86,12 +86,13 @@ def compared() -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("limit", ["sweep.budget_min=4", "study.max_time_s=240"])
 def test_a_sweep_ends_in_its_budget_says_what_is_missing_and_is_continued(
-    capsys: pytest.CaptureFixture[str],
+    limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sweep", *OVERRIDES, "seeds=3", "sweep.budget_min=4"]) == 0
+    assert main(["sweep", *OVERRIDES, "seeds=3", limit]) == 0
     note = (
-        "sweep.budget_min=4 left out 3 of 6 trials: bf16_mixed seeds 1, 2, fp32 seed 2; "
+        f"{limit} left out 3 of 6 trials: bf16_mixed seeds 1, 2, fp32 seed 2; "
         "continue with: mprun sweep run.resume=s"
     )
     assert f"note: {note}" in capsys.readouterr().out

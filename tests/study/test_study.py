@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from mprun.config.settings import study_request
+from mprun.config.settings import StudyRequest, study_request
 from mprun.errors import UsageError
-from mprun.study.study import Study, new_study, resumed_study
+from mprun.study.advise import new_advise_study
+from mprun.study.double import new_double_study
+from mprun.study.study import Study, new_study, new_sweep, resumed_study
 from mprun.study.trials import interleaved, put_aside
 
 VARIANTS = {
@@ -34,6 +37,58 @@ def test_seeds_go_over_all_variants_each_starting_with_another() -> None:
     assert [t.seed for t in trials] == [7] * 3 + [8] * 3 + [9] * 3 + [10] * 3
     places = Counter((t.variant, i % 3) for i, t in enumerate(trials[:9]))
     assert set(places.values()) == {1}  # a Latin square
+
+
+MNIST = [
+    *("recipe=mnist", "data.source=generated", "data.train_limit=320", "data.eval_limit=32"),
+    *("precision=fp32,bf16_mixed", "run.dir=s", "speed=plain"),
+]
+MORE = ("train.validations=10", "train.average_weights=5")
+
+
+def planned(make: Callable[[StudyRequest], Study], *words: str) -> tuple[str, ...]:
+    """What a new study sets in all of its runs."""
+    command = make.__name__.split("_")[1]
+    given = [x for x in MNIST if command != "double" or not x.startswith("precision")]
+    sections = ["advise"] if command == "advise" else []
+    request = study_request(command, [*given, *words], Path("own"), *sections)
+    return make(request).plan.of_trials
+
+
+@pytest.fixture
+def own_options() -> None:
+    Path("own/preset").mkdir(parents=True)
+    text = "# @package _global_\npreset: {name: mine}\ntrain: {validations: 3}\n"
+    Path("own/preset/mine.yaml").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.usefixtures("own_options")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], MORE),
+        (["data.validation_fraction=0"], MORE[1:]),  # its runs have a test set
+        (["train.average_weights=0"], MORE[:1]),
+        (["train.validations=4"], MORE[1:]),
+        (["preset=mine"], MORE[1:]),
+        (["data.validation_fraction=0", "data.test=false"], ()),
+        (["train.epochs=null", "train.max_time_s=9"], ()),
+    ],
+)
+def test_a_sweep_adds_scores_that_the_user_did_not_set(
+    words: list[str], expected: tuple[str, ...]
+) -> None:
+    assert planned(new_sweep, *words) == expected
+
+
+@pytest.mark.usefixtures("own_options")
+def test_studies_that_choose_add_them_on_held_out_samples() -> None:
+    held_out = ("data.test=false", "data.validation_fraction=0.1")
+    words = ["data.validation_fraction=0", "train.batch_size=32"]
+    assert planned(new_double_study, *words) == (*held_out, *MORE)
+    shutil.rmtree("s")
+    words += ["train.epochs=null", "train.max_time_s=9"]  # the study's own steps are planned
+    assert planned(new_advise_study, *words) == (*held_out, "train.max_steps=500", *MORE)
 
 
 def test_a_trial_has_a_folder_name_whatever_its_variant_is_called() -> None:

@@ -15,7 +15,8 @@ from mprun.errors import StoppedError
 from mprun.records.run_record import Scores, Summary, read_lines, read_summary
 from mprun.study.trials import StudyProgress, Trial, Trials, score_of
 from mprun.train import data
-from mprun.train.assemble import DataCache, load_recipe
+from mprun.train.assemble import DataCache
+from mprun.train.assemble.recipe_loading import load_recipe
 from mprun.train.data import DataRequest
 from mprun.train.signals import StopSignals
 from tests.summaries import example

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mprun.precision import Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Classification, Recipe
-from mprun.records.run_record import Epoch
+from mprun.records.run_record import AveragedScores, Epoch
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
 from mprun.train.data import (
@@ -98,6 +98,7 @@ def trainer_of(
     checkpoint_every_steps: int | None = None,
     dtype: torch.dtype = torch.float32,
     shuffle: bool = False,
+    average_weights: int = 0,
 ) -> tuple[Trainer, SavingLog]:
     """A trainer in fp32 on the CPU with SGD, and what its callbacks got."""
     torch.manual_seed(0)
@@ -125,7 +126,10 @@ def trainer_of(
     )
     log = SavingLog()
     limits = limits or Limits(2, None, None)
-    return Trainer(parts, limits, [log], stop, checkpoint_every_steps), log
+    made = Trainer(
+        parts, limits, [log], stop, checkpoint_every_steps, average_weights=average_weights
+    )
+    return made, log
 
 
 def trainer(
@@ -160,6 +164,7 @@ class SavingLog(Callback):
         self.epochs: list[Epoch] = []
         self.states: list[dict[str, Any]] = []
         self.events: list[tuple[dict[str, Any], str | None]] = []
+        self.averaged: AveragedScores | None = None
 
     def on_steps(self, lines: list[StepLine]) -> None:
         self.lines += lines
@@ -172,6 +177,9 @@ class SavingLog(Callback):
         torch.save(state, file)
         file.seek(0)
         self.states.append(torch.load(file, weights_only=True))
+
+    def on_averaged(self, scores: AveragedScores, step: int) -> None:
+        self.averaged = scores
 
     def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
         self.events.append((row, warning))

@@ -17,11 +17,8 @@ Status: 0, 1 for findings of severity error, 2 for usage, 4 where a check was no
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mprun.inspect.check.check_result import CheckSettings, refuse_folder, write_reports
-from mprun.inspect.question import Given, Measuring, Prepared, Question
-from mprun.records.result import Result
+from mprun.inspect.question import Given, Prepared, Question
 
 
 def prepare(given: Given) -> Prepared:
@@ -34,16 +31,12 @@ def prepare(given: Given) -> Prepared:
 
     settings, update = given.settings(CheckSettings), given.options.update
     refuse_folder(settings.junit)
-
-    def report_to_ci(result: Result, _: Path | None) -> None:
-        write_reports(result, settings.junit)
-
     modes = plan_check(given.overrides, given.config_dir, settings)
-
-    def measure(measuring: Measuring) -> Result:
-        return check_modes(modes, settings, update, measuring.report)
-
-    return Prepared(measure, modes[0].planned.composed, after=report_to_ci)
+    return Prepared(
+        lambda measuring: check_modes(modes, settings, update, measuring.report),
+        modes[0].planned.composed,
+        after=lambda result, _: write_reports(result, settings.junit),
+    )
 
 
 QUESTION = Question("check", prepare, (CheckSettings,))

@@ -28,13 +28,7 @@ from torch import Tensor, nn
 
 from mprun.inspect.passes import in_float64
 from mprun.inspect.rounding_oracle import half_step, relative_rms
-from mprun.precision._torch import (
-    DispatchMode,
-    in_backward,
-    no_dispatch,
-    op_name,
-    original_module,
-)
+from mprun.precision import _torch
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
 from mprun.precision.nested import all_tensors, map_tensors, tensors_in
@@ -107,10 +101,10 @@ def calls_followed(
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             # checkpointing calls modules again in the backward pass
-            return None if in_backward() else begin(path, module, (args, kwargs))
+            return None if _torch.in_backward() else begin(path, module, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if in_backward() else end(path, output)
+            return None if _torch.in_backward() else end(path, output)
 
         return before, after
 
@@ -144,11 +138,12 @@ class Boundaries:
         inputs = floating(arguments)
         place = (path, self._calls[path])
         self._calls[path] += 1
+        plain = _torch.original_module(module)
         boundary = Boundary(  # before the call: it may change its inputs in place
             place,
-            type(original_module(module)).__name__,
+            type(plain).__name__,
             given_dtype(module, inputs, self._low),
-            max(formats_of(original_module(module)), key=lambda f: f.half_step, default=None),
+            max(formats_of(plain), key=lambda f: f.half_step, default=None),
             [_copied(x) for x in inputs],
         )
         self._open.append(boundary)
@@ -244,7 +239,7 @@ def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
             own[name].data = value.detach().to(own[name].device, own[name].dtype, copy=True)
 
 
-class Exact(DispatchMode):
+class Exact(_torch.DispatchMode):
     """Casts return float64: a rounding that the code asks for is an error of that code here.
 
     Results are rounded to `dtype`, where it is not None: the error of such a pass is one that the
@@ -256,15 +251,9 @@ class Exact(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype: torch.dtype | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = op_name(func)
+        name = _torch.op_name(func)
         dtype = kwargs.get("dtype")
         # of a cast, of `zeros(dtype=...)` or of `sum(dtype=...)`
         if dtype is not None and dtype.is_floating_point and not dtype.is_complex:
@@ -272,7 +261,7 @@ class Exact(DispatchMode):
         result = func(*args, **kwargs)
         if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
             return result
-        with no_dispatch(), torch.no_grad():
+        with _torch.no_dispatch(), torch.no_grad():
             return map_tensors(self._rounded, result)
 
     def _rounded(self, x: Tensor) -> Tensor:
@@ -398,7 +387,7 @@ class _ForcedRun:
         if call is None:
             return None
         boundary, given = call.boundary, floating(output)
-        call.outputs = [x.detach().clone() for x in given]
+        call.outputs = [_copied(x) for x in given]
         call.ends += [(x, boundary.output_gradients.get(n)) for n, x in enumerate(given)]
         caller = self._caller()
         self._enter(caller)
@@ -509,7 +498,7 @@ class OpErrors(OpWatcher):
         with self.muted():  # before the op, which may overwrite what it reads
             exact = recomputed(call)
         result = run()
-        with self.muted(), no_dispatch(), torch.no_grad():
+        with self.muted(), _torch.no_dispatch(), torch.no_grad():
             made = (x for _, x in call._replace(result=result).outputs())
             errors = [
                 (relative_rms(x, y), dtype_name(x.dtype))

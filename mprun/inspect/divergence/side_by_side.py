@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,11 +101,6 @@ class DifferenceRow:
         """Whether both sides' errors are within their bounds."""
         return self.a.is_explained and self.b.is_explained
 
-    @property
-    def is_divergent(self) -> bool:
-        """Whether it is beyond its bound, and the sides differ."""
-        return not self.is_explained and (self.a.exceeds(self.b) or self.b.exceeds(self.a))
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -121,7 +116,8 @@ class Difference:
     @property
     def first(self) -> DifferenceRow | None:
         """The first row beyond its bound in which the sides differ; later ones may inherit it."""
-        return next((row for row in self.rows if row.is_divergent), None)
+        unexplained = (row for row in self.rows if not row.is_explained)
+        return next((x for x in unexplained if x.a.exceeds(x.b) or x.b.exceeds(x.a)), None)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts()))
@@ -365,60 +361,56 @@ def _calls(
         # other seeds than the side's: dtypes may draw different random numbers from one seed
         with ready(twin, SEED + 1 + n):
             rounded.append(run_forced(twin, recording, run, rounded=True, seed=n))
-        calls = [*_with_errors(recording, exact, rounded, true)]
+        calls = [*_SidePasses(recording, exact, rounded, true).calls()]
         if all(error.is_explained for call in calls for error in call.errors.values()):
             break
     return calls
 
 
-def _with_errors(
-    recording: Recording,
-    exact: Results,
-    rounded: Sequence[Results],
-    true: Mapping[Place, Sequence[Tensor]],
-) -> Iterator[CapturedCall]:
-    places = [place for place in recording.boundaries if place in exact.outputs]
-    forward = [(x, _outputs(recording, exact, rounded, true, x)) for x in places]
-    backward = [(x, _gradients(recording, exact, rounded, x)) for x in reversed(places)]
-    for phase, rows in (("forward", forward), ("backward", backward)):
-        for place, numbers in rows:
-            boundary = recording.boundaries[place]
+class _SidePasses(NamedTuple):
+    """What the errors of a side are computed from."""
+
+    recording: Recording
+    exact: Results
+    rounded: Sequence[Results]
+    true: Mapping[Place, Sequence[Tensor]]
+
+    def calls(self) -> Iterator[CapturedCall]:
+        """The calls of the forward pass, then those of the backward pass, with their errors."""
+        places = [place for place in self.recording.boundaries if place in self.exact.outputs]
+        forward = [("forward", place, self.outputs(place)) for place in places]
+        backward = [("backward", place, self.gradients(place)) for place in reversed(places)]
+        for phase, place, numbers in (*forward, *backward):
+            boundary = self.recording.boundaries[place]
             errors = {k: boundary_error(*x, boundary.rounding) for k, x in numbers.items()}
             yield CapturedCall(phase, *place, boundary.kind, errors)
 
+    def outputs(self, place: Place) -> dict[str, Compared]:
+        """What a call's own code computes."""
+        own = self.true.get(place, [])
+        drawn = zip(*(r.outputs[place] for r in self.rounded), strict=False)
+        theirs = self.recording.boundaries[place].outputs
+        rows = zip(theirs, self.exact.outputs[place], drawn, strict=False)
+        return {
+            f"output {n}": (x, y, [*z], own[n] if n < len(own) else None)
+            for n, (x, y, z) in enumerate(rows)
+            if {x.shape} == {y.shape, *(each.shape for each in z)}
+        }
 
-def _outputs(
-    recording: Recording,
-    exact: Results,
-    rounded: Sequence[Results],
-    true: Mapping[Place, Sequence[Tensor]],
-    place: Place,
-) -> dict[str, Compared]:
-    own = true.get(place, [])
-    drawn = zip(*(r.outputs[place] for r in rounded), strict=False)
-    rows = zip(recording.boundaries[place].outputs, exact.outputs[place], drawn, strict=False)
-    return {
-        f"output {n}": (x, y, [*z], own[n] if n < len(own) else None)
-        for n, (x, y, z) in enumerate(rows)
-        if {x.shape} == {y.shape, *(each.shape for each in z)}
-    }
-
-
-def _gradients(
-    recording: Recording, exact: Results, rounded: Sequence[Results], place: Place
-) -> dict[str, Compared]:
-    drawn = [r.gradients.get(place, {}) for r in rounded]
-    rows: dict[str, Compared] = {
-        f"gradient at {name}": (theirs, x, [r[name][0] for r in drawn], None)
-        for name, (x, theirs) in exact.gradients.get(place, {}).items()
-        if all(name in r for r in drawn)
-    }
-    for name, x in exact.parameters.items():
-        module, _, own = name.rpartition(".")
-        if module == place[0] and name in recording.gradients:
-            moved = [r.parameters[name] for r in rounded]
-            rows[f"gradient of {own}"] = (recording.gradients[name], x, moved, None)
-    return rows
+    def gradients(self, place: Place) -> dict[str, Compared]:
+        """What its backward pass computes."""
+        drawn = [r.gradients.get(place, {}) for r in self.rounded]
+        rows: dict[str, Compared] = {
+            f"gradient at {name}": (theirs, x, [r[name][0] for r in drawn], None)
+            for name, (x, theirs) in self.exact.gradients.get(place, {}).items()
+            if all(name in r for r in drawn)
+        }
+        for name, x in self.exact.parameters.items():
+            module, _, own = name.rpartition(".")
+            if module == place[0] and name in self.recording.gradients:
+                moved = [r.parameters[name] for r in self.rounded]
+                rows[f"gradient of {own}"] = (self.recording.gradients[name], x, moved, None)
+        return rows
 
 
 # ---- two sides beside each other -----------------------------------------------------------------

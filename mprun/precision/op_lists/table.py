@@ -281,13 +281,7 @@ class OpenedFunction:
         self._body.__kwdefaults__ = function.__kwdefaults__
         self._whole = whole
 
-    def run(
-        self,
-        mode: _CastMode,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, mode: _CastMode, function: Function, args: Any, kwargs: Any) -> Any:
         """Call `function`, handed on by `mode`."""
         if mode.inside is function:
             return self._whole(function, args, kwargs)
@@ -369,9 +363,7 @@ class _CastMode(TorchFunctionMode):
         self.inside: Function | None = None
         """The Python function whose body runs."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         state, kwargs = self.state, kwargs or {}
         if state.off:
             return state.table.off(func, args, kwargs)

@@ -87,12 +87,7 @@ class Moment:
         return self.elapsed_s * (1 - self.fraction) / self.fraction
 
     def text(self, epochs: int | None, steps: int | None) -> str:
-        """The moment in a line.
-
-        Args:
-            epochs: the planned epochs, or None if they are not known.
-            steps: the planned steps, or None.
-        """
+        """The moment in a line, with the planned epochs and steps where they are known."""
         eta = "" if self.eta_s is None else f"  ETA {duration(self.eta_s)}"
         return (
             f"epoch {_of(self.epoch, epochs)}  step {_of(self.step, steps)}  "
@@ -131,12 +126,7 @@ class ProgressView(Protocol):
 
 
 class ProgressDisplay:
-    """Lines and, on a terminal that can redraw a line, a live display below them.
-
-    Args:
-        console: where it is shown.
-        live: the live display, or None for lines only.
-    """
+    """Lines and, on a terminal that can redraw a line, a live display (if any) below them."""
 
     def __init__(self, console: Console, live: Live | Progress | None = None) -> None:
         self._console = console
@@ -166,13 +156,7 @@ class ProgressDisplay:
 
 
 class RunProgress(ProgressDisplay):
-    """The progress of a run: a bar, or a line now and then.
-
-    Args:
-        console: where it is shown.
-        epochs: the planned epochs, or None if they are not known.
-        steps: the planned steps, or None.
-    """
+    """The progress of a run of these epochs and steps, if known: a bar, or a line now and then."""
 
     def __init__(self, console: Console, epochs: int | None, steps: int | None) -> None:
         self._epochs, self._steps = epochs, steps
@@ -193,13 +177,7 @@ class ReportPart(Protocol):
     """Called when a part of a job begins; may raise to end the job there."""
 
     def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
-        """A part begins.
-
-        Args:
-            text: what it does.
-            done: parts of this kind that are done; 0 begins a new kind.
-            total: parts of this kind, or None if their number is not known.
-        """
+        """A part begins, of `total` of its kind, if known; `done=0` begins a new kind."""
 
 
 def report_nothing(text: str, done: int = 0, total: int | None = None) -> None:
@@ -207,11 +185,7 @@ def report_nothing(text: str, done: int = 0, total: int | None = None) -> None:
 
 
 class JobProgress(ProgressDisplay):
-    """The progress of a job in parts: what it does, `3 of 12`, and the time left.
-
-    Args:
-        console: where it is shown.
-    """
+    """The progress of a job in parts: what it does, `3 of 12`, and the time left."""
 
     def __init__(self, console: Console) -> None:
         self._bar = Progress(

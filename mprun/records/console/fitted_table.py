@@ -32,6 +32,7 @@ BETWEEN = 2  # Blanks between two columns
 # The width that text keeps while columns can still be left out, unless its column says less, and
 # the one it keeps then
 NARROW, NARROWEST = 24, 8
+Cell = Callable[[Any], str]  # Makes the cell of one of the table's `rows`
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,18 @@ class TableColumn:
     importance: int = ALWAYS  # The column with the least is left out first
     is_text: bool = True  # Text is broken where the table is too wide; figures stay as they are
     is_right: bool = False
-    cell: Callable[[Any], str] = str  # Makes the cell of one of the table's `rows`
+    cell: Cell = str
     narrow: int = NARROW  # The width that text keeps while columns can still be left out
 
 
 def text_column(
-    heading: str,
-    importance: int = ALWAYS,
-    cell: Callable[[Any], str] = str,
-    narrow: int = NARROW,
+    heading: str, importance: int = ALWAYS, cell: Cell = str, narrow: int = NARROW
 ) -> TableColumn:
     """A column of names or sentences."""
     return TableColumn(heading, importance, cell=cell, narrow=narrow)
 
 
-def figure_column(
-    heading: str, importance: int = ALWAYS, cell: Callable[[Any], str] = str
-) -> TableColumn:
+def figure_column(heading: str, importance: int = ALWAYS, cell: Cell = str) -> TableColumn:
     """A column of figures: at the right, never broken."""
     return TableColumn(heading, importance, is_text=False, is_right=True, cell=cell)
 
@@ -90,12 +86,8 @@ class _TableRow(NamedTuple):
 class FittedTable:
     """Rows of text and figures that fit the width of a terminal.
 
-    Args:
-        title: a line above.
-        columns: from left to right.
-        rows: objects that the columns make a row of cells of; `add_row` takes cells.
-        elsewhere: where all columns and whole names are.
-        caption: a line below.
+    The columns make a row of cells of each object in `rows`; `add_row` takes cells. The title is a
+    line above, the caption one below; `elsewhere` is where all columns and whole names are.
     """
 
     def __init__(

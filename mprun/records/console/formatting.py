@@ -87,12 +87,7 @@ def distinct_form(values: Sequence[float], limits: Iterable[float], forms: Seque
     """The first format that rounds no value onto a limit, or to its other side; else the last.
 
     An interval end of +0.4996 must not be shown as +0.50 beside a margin of 0.5: it would
-    contradict the verdict.
-
-    Args:
-        values: the numbers to show.
-        limits: what the values are compared with.
-        forms: formats for one number each, from few digits to many.
+    contradict the verdict. The formats, of one number each, go from few digits to many.
     """
     sides = [(limit, [_side(x, limit) for x in values]) for limit in limits]
     for form in forms:

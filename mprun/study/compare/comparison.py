@@ -55,6 +55,9 @@ class Verdict:
     """
     level: float | None = None
     """The confidence level of `interval`, from 0 to 1, with Holm's adjustment."""
+    closed: Literal["", "settled", "hopeless"] = ""
+    """Why a study with looks gives the variant no more runs; empty while it does, or without looks.
+    """
 
     def __str__(self) -> str:
         if self.word == "inconclusive" and self.more_seeds:
@@ -86,6 +89,16 @@ class Artefact(NamedTuple):
     remedy: str  # What to do about it
     step_time_ratio: float | None
     """The ratio of the step times without it; None if it cannot be worked out."""
+
+
+class LookVerdict(NamedTuple):
+    """What a look of a study showed of a variant."""
+
+    pairs: int  # After so many seeds
+    difference: float | None  # The mean of the pairs
+    interval: Interval | None  # At `level`: see `Verdict`
+    level: float | None
+    word: Outcome
 
 
 QualityWord = Literal["faster", "nothing", "open"]
@@ -152,6 +165,7 @@ class Variant:
     equal_quality: EqualQuality | None = None
     """Time and samples to the baseline's validation loss; None for the baseline, and for runs that
     were not validated."""
+    looks: tuple[LookVerdict, ...] = ()  # Of a study that plans them, up to the one that closed it
 
     @property
     def has_own_times(self) -> bool:
@@ -210,6 +224,11 @@ class Comparison:
     warnings: tuple[str, ...] = field(default=())  # Artefacts that explain a difference in time
     notes: tuple[str, ...] = field(default=())
     """Caveats: mixed hardware, one seed only, Holm over how many variants."""
+    weights: Literal["last", "averaged"] = "last"
+    """Which weights of the runs the metric is of."""
+    places: int | None = None
+    """The fewest places of the last tenth of a run whose weights were averaged; None for last."""
     not_run: dict[str, list[int]] = field(default_factory=dict)
     """Variants of a study to the seeds that its budget left out."""
     advice: Advice | None = None  # The result of `mprun advise`; None for any other comparison
+    planned_pairs: tuple[int, ...] = ()  # The looks of the study; empty without a plan of looks

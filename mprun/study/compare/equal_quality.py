@@ -116,9 +116,8 @@ def equal_quality(
     fewest = min(_validations(run.summary) for pair in pairs for run in pair)
     if fewest < MIN_VALIDATIONS:
         reason = (
-            f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed; a run "
-            f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
-            "train.max_steps"
+            f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed: "
+            f"train.validations={MIN_VALIDATIONS} or more"
         )
         return EqualQuality(*NOTHING, *NOTHING, 0, tolerance, reason)
     reached = [
@@ -158,7 +157,9 @@ def _validated_pairs(group: RunGroup, base: RunGroup) -> list[tuple[Run, Run]]:
 
 
 def _validations(summary: Summary) -> int:
-    """Validations of the whole set in the summary: all of them, or 500 of a longer run."""
+    """Validations of the whole set; in an earlier version's record of at most 500 epochs."""
+    if summary.validations is not None:
+        return summary.validations
     rows = (epoch.validation for epoch in summary.history)
     return sum(row.loss is not None and row.samples is None for row in rows)
 

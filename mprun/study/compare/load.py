@@ -12,7 +12,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -192,6 +192,19 @@ class RunGroup:
         """Whether times and memory are the hardware's."""
         return self.first.summary.execution == "native"
 
+    @property
+    def seeds(self) -> set[int]:
+        """Those of all its runs, failed ones too."""
+        return {run.summary.seed for run in (*self.completed, *self.failed)}
+
+    def of(self, seeds: Collection[int]) -> RunGroup:
+        """The runs with these seeds."""
+        kept = (
+            tuple(run for run in runs if run.summary.seed in seeds)
+            for runs in (self.completed, self.failed)
+        )
+        return RunGroup(self.label, *kept)
+
     @cached_property
     def by_seed(self) -> dict[int, Summary]:
         """The completed runs' summaries."""
@@ -287,8 +300,8 @@ def hardware(summary: Summary) -> dict[str, Any]:
 SPLITS = ("test", "validation", "train")  # The first that a run has is the one it is judged by
 
 
-def score(summary: Summary, split: str) -> float | None:
-    """The metric of the run's last epoch over a split; None if the run has none."""
+def score(summary: Summary, split: str, averaged: bool = False) -> float | None:
+    """The metric over a split at the run's end, or of averaged weights; None if it has none."""
     last = summary.history[-1] if summary.history else None
     trained = Scores(loss=summary.train.loss, accuracy=None)  # loops without epochs have no history
     rows: dict[str, Scores | None] = {
@@ -296,6 +309,10 @@ def score(summary: Summary, split: str) -> float | None:
         "validation": last.validation if last else None,
         "train": last.train if last else trained,
     }
+    if averaged:
+        rows = {"test": None, "validation": None, "train": None}
+        if (mean := summary.averaged) is not None:
+            rows |= {"test": mean.test, "validation": mean.validation}
     scores = rows[split]
     value = None if scores is None else scores.value(summary.metric.name)
     return None if value is None else number(value)
@@ -317,7 +334,7 @@ def has_result(summary: Summary) -> bool:
     return summary.status == "completed" and (has_metric or summary.observed)
 
 
-def scores(group: RunGroup, split: str) -> dict[int, float]:
+def scores(group: RunGroup, split: str, averaged: bool = False) -> dict[int, float]:
     """Seed to metric, NaN and infinities included, without the seeds that have no metric."""
-    values = {seed: score(summary, split) for seed, summary in group.by_seed.items()}
+    values = {seed: score(summary, split, averaged) for seed, summary in group.by_seed.items()}
     return {seed: value for seed, value in values.items() if value is not None}

@@ -13,11 +13,19 @@ from dataclasses import asdict
 from typing import Any
 
 from mprun.errors import UsageError
-from mprun.records.console.formatting import by_reason, counted, readable, substitution_label
+from mprun.records.console.formatting import (
+    by_reason,
+    counted,
+    listed,
+    readable,
+    substitution_label,
+)
 from mprun.records.run_record import Summary
 from mprun.study.compare.comparison import KEEPS, Run, Variant
 from mprun.study.compare.equal_quality import is_faster_per_sample
 from mprun.study.compare.load import RunGroup, differing_keys, hardware, is_partial, score, scores
+from mprun.study.compare.looks import PlannedLooks
+from mprun.study.compare.statistics import ALPHA
 from mprun.study.compare.times import NOT_INTERLEAVED, OVERLAPPED, TWO_KINDS, TWO_MACHINES, UNKNOWN
 
 # ---- what runs share -----------------------------------------------------------------------------
@@ -98,8 +106,15 @@ def _versions(summary: Summary) -> str:
 # ---- caveats ------------------------------------------------------------------------------------
 
 BASELINE, ADJUSTED, EMULATED = "baseline", "verdicts: Holm", "emulated"
+LOOKS = "looks"
 SUBSTITUTED = "this machine has no float16 kernel"
-OF_TABLE = (BASELINE, ADJUSTED, EMULATED, SUBSTITUTED)  # Beginnings of notes; see `is_in_table`
+OF_TABLE = (
+    BASELINE,
+    ADJUSTED,
+    LOOKS,
+    EMULATED,
+    SUBSTITUTED,
+)  # Beginnings of notes; see `is_in_table`
 
 
 def is_in_table(note: str) -> bool:
@@ -108,7 +123,12 @@ def is_in_table(note: str) -> bool:
 
 
 def comparison_notes(
-    groups: Sequence[RunGroup], split: str, by_default: bool, tested: int
+    groups: Sequence[RunGroup],
+    split: str,
+    by_default: bool,
+    tested: int,
+    averaged: bool = False,
+    looks: PlannedLooks | None = None,
 ) -> Iterator[str]:
     """Sentences on the runs, the most important first; `tested` variants are adjusted together."""
     base, *others = groups
@@ -122,7 +142,13 @@ def comparison_notes(
         yield "the metric is of the training samples: new samples may give another result"
         yield from _last_parts(summaries)
     yield from _incomplete(summaries, split)
-    yield from _seeds(base, others, split)
+    yield from _seeds(base, () if looks else others, split, averaged)
+    if looks is not None:
+        places = listed([str(look.pairs) for look in looks.looks], len(looks.looks))
+        yield (
+            f"{LOOKS} after {places} seeds, planned before the first run: a mode that was settled, "
+            f"or hopeless, has no more runs; the error of all looks together is {100 * ALPHA:.0f} %"
+        )
     if tested > 1:
         yield (
             f"{ADJUSTED} over {tested} variants; each interval of a difference is the one that "
@@ -248,13 +274,13 @@ def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:
         )
 
 
-def _seeds(base: RunGroup, others: Sequence[RunGroup], split: str) -> Iterator[str]:
-    theirs = scores(base, split)
+def _seeds(base: RunGroup, others: Sequence[RunGroup], split: str, averaged: bool) -> Iterator[str]:
+    theirs = scores(base, split, averaged)
     diverged = sum(not math.isfinite(value) for value in theirs.values())
     if diverged:
         yield f"{base.label}: {counted(diverged)} without a finite metric; these seeds are left out"
     for group in others:
-        ours = scores(group, split)
+        ours = scores(group, split, averaged)
         common = len(ours.keys() & theirs.keys())
         if ours and common < max(len(ours), len(theirs)):
             yield (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -34,6 +34,7 @@ from mprun.study.compare.comparison import (
     Comparison,
     Estimate,
     Interval,
+    LookVerdict,
     Outcome,
     Run,
     Skipped,
@@ -43,6 +44,7 @@ from mprun.study.compare.comparison import (
 )
 from mprun.study.compare.equal_quality import Curve, equal_quality, read_curve
 from mprun.study.compare.load import SPLITS, RunGroup, by_variant, latest, score, scores
+from mprun.study.compare.looks import HOPELESS, Look, PlannedLooks, chance_to_settle
 from mprun.study.compare.notes import (
     artefact_warnings,
     check_mixing,
@@ -76,8 +78,11 @@ def compare(
     relative_margin: float,
     baseline: str | None = None,
     split: str = "auto",
+    weights: str = "auto",
     mix: Collection[str] = (),
     beside: Sequence[Run] = (),
+    alpha: float = ALPHA,
+    looks: PlannedLooks | None = None,
 ) -> Comparison:
     """Group runs by variant and compare each variant with the baseline.
 
@@ -91,12 +96,16 @@ def compare(
         baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
         split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
+        weights: which of a run: last, averaged, or auto: averaged if every run has them.
         mix: what runs may differ in besides the variant: recipes, data, hardware, code.
         beside: further runs, which are not compared but may have shared a machine with those.
+        alpha: the level of the verdicts, as in `judge`; looks have their own.
+        looks: those of the study, whose first runs are the baseline's; None judges once, by all
+            pairs.
 
     Raises:
         UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
-            no such baseline or split.
+            no such baseline, split or weights.
     """
     mixed = check_mixing(runs, mix)  # before repeated runs go: a mix must not hide among these
     compared, repeated = latest(runs)
@@ -106,15 +115,17 @@ def compare(
     base = _baseline(groups, baseline)
     groups = [base, *(g for g in groups if g is not base)]  # the baseline is the first row
     used_split = _split(groups, split)
-    criterion = _criterion(groups, used_split, margin, relative_margin)
-    evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
-    verdicts = judge(evidence, criterion.higher_is_better)
+    places = _places(groups, used_split, weights)
+    averaged = places is not None
+    criterion = _criterion(groups, used_split, averaged, margin, relative_margin)
+    judged = _judged(groups[1:], base, criterion, alpha, looks)
     # All runs, also repeated ones: these too may have slowed others on the machine
     timing = _Timing(overlapping([*runs, *beside]), relative_margin, cache(read_curve))
     rows = [_variant(base, base, criterion, timing, Verdict("baseline", failures(base)))]
-    for group, own, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        rows.append(_variant(group, base, criterion, timing, verdict, own))
-    tested = sum(e.is_tested for e in evidence)
+    for group, own in zip(groups[1:], judged, strict=True):
+        row = _variant(group, base, criterion, timing, own.verdict, own.evidence)
+        rows.append(replace(row, looks=tuple(own.looks)))
+    tested = sum(own.evidence.is_tested for own in judged)
     texts = common_texts(compared)
     return Comparison(
         recipe=texts["recipe"],
@@ -132,9 +143,12 @@ def compare(
         warnings=tuple(artefact_warnings(rows)),
         notes=(
             *mixed,
-            *comparison_notes(groups, used_split, baseline is None, tested),
+            *comparison_notes(groups, used_split, baseline is None, tested, averaged, looks),
             *variant_notes(rows),
         ),
+        planned_pairs=() if looks is None else tuple(look.pairs for look in looks.looks),
+        weights="averaged" if averaged else "last",
+        places=places,
     )
 
 
@@ -188,6 +202,23 @@ def _split(groups: Sequence[RunGroup], wanted: str) -> str:
     return wanted
 
 
+def _places(groups: Sequence[RunGroup], split: str, wanted: str) -> int | None:
+    """The fewest places whose weights the runs averaged; None where the last weights are judged."""
+    if wanted == "last":
+        return None
+    runs = [summary for group in groups for summary in group.by_seed.values()]
+    have = [s.averaged.places for s in runs if s.averaged and score(s, split, True) is not None]
+    if len(have) == len(runs):
+        return min(have)
+    if wanted == "averaged":
+        raise UsageError(
+            f"compare.weights=averaged: {len(runs) - len(have)} of {counted(len(runs))} have no "
+            f"{split} metric of averaged weights; legal: auto, last; train.average_weights=5 makes "
+            "a run score them"
+        )
+    return None
+
+
 # ---- the criterion -------------------------------------------------------------------------------
 
 
@@ -195,6 +226,7 @@ class Criterion(NamedTuple):
     """How variants are judged in one comparison."""
 
     split: str
+    averaged: bool  # Whether averaged weights are judged
     metric: str
     margin: float
     is_relative: bool  # Whether differences are shares of the baseline's mean
@@ -203,13 +235,14 @@ class Criterion(NamedTuple):
 
 
 def _criterion(
-    groups: Sequence[RunGroup], split: str, margin: float, relative_margin: float
+    groups: Sequence[RunGroup], split: str, averaged: bool, margin: float, relative_margin: float
 ) -> Criterion:
     metric = groups[0].first.summary.metric
-    known = [value for group in groups for value in scores(group, split).values()]
+    known = [value for group in groups for value in scores(group, split, averaged).values()]
     is_relative = not is_fraction(metric, known)
     return Criterion(
         split,
+        averaged,
         readable(metric.name, MAX_METRIC),
         relative_margin if is_relative else margin,
         is_relative,
@@ -259,7 +292,7 @@ class Evidence:
 
 def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Evidence:
     """The evidence on a variant: its paired differences, and failures that outweigh them."""
-    ours, theirs = (scores(x, criterion.split) for x in (group, base))
+    ours, theirs = (scores(x, criterion.split, criterion.averaged) for x in (group, base))
     # A seed with which the baseline failed too says nothing against the variant
     excused = [run.summary.seed for run in base.failed]
     reasons = (failures(group, excused), _divergence(group, ours, theirs, criterion.metric))
@@ -315,20 +348,109 @@ def _runs(group: RunGroup) -> str:
     return counted(len(group.completed) + len(group.failed))
 
 
+@dataclass
+class Judged:
+    """The judgement on a variant."""
+
+    evidence: Evidence
+    verdict: Verdict
+    looks: list[LookVerdict] = field(default_factory=list)
+
+
+def _judged(
+    groups: Sequence[RunGroup],
+    base: RunGroup,
+    criterion: Criterion,
+    alpha: float,
+    plan: PlannedLooks | None,
+) -> list[Judged]:
+    """The variants but the baseline, judged once, or at each look of a plan."""
+    evidence = [evidence_on(group, base, criterion) for group in groups]
+    if plan is None:
+        verdicts = judge(evidence, criterion.higher_is_better, alpha)
+        return list(map(Judged, evidence, verdicts))
+    first = plan.looks[0].pairs
+    waiting = f"the first look is after {first} seeds, and fewer have ended"
+    judged = [Judged(e, Verdict("inconclusive", waiting)) for e in evidence]
+    for look in plan.looks:
+        seeds = set(plan.seeds[: look.pairs])
+        if not seeds <= base.seeds:
+            break
+        if not base.of(seeds).completed:
+            failed = Verdict("inconclusive", f"{base.label} failed in every run", closed="hopeless")
+            return [Judged(e, failed) for e in evidence]
+        now = [
+            i
+            for i, (x, group) in enumerate(zip(judged, groups, strict=True))
+            if not x.verdict.closed and seeds <= group.seeds
+        ]
+        for i in now:
+            judged[i].evidence = evidence_on(groups[i].of(seeds), base.of(seeds), criterion)
+        others = [x for i, x in enumerate(judged) if i not in now]
+        _look([judged[i] for i in now], others, look, plan.looks[-1], criterion.higher_is_better)
+    return judged
+
+
+def _look(
+    now: Sequence[Judged],
+    others: Sequence[Judged],
+    look: Look,
+    last: Look,
+    higher_is_better: bool,
+) -> None:
+    """Judge the open variants in the families of all."""
+    # A rejected hypothesis leaves its family, all others stay in it: Holm's method over the looks
+    words = [x.verdict.word for x in others if x.evidence.is_tested]
+    left = (
+        sum(word != "equivalent" for word in words),
+        sum(word not in ("better", "worse") for word in words),
+    )
+    verdicts = judge([x.evidence for x in now], higher_is_better, look.level, left)
+    for x, verdict in zip(now, verdicts, strict=True):
+        x.verdict = _at_look(x.evidence, verdict, look, last)
+        mean = None if x.evidence.sample is None else x.evidence.sample.mean
+        row = LookVerdict(look.pairs, mean, verdict.interval, verdict.level, verdict.word)
+        x.looks.append(row)
+
+
+def _at_look(e: Evidence, verdict: Verdict, look: Look, last: Look) -> Verdict:
+    """The verdict with what it means for further runs."""
+    is_open = verdict.word == "inconclusive"
+    if not (e.is_tested and e.sample):  # it failed, or its pairs are too few
+        return replace(verdict, closed="" if is_open and look != last else "settled")
+    reason = f"{verdict.reason}; look after {look.pairs} seeds, level {100 * look.level:.2g} %"
+    if not is_open:
+        return replace(verdict, reason=reason, closed="settled")
+    chance = 0.0 if look == last else chance_to_settle(e.sample, e.margin, last)
+    if chance >= HOPELESS:
+        return replace(verdict, reason=reason)
+    why = f"{100 * chance:.2g} % chance to be settled by {last.pairs} seeds"
+    return replace(verdict, reason=f"{reason}; {why}", closed="hopeless")
+
+
 def judge(
-    evidence: Sequence[Evidence], higher_is_better: bool, alpha: float = ALPHA
+    evidence: Sequence[Evidence],
+    higher_is_better: bool,
+    alpha: float = ALPHA,
+    left: tuple[int, int] = (0, 0),
 ) -> list[Verdict]:
     """A verdict on each variant except the baseline; their tests are adjusted together.
 
     Two families, each adjusted by itself: at most `alpha` of false claims of either kind.
+
+    Args:
+        evidence: on each.
+        higher_is_better: of the metric.
+        alpha: the level of a family.
+        left: how many hypotheses more the families have, of equivalence and of a difference, which
+            are not rejected.
     """
     samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
-    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples], alpha)
-    apart = _tests([difference_p(sample) for sample, _ in samples], alpha)
+    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples], alpha, left[0])
+    apart = _tests([difference_p(sample) for sample, _ in samples], alpha, left[1])
     tests = iter(zip(equal, apart, strict=True))
     return [
-        _judge(e, *next(tests), len(samples), higher_is_better) if e.is_tested else _untested(e)
-        for e in evidence
+        _judge(e, *next(tests), higher_is_better) if e.is_tested else _untested(e) for e in evidence
     ]
 
 
@@ -338,12 +460,21 @@ class _HypothesisTest(NamedTuple):
     p: float  # The p-value, adjusted
     level: float  # The limit of the p-value before its adjustment
     rejects: bool
+    family: int  # The number of its hypotheses
+
+    @property
+    def text(self) -> str:
+        """`p=0.012 after Holm over 3 variants`."""
+        p = "p<0.001" if self.p < 0.001 else f"p={self.p:.3f}"
+        return f"{p} after Holm over {self.family} variants" if self.family > 1 else p
 
 
-def _tests(p_values: Sequence[float], alpha: float) -> list[_HypothesisTest]:
-    adjusted = holm(p_values)
-    rejected = [p <= alpha for p in adjusted]
-    return list(map(_HypothesisTest, adjusted, holm_levels(p_values, alpha), rejected))
+def _tests(p_values: Sequence[float], alpha: float, left: int) -> list[_HypothesisTest]:
+    """The tests of these p-values, in a family of `left` hypotheses more."""
+    family = [*p_values, *[1.0] * left]
+    adjusted = holm(family)[: len(p_values)]
+    rows = zip(adjusted, holm_levels(family, alpha), strict=False)
+    return [_HypothesisTest(p, level, p <= alpha, len(family)) for p, level in rows]
 
 
 def _untested(e: Evidence) -> Verdict:
@@ -358,7 +489,6 @@ def _judge(
     e: Evidence,
     equal: _HypothesisTest,
     apart: _HypothesisTest,
-    variants: int,
     higher_is_better: bool,
 ) -> Verdict:
     """The verdict with the interval that shows it, at the level of Holm's step.
@@ -369,22 +499,21 @@ def _judge(
     assert e.sample is not None
     # Two one-sided tests at a level are one interval at twice that level: 90 % for 5 %
     inside, off = 1 - 2 * equal.level, 1 - apart.level
-    adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
     margin = f"{_number(e.margin, e.unit):.6g} {e.unit}".rstrip()
     if equal.rejects:  # first: a difference that is real but inside the margin does not matter
         decisive, shown = _interval(e, inside)
-        text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
+        text = f"{shown} lies inside the margin of {margin} ({equal.text})"
         return Verdict("equivalent", text, None, decisive, inside)
     if apart.rejects:
         word: Outcome = "better" if (e.sample.mean > 0) == higher_is_better else "worse"
         decisive, shown = _interval(e, off)
-        text = f"{shown} excludes 0 ({_p(apart.p)}{adjusted})"
+        text = f"{shown} excludes 0 ({apart.text})"
         return Verdict(word, text, None, decisive, off)
     level = max(inside, off)
     decisive, shown = _interval(e, level)
     text = (
-        f"neither inside the margin of {margin} ({_p(equal.p)}) nor different from 0 "
-        f"({_p(apart.p)}){adjusted}; {shown} reaches beyond the margin and includes 0"
+        f"neither inside the margin of {margin} ({equal.text}) nor different from 0 "
+        f"({apart.text}); {shown} reaches beyond the margin and includes 0"
     )
     more = seeds_to_settle(e.sample, e.margin, equal.level, apart.level)
     return Verdict("inconclusive", text, more, decisive, level)
@@ -410,10 +539,6 @@ def _number(value: float, unit: str) -> float:
     return value * 100 if unit else value  # points and % are hundredths; plain differences are not
 
 
-def _p(value: float) -> str:
-    return "p<0.001" if value < 0.001 else f"p={value:.3f}"
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -436,7 +561,7 @@ def _variant(
 ) -> Variant:
     """A row; the baseline's has no evidence."""
     summary = group.first.summary
-    values = list(scores(group, criterion.split).values())
+    values = list(scores(group, criterion.split, criterion.averaged).values())
     whole = all(map(math.isfinite, values))  # else the mean difference is of the good seeds only
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
     timed = timed_pairs(group, base, timing.shared)

@@ -3,13 +3,15 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-reports the speed as open. What a variant needs to equal quality is a clause of its sentence, and a
-warning where its speed buys nothing.
+reports the speed as open. The time to equal quality comes first in the answer, and a warning where
+the speed buys nothing.
 """
 
 from __future__ import annotations
 
-from mprun.config.settings import SEEDS
+import shlex
+
+from mprun.config.settings import Settings
 from mprun.records.console.formatting import counted, joined
 from mprun.study.compare.comparison import (
     KEEPS,
@@ -38,6 +40,7 @@ from mprun.study.report.cells import (
 
 # A peak that differs by a smaller share is called the same: it is computed, so has no interval
 SAME_MEMORY = 0.02
+LIMIT = Settings().seeds_limit
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -55,16 +58,17 @@ def headline(comparison: Comparison) -> list[str]:
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     sentences = []
     if faster:
-        best = max(faster, key=_throughput)
-        clauses = (_effect(comparison, best), _speed_clause(best, name))
-        sentences.append(_sentence(best, *clauses, _memory_clause(best)))
+        best = max(faster, key=_gain)
+        reached, missing = _equal_quality_first(best, name)
+        clauses = (reached, _kept(comparison, best), _memory_clause(best))
+        sentences.append(_sentence(best, *clauses, _speed_clause(best, name)) + missing)
         # A second variant is named only if it is smaller than the first by more than that
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
         # Of peaks that are printed alike, the fastest
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
-        sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
+        sentences.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
     empty = warnings(comparison)  # about speed that buys nothing
     if not sentences:
         gain = "faster to equal quality" if empty else "faster"
@@ -81,17 +85,25 @@ def _next_step(comparison: Comparison) -> str:
     if not needed:
         return f"Take {plain(comparison.baseline)}. Type next: mprun doctor, for native formats."
     more, nearest = min(needed, key=lambda pair: pair[0])
+    label, is_open = plain(nearest.label), nearest.verdict.word == "inconclusive"
+    if comparison.planned_pairs and is_open and not nearest.verdict.closed:
+        folder = shlex.quote(str(nearest.runs[0].path.parent))
+        return (
+            f"Type next: mprun sweep run.resume={folder}, which goes on until {label} is settled."
+        )
     # Seeds that were looked at must not decide when to stop, so the next sweep takes new ones
     seeds = [run.summary.seed for v in comparison.variants for run in (*v.runs, *v.failed)]
-    command = f"mprun sweep ... seeds={len(nearest.runs) + more} first_seed={max(seeds) + 1}"
-    return f"Type next: {command}, which should settle {plain(nearest.label)}."
+    wanted = len(nearest.runs) + more
+    own = (f" seeds_limit={wanted}" if wanted > LIMIT else "") if is_open else f" seeds={wanted}"
+    command = f"mprun sweep ... first_seed={max(seeds) + 1}{own}"
+    return f"Type next: {command}, which should settle {label}."
 
 
 def _more_seeds(variant: Variant) -> int | None:
     """About how many seeds would settle the metric, or the speed of one that keeps it."""
     verdict, ratio = variant.verdict, variant.throughput_ratio
     if verdict.word == "inconclusive" and not is_emulated(variant):
-        return verdict.more_seeds or (None if verdict.interval else SEEDS["sweep"])  # too few runs
+        return verdict.more_seeds or (None if verdict.interval else 1)  # too few runs
     is_open = verdict.word in KEEPS and variant.has_own_times and _speed(variant) == 0
     return judge_ratio(ratio).more_seeds if ratio and is_open else None
 
@@ -139,6 +151,41 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     text += f": {difference_text(comparison, difference.value)}" if difference else ""
     shown = difference and interval and difference_span(comparison, interval)
     return f"{text}, {level} interval {shown}" if shown else text
+
+
+def _kept(comparison: Comparison, variant: Variant) -> str:
+    """The effect on the metric, with what `keeps` means: the margin and the seeds."""
+    text, difference = _effect(comparison, variant), variant.difference
+    if variant.verdict.word != "equivalent" or difference is None:
+        return text
+    margin = difference_text(comparison, comparison.margin, signed=False)
+    return f"{text} (equivalent within {margin}, {counted(difference.n, 'seed')})"
+
+
+def _equal_quality_first(variant: Variant, name: str) -> tuple[str, str]:
+    """What is first in an answer: the share of the baseline's time to its validation loss.
+
+    Without that figure, a sentence that says what is missing.
+    """
+    quality = variant.equal_quality
+    ratio = quality.time_ratio if quality is not None else None
+    if quality is None or ratio is None:
+        why = quality.no_figure.partition(";")[0] if quality else "no run was validated"
+        return (
+            "",
+            f" Its time to equal validation loss is not known ({why or 'no step was timed'}).",
+        )
+    if quality.missed:
+        return f"missed {name}'s validation loss in {quality.missed} of {ratio.n} pairs", ""
+    around = f" [{ratio_span(ratio.interval).replace(' to ', ', ')}]" if ratio.interval else ""
+    return f"reaches {name}'s validation loss in {ratio.value:.2f}{around} of the time", ""
+
+
+def _gain(variant: Variant) -> float:
+    """How much sooner it is at the baseline's loss; per sample, where that is not known."""
+    quality = variant.equal_quality
+    ratio = quality.time_ratio if quality is not None else None
+    return _throughput(variant) if ratio is None else 1 / ratio.value
 
 
 def _speed(variant: Variant) -> int:

@@ -216,9 +216,17 @@ MAX_DECIMALS = 7  # A loss that needs more is shown with an exponent
 
 
 def metric_name(comparison: Comparison) -> str:
-    """`test accuracy`, `training loss`."""
+    """`test accuracy`, `training loss of averaged weights (5 places of the last tenth)`."""
+    places = comparison.places
+    where = f" ({counted(places, 'place')} of the last tenth)" if places is not None else ""
+    return axis_name(comparison) + where
+
+
+def axis_name(comparison: Comparison) -> str:
+    """The same without the places, which is short enough for an axis."""
     split = "training" if comparison.split == "train" else comparison.split
-    return f"{split} {comparison.metric}"
+    of = " of averaged weights" if comparison.weights == "averaged" else ""
+    return f"{split} {comparison.metric}{of}"
 
 
 def metric_unit(comparison: Comparison) -> str:

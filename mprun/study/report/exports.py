@@ -30,12 +30,7 @@ from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, I
 from mprun.study.report import answer, cells, tables
 from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
 from mprun.study.report.cells import TONES, plain
-from mprun.study.report.comparison_report import (
-    comparison_table,
-    footer,
-    published,
-    published_line,
-)
+from mprun.study.report.comparison_report import comparison_table, footer, published, published_line
 from mprun.study.report.plots import NAMES, draw
 
 SCHEMA_VERSION = 1  # Of comparison.json
@@ -50,13 +45,8 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
 
     Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
-    are removed, so that they are not mistaken for plots of this report.
-
-    Returns:
-        The paths written, report.html first.
-
-    Raises:
-        UsageError: the folder cannot be written.
+    are removed, so that they are not mistaken for plots of this report. The paths written are
+    returned, report.html first.
     """
     plots = draw(comparison)
     files = {
@@ -83,12 +73,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def pictures(comparison: Comparison, names: Sequence[str] = ()) -> dict[str, str]:
-    """The plots of the report as SVG files, by their captions.
-
-    Args:
-        comparison: of runs.
-        names: which plots; all that there may be if it is empty.
-    """
+    """The plots of the report with these names, all if there is none, as SVGs by their captions."""
     colours = f"{declarations(LIGHT)} --sans: sans-serif; background: var(--paper)"
     return {
         f"{plot.title}: {' '.join((plot.caption, *plot.notes))}": plot.svg.replace(

@@ -1,7 +1,7 @@
 """The plots of a comparison, each as an SVG for the page and as a PNG. No torch.
 
-Three plots: the metric against time, differences against the margin, and the training losses of
-each variant over the steps.
+The metric against time, differences against the margin at the end and at each look of a study, and
+the training losses of each variant over the steps.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _draw_against_time(comparison: Comparison, variants: dict[int, Variant]) -> 
         times_ms.append(x)
     _draw_margin(axes, comparison)
     unit = cells.metric_unit(comparison)
-    axes.set_ylabel(cells.metric_name(comparison) + (f" ({unit})" if unit else ""))
+    axes.set_ylabel(cells.axis_name(comparison) + (f" ({unit})" if unit else ""))
     spread_axis(axes, "x", times_ms, TIMES_FACTOR)
     axes.set_xlabel("time per step (ms)")
     axes.grid(axis="y")
@@ -158,9 +158,57 @@ def _draw_differences(comparison: Comparison) -> Figure:
     axes.spines["left"].set_visible(False)
     name = cells.plain(comparison.baseline, MAX_LABEL)
     axes.set_xlabel(
-        f"{cells.metric_name(comparison)} minus that of {name}\n"
+        f"{cells.axis_name(comparison)} minus that of {name}\n"
         f"({'%' if comparison.is_relative else 'percentage points'})"
     )
+    return made
+
+
+MARGINS_SHOWN = 4.0  # The first looks of noisy modes have intervals of many margins
+
+
+def looks(comparison: Comparison) -> Plot | None:
+    """The interval of each variant at each look, against the margin; None without looks."""
+    drawn = [(i, v) for i, v in enumerate(comparison.variants) if v.looks]
+    if not drawn:
+        return None
+    margin = cells.difference_text(comparison, comparison.margin, signed=False)
+    plot = Plot(
+        "looks",
+        "Looks",
+        f"{cells.metric_name(comparison).capitalize()} minus that of "
+        f"{cells.plain(comparison.baseline)} after each look of the study: the interval at the "
+        f"level of the look, {counts([x.pairs for _, v in drawn for x in v.looks], 'seed')}. The "
+        f"grey band is the margin, {margin}. A mode that is settled has no later look. Intervals "
+        f"are cut off at {MARGINS_SHOWN:.0f} margins.",
+    )
+    return plot.drawn(
+        f"{cells.plain(comparison.recipe)}: intervals of the difference look by look",
+        lambda: _draw_looks(comparison, drawn),
+    )
+
+
+def _draw_looks(comparison: Comparison, variants: Sequence[tuple[int, Variant]]) -> Figure:
+    made, axes_of = panels(len(variants))
+    scale = cells.DIFFERENCE_SCALE
+    margin = comparison.margin * scale
+    for (index, variant), axes in zip(variants, axes_of, strict=True):
+        axes.axhspan(-margin, margin, color=LIGHT["wash"], linewidth=0, zorder=0)
+        axes.axhline(0, color=LIGHT["muted"], linewidth=0.8, zorder=1)
+        for look in variant.looks:
+            place = comparison.planned_pairs.index(look.pairs)
+            if look.interval is not None and look.difference is not None:
+                ends = [end * scale for end in look.interval]
+                axes.plot([place, place], ends, color=colour(index), linewidth=1.2, zorder=3)
+                axes.plot([place], [look.difference * scale], **mark(variant, index, 5), zorder=4)
+        heading = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0.2}
+        name_variants(axes, {index: variant}, borderaxespad=0, **heading)
+        axes.set_xticks(range(len(comparison.planned_pairs)), map(str, comparison.planned_pairs))
+    axes_of[0].set_ylim(-MARGINS_SHOWN * margin, MARGINS_SHOWN * margin)
+    axes_of[0].set_xlim(-0.5, len(comparison.planned_pairs) - 0.5)
+    unit = "%" if comparison.is_relative else "percentage points"
+    made.supylabel(f"difference ({unit})", fontsize=8.5, color=LIGHT["muted"])
+    made.supxlabel("seeds", fontsize=8.5, color=LIGHT["muted"])
     return made
 
 
@@ -394,7 +442,12 @@ def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: A
 
 # ---- all plots -----------------------------------------------------------------------------------
 
-PLOTS = {"metric-time": against_time, "difference": differences, "loss": losses}
+PLOTS = {
+    "metric-time": against_time,
+    "difference": differences,
+    "looks": looks,
+    "loss": losses,
+}
 NAMES = tuple(PLOTS)  # Every plot there may be, in the report's order
 
 

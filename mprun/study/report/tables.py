@@ -8,6 +8,7 @@ from pathlib import Path
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import counted, size_text, substitution_label
 from mprun.records.run_record import (
+    AveragedScores,
     Number,
     ParallelRow,
     PrecisionRow,
@@ -90,7 +91,7 @@ def result(summary: Summary) -> FittedTable:
     title = f"{summary.recipe} in {summary.variant}"
     table = FittedTable(title, text_column("quantity"), text_column("value"))
     step, wait_ms = summary.step_time_ms, summary.data_time_ms.median
-    peak = summary.memory_bytes.peak
+    peak, mean = summary.memory_bytes.peak, summary.averaged
     rows = {
         "status": summary.status,
         "data": data_text(summary),
@@ -103,8 +104,8 @@ def result(summary: Summary) -> FittedTable:
         "peak memory of a step": "-" if peak is None else size_text(peak),
         **_fp_exceptions(summary),
         "training loss": _figure(summary.train.loss, ".4f") + _cut_off(summary),
-        **(_scores("validation", summary.history[-1].validation) if summary.history else {}),
-        **_scores("test", summary.test),
+        **(_scores("validation", summary.history[-1].validation, mean) if summary.history else {}),
+        **_scores("test", summary.test, mean),
         "wall time": f"{summary.wall_time_s:.1f} s",
     }
     if step.median is None:
@@ -159,9 +160,15 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
     return ", ".join(filter(None, (text, substitution_label([summary]))))
 
 
-def _scores(name: str, scores: Scores) -> dict[str, str]:
+def _scores(name: str, scores: Scores, averaged: AveragedScores | None) -> dict[str, str]:
+    """Scores by name: of the last weights, and in brackets of averaged ones, where there are."""
     part = "" if scores.samples is None else f" (PARTIAL: the first {scores.samples:,} samples)"
-    return {f"{name} {x}": f"{number(value):.4f}{part}" for x, value in scores.named.items()}
+    beside = {} if averaged is None else getattr(averaged, name).named
+    return {
+        f"{name} {x}": f"{number(value):.4f}{part}"
+        + (f" (averaged weights: {number(beside[x]):.4f})" if x in beside else "")
+        for x, value in scores.named.items()
+    }
 
 
 def time_line(summary: Summary) -> str:

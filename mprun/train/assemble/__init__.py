@@ -5,39 +5,26 @@ only here (a recipe's own fields, a device or data that are not available) raise
 any folder is made.
 """
 
-from mprun.train.assemble.optimizer import build_optimizer
 from mprun.train.assemble.parts import (
     build_arithmetic,
     build_caster,
-    build_exceptions,
     build_loss_scale,
     build_parts,
-    build_precision,
     build_run,
 )
 from mprun.train.assemble.plan import Plan, make_plan
 from mprun.train.assemble.planned_memory import footprint, same_step, step_memory, with_batch_size
-from mprun.train.assemble.recipe_loading import (
-    DataCache,
-    load_recipe,
-    load_shapes,
-    recipe_of,
-    source_of,
-)
+from mprun.train.assemble.recipe_loading import DataCache, load_shapes, recipe_of, source_of
 
 __all__ = [
     "DataCache",
     "Plan",
     "build_arithmetic",
     "build_caster",
-    "build_exceptions",
     "build_loss_scale",
-    "build_optimizer",
     "build_parts",
-    "build_precision",
     "build_run",
     "footprint",
-    "load_recipe",
     "load_shapes",
     "make_plan",
     "recipe_of",

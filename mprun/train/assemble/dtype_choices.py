@@ -61,11 +61,8 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     """The op lists for a device, or None where nothing is cast by name.
 
     PyTorch's own lists differ between devices. A resumed run has the names in the user's files in
-    its configuration.
-
-    Raises:
-        UsageError: two of the user's files, or two of the configuration's lists, have the same op;
-            with `op_lists.strict`, a name that no op has.
+    its configuration. Raises `UsageError` for an op on two lists of one origin and, with
+    `op_lists.strict`, for a name that no op has.
     """
     if config.precision.casting != "op_lists":
         return None
@@ -138,9 +135,8 @@ def _layers_file(path: Path) -> dict[str, str]:
 def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> Policy:
     """The policy, which says whether `layers` names formats of products.
 
-    Raises:
-        UsageError: the mode cannot have them; or no layer of the recipe's model can have the mode's
-            or its own, so that it would train like bf16_mixed.
+    Raises `UsageError` where the mode cannot have them, or where no layer of the recipe's model can
+    have the mode's or its own, so that it would train like bf16_mixed.
     """
     with as_usage_error():
         policy = with_layer_formats(policy, layers.values())

@@ -78,11 +78,7 @@ def check_warmup(train: TrainConfig, steps: int | None, given: Sequence[str]) ->
 def build_schedule(
     train: TrainConfig, recipe: Recipe, optimizer: Optimizer, steps: int | None
 ) -> Schedule:
-    """The recipe's own schedule, or the configuration's over the planned optimizer steps.
-
-    Raises:
-        UsageError: the recipe's `schedule` gives something else.
-    """
+    """The recipe's own schedule, or the configuration's over the planned optimizer steps."""
     if recipe.makes_schedule:
         return Schedule(_recipes_schedule(recipe, optimizer))
     if train.warmup_steps or train.min_lr:
@@ -190,9 +186,6 @@ def check_optimizer(
     A model or an optimizer that reads values cannot be made like this; then the run finds out. An
     optimizer by name is made of values that were checked, so only the model is looked at, on the
     meta device, which imports less than fake tensors.
-
-    Raises:
-        UsageError: see `build_optimizer` and `build_schedule`.
     """
     try:
         if not recipe.makes_optimizer and not recipe.makes_schedule:
@@ -223,11 +216,7 @@ def build_optimizer(
     speed: SpeedChoice,
     seed: int,
 ) -> Optimizer:
-    """The optimizer of the parameters that are not frozen, with the implementation in `speed`.
-
-    Raises:
-        UsageError: all are frozen, or the recipe's `optimizer` gives something else.
-    """
+    """The optimizer of the parameters that are not frozen, with the implementation in `speed`."""
     check_trainable(model, recipe)
     engine = speed.optimizer_impl
     if engine in engines.ENGINES:

@@ -16,19 +16,11 @@ import torch
 from torch import nn
 
 from mprun.config import Config
-from mprun.config.validate import (
-    SATURATES,
-    loss_scale_kind,
-    without_effect,
-)
+from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
 from mprun.errors import UsageError, as_usage_error
 from mprun.optim import engines
 from mprun.precision import Policy, backend_flags, devices
-from mprun.precision.execution import (
-    ExecutionChoice,
-    choose_execution,
-    choose_fp32_fallback,
-)
+from mprun.precision.execution import ExecutionChoice, choose_execution, choose_fp32_fallback
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import OpLists
@@ -179,9 +171,6 @@ def make_plan(
             `run.trust` is set.
         resumed: whether a run is resumed, with its own weights; None: where there are `choices`.
         recipe: in place of the configuration's.
-
-    Raises:
-        UsageError: see the package's text.
     """
     check_logger(config.logger.name, config.logger.mode == "online")
     if untrusted is None and config.run.resume is not None and not config.run.trust:
@@ -213,6 +202,7 @@ def make_plan(
         *unknown_ops(op_lists),
         *data.notices,
         *_decided_by_loader(given, data.splits),
+        *_without_places(request, data),
     ]
     return Plan(
         config=config,
@@ -250,11 +240,7 @@ def plan_precision(config: Config, recipe: Recipe) -> tuple[Policy, dict[str, st
 
 @as_usage_error()
 def choose_device(wanted: str) -> torch.device:
-    """Step 2: the device; `auto` is the accelerator if there is one.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
+    """Step 2: the device; `auto` is the accelerator if there is one."""
     return devices.find(wanted)
 
 
@@ -313,11 +299,7 @@ def plan_schedule(
     speed: SpeedChoice,
     data: PlannedData,
 ) -> float:
-    """Step 5: the learning rate of a schedule that is possible.
-
-    Raises:
-        UsageError: the optimizer cannot be made, or the schedule needs a known number of steps.
-    """
+    """Step 5: the learning rate of an optimizer and a schedule that are possible."""
     config, train = request.config, request.config.train
     if (
         train.scheduler != "none"
@@ -433,6 +415,22 @@ def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
             yield f"{key} has no effect: the recipe's DataLoader has its own"
 
 
+def _without_places(request: Request, data: PlannedData) -> Iterable[str]:
+    """A sentence for each evaluation at planned steps that the user set and that there is none of.
+
+    Without planned steps it has no place, without samples no score.
+    """
+    steps = planned_steps(request.config, data.splits, data.batch)
+    held_out = [data.splits.validation]
+    scored = {"train.validations": held_out, "train.average_weights": [*held_out, data.splits.test]}
+    for key, parts in scored.items():
+        if key in request.given and steps is None:
+            reason = "the number of steps is not planned; train.max_steps plans it"
+            yield f"{key} has no effect: {reason}"
+        elif key in request.given and all(part.is_empty for part in parts):
+            yield f"{key} has no effect: there are no samples to score"
+
+
 def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
     """Inputs that neither `prepare` nor the loss reads, converted once to the mode's input dtype.
 
@@ -478,9 +476,6 @@ def with_effective(
 
     A process takes as many micro-batches as it needs; one that is too large is cut, unless a
     recipe's loader has batches of its `own` size.
-
-    Raises:
-        UsageError: the processes cannot share a global batch evenly.
     """
     if batch.effective == effective:
         return batch

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from mprun.precision.nested import all_tensors, map_tensors
 from mprun.records.layer_values import without_formats
 from mprun.train.assemble.parts import batch_form, build_parts
 from mprun.train.assemble.plan import Plan, batch_sizes, data_request
-from mprun.train.assemble.recipe_loading import NO_DATA, load_data
+from mprun.train.assemble.recipe_loading import NO_DATA, load_data, without_values
 from mprun.train.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.train.data.loader_sets import batch_size
 from mprun.train.data.random_numbers import untouched
@@ -26,12 +25,7 @@ from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.machine.machine import memory_bytes
 from mprun.train.user_code import described
-from mprun.watch.memory_recorder import (
-    DtypeMismatchError,
-    StepMemory,
-    fake_tensors,
-    memory,
-)
+from mprun.watch.memory_recorder import DtypeMismatchError, StepMemory, fake_tensors, memory
 
 # Of the device's memory: a model with more parameters gets no second one beside it, which with
 # float32 gradients and the two moments of Adam takes four times as much
@@ -42,11 +36,8 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     """The tensors alive during one training step of this plan, on fake tensors.
 
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
-
-    Args:
-        plan: the plan.
-        real: take a real step where the model reads values, which fake tensors do not have. The
-            result then has `why_real`.
+    With `real`, a model that reads values, which fake tensors do not have, takes a real step; the
+    result then has `why_real`.
 
     Raises:
         DtypeMismatchError: the step cannot run.
@@ -115,11 +106,7 @@ def _deciding(plan: Plan) -> tuple[object, ...]:
 
 @contextmanager
 def fake_step(plan: Plan) -> Iterator[tuple[TrainingComponents, Batch]]:
-    """What a step of this plan runs on, and its batch, on fake tensors; the step runs inside.
-
-    Raises:
-        UsageError: a loader's batches cannot be resized to the plan's.
-    """
+    """What a step of this plan runs on, and its batch, on fake tensors; the step runs inside."""
     shapes = _shapes(plan)
     form = replace(batch_form(plan), count=None)  # fake tensors cannot be counted
     one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
@@ -159,25 +146,18 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
     train, rows = plan.splits.train, plan.batch.micro * plan.batch.accumulate
     if isinstance(train, TensorSet):
         known = train.device.type != "meta"
-        return _resized(train.content, min(rows, len(train)) if known else rows)
+        return without_values(train.content, min(rows, len(train)) if known else rows)
     known = plan.splits.source != NO_DATA
     content = train.example(plan.batch.micro)
     size = batch_size(content)
     if all(x.dim() and len(x) == size for x in all_tensors(content)):
-        return _resized(content, min(rows, (known and train.samples) or rows))
+        return without_values(content, min(rows, (known and train.samples) or rows))
     if train.own_batch_size not in (None, plan.batch.micro):
         raise UsageError(
             f"a batch of {plan.batch.micro} samples cannot be planned: the batches of the recipe's "
             f"DataLoader have {train.own_batch_size} and tensors of other lengths"
         )
     return MicroBatch(content, content, size, size)
-
-
-def _resized(content: Any, rows: int) -> TensorSet:
-    def one(x: Tensor) -> Tensor:
-        return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device="meta")
-
-    return TensorSet(map_tensors(one, content))
 
 
 def _fake_batch(plan: Plan, shapes: TensorSet | MicroBatch, form: BatchForm) -> Batch:
@@ -210,16 +190,9 @@ def footprint(
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
     The second value is the reason why the step could not be one on fake tensors, else None. The
-    process's random numbers are restored.
-
-    Args:
-        plan: the plan.
-        real: take a real step where fake tensors cannot.
-        quick: real steps are quick: take them rather than import PyTorch's compiler (1.8 s), which
-            the first fake tensor does.
-
-    Raises:
-        MprunError: several processes share a step of this plan.
+    process's random numbers are restored. `real` is as in `step_memory`; `quick`: real steps are
+    quick, so they are taken rather than PyTorch's compiler imported (1.8 s), which the first fake
+    tensor does.
     """
     if (parallel := plan.config.parallel).world_size > 1:
         raise MprunError(

@@ -68,8 +68,7 @@ def recipe_of(config: Config, untrusted: Path | None = None) -> Recipe:
 def source_of(config: Config) -> RecipeSource | None:
     """The file of the recipe of a configuration; None for a recipe by name.
 
-    Raises:
-        UsageError: it cannot be read, or is not the one that the resumed run was trained with.
+    Raises `UsageError` if it is not the one that the resumed run was trained with.
     """
     if config.recipe.file is None:
         return None
@@ -93,10 +92,7 @@ def source_of(config: Config) -> RecipeSource | None:
 
 
 def load_recipe(
-    target: str,
-    parameters: dict[str, Any],
-    untrusted: Path | None = None,
-    file: str | None = None,
+    target: str, parameters: dict[str, Any], untrusted: Path | None = None, file: str | None = None
 ) -> Recipe:
     """The recipe's class with the user's parameters, each checked against its annotated type.
 
@@ -174,18 +170,20 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
         like = recipe.sample()
         if not isinstance(like, TensorSet | None):
             raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
-    train: TensorSet | LoadedSet | None = like
-    if like is None:
-        train = load_data(recipe, request).train
+    train: TensorSet | LoadedSet = load_data(recipe, request).train if like is None else like
+    if isinstance(train, TensorSet):
+        # one row stands for any number: a plan's step has rows of its own batch size
+        train = without_values(train.content, 1)
+    return Splits("no data", NO_DATA, train, NOTHING, NOTHING)
+
+
+def without_values(content: Any, rows: int) -> TensorSet:
+    """So many samples of the shapes and dtypes of `content`, on the meta device."""
 
     def one(x: Tensor) -> Tensor:
-        # one row stands for any number: a plan's step has rows of its own batch size
-        return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
+        return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device="meta")
 
-    assert train is not None
-    if isinstance(train, TensorSet):
-        train = train.map(one)
-    return Splits("no data", NO_DATA, train, NOTHING, NOTHING)
+    return TensorSet(map_tensors(one, content))
 
 
 class DataCache:
@@ -225,11 +223,9 @@ def refuse_untrusted(what: str, file: Path, untrusted: Path | None) -> None:
 def imported(target: str, untrusted: Path | None, legal: str) -> Any:
     """What `recipe.target`, an import path, names; None if its module has no such name.
 
-    The current folder is searched too. The user's files are named before they run.
-
-    Raises:
-        UsageError: its module cannot be imported (`legal` is what it can be), or one of its
-            files lies in the folder whose code is not run.
+    The current folder is searched too. The user's files are named before they run. Raises
+    `UsageError` if its module cannot be imported (`legal` is what it can be), or one of its files
+    lies in the folder whose code is not run.
     """
     module, _, name = target.rpartition(".")
     # `python -m` searches the current folder, an installed command does not; last, so that no file
@@ -293,11 +289,7 @@ _loaded: dict[Path, tuple[RecipeSource, ModuleType]] = {}
 
 
 def file_source(path: Path) -> RecipeSource:
-    """The file's content: what was run in this process, else what is there.
-
-    Raises:
-        UsageError: there is no such file.
-    """
+    """The file's content: what was run in this process, else what is there."""
     if path in _loaded:
         return _loaded[path][0]
     return RecipeSource(path, read_source(path))
@@ -311,11 +303,7 @@ def forget_changed() -> None:
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
-    """The recipe's class of a file: the one of a name, else its only recipe, else its functions.
-
-    Raises:
-        UsageError: it cannot be run, or contains no such recipe.
-    """
+    """The recipe's class of a file: the one of a name, else its only recipe, else its functions."""
     module = module_in(path, untrusted)
     classes = _classes(module)
     if name and name not in classes:
@@ -340,8 +328,7 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
 def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
     """The file as a module, run once per process; see `forget_changed`.
 
-    Raises:
-        UsageError: it cannot be read or run; `prefix` stands before its name in the message.
+    A `UsageError` has `prefix` before its name: it cannot be read or run.
     """
     if path in _loaded:
         return _loaded[path][1]
@@ -518,9 +505,6 @@ def given_recipe(
             scalar, or a dict of named ones. None: the output brings its own, as `output.loss` or
             `output["loss"]`.
         optimizer: makes one of a model. None: `train.optimizer`, AdamW at 1e-3.
-
-    Raises:
-        UsageError: something of it cannot be used.
     """
 
     called = model  # the copy whose forward pass was the last one

@@ -55,11 +55,7 @@ class Tried:
 
 
 def with_fastest(plan: Plan) -> Plan:
-    """The plan with the choices that are fastest here; unchanged where nothing can be tried.
-
-    Args:
-        plan: of a new run; one that is resumed keeps its choices.
-    """
+    """The plan of a new run with the choices that are fastest here, if any can be tried."""
     is_short = plan.planned_steps is not None and plan.planned_steps < MIN_STEPS
     if plan.config.speed.name == "plain" or is_short:
         return plan
@@ -124,14 +120,11 @@ class Stepper:
     def __init__(self, plan: Plan, choice: SpeedChoice) -> None:
         self.choice = choice
         self._parts = build_parts(replace(plan, speed=choice))
+        self.model = self._parts.model
         if choice.compile:
-            compile_model(self._parts.model)
+            compile_model(self.model)
         self._trainer = Trainer(self._parts, Limits(None, None, None))
-        self._parts.model.train()
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._parts.model
+        self.model.train()
 
     def step_ms(self) -> float:
         """Prepare the first batch, take a step, and wait for it."""

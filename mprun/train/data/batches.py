@@ -11,7 +11,7 @@ The order of samples is the same in every precision mode and on every device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -524,23 +524,17 @@ def _part_of(part: MicroBatch, start: int, size: int) -> MicroBatch:
 
 def _rows(value: Any, start: int, size: int, whole: int) -> Any:
     """Samples `start` to `start + size` of `whole`; tensors are views."""
-    if isinstance(value, Tensor):
-        if not value.dim() or len(value) != whole:
-            raise CannotBeCutError
-        return value[start : start + size]
     if isinstance(value, _VALUES):
         return value
-    if isinstance(value, Mapping):
-        if type(value) is not dict:  # another class may not be made from its items
-            raise CannotBeCutError
+    if type(value) is dict:  # another class of mapping may not be made from its items
         return {key: _rows(item, start, size, whole) for key, item in value.items()}
-    if type(value) not in (list, tuple):
-        raise CannotBeCutError
-    if any(isinstance(item, _VALUES) for item in value):
-        if len(value) != whole or not all(isinstance(item, _VALUES) for item in value):
-            raise CannotBeCutError
+    is_column = isinstance(value, Tensor) and value.dim() > 0
+    if type(value) in (list, tuple):
+        are_values = {isinstance(item, _VALUES) for item in value}
+        is_column = are_values == {True}
+        # a list of samples, or as many columns; a list of two is most likely inputs and targets
+        if True not in are_values and (len(value) != whole or whole <= 2):
+            return type(value)(_rows(item, start, size, whole) for item in value)
+    if is_column and len(value) == whole:
         return value[start : start + size]
-    # a list of samples, or as many columns; a list of two is most likely inputs and targets
-    if len(value) == whole and whole > 2:
-        raise CannotBeCutError
-    return type(value)(_rows(item, start, size, whole) for item in value)
+    raise CannotBeCutError

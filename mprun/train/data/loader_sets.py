@@ -25,14 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from mprun.errors import RunFailedError, UsageError
 from mprun.precision import devices
@@ -52,6 +45,8 @@ from mprun.train.data.batches import (
     first_samples,
 )
 from mprun.train.data.random_numbers import seeded
+
+Loader = DataLoader[Any]
 
 
 class Reading(NamedTuple):
@@ -85,9 +80,7 @@ class LoadedSet(SampleSet):
         return self
 
     @abstractmethod
-    def loader(
-        self, reading: Reading, generator: torch.Generator, epoch: int = 0
-    ) -> DataLoader[Any]:
+    def loader(self, reading: Reading, generator: torch.Generator, epoch: int = 0) -> Loader:
         """A loader of micro-batches for one pass, read so unless the set decides it.
 
         The generator gives the order of samples and the seeds of workers; the epoch is the number
@@ -118,9 +111,7 @@ class DatasetSet(LoadedSet):
     def select(self, index: Sequence[int]) -> DatasetSet:
         return replace(self, dataset=Subset(self.dataset, index))
 
-    def loader(
-        self, reading: Reading, generator: torch.Generator, epoch: int = 0
-    ) -> DataLoader[Any]:
+    def loader(self, reading: Reading, generator: torch.Generator, epoch: int = 0) -> Loader:
         return DataLoader(
             self.dataset,
             reading.batch_size,
@@ -158,9 +149,8 @@ class LoaderSet(LoadedSet):
     @property
     def samples(self) -> int | None:
         loader, batches = self.given, self.batches(1)
-        if isinstance(loader.dataset, IterableDataset) or batches is None:
-            return None
-        if loader.batch_sampler is None:  # the data set gives batches
+        # without a batch sampler the data set gives batches
+        if self.is_stream or batches is None or loader.batch_sampler is None:
             return None
         is_plain = type(loader.batch_sampler) is BatchSampler
         known: int | None = _length(loader.batch_sampler.sampler if is_plain else loader.dataset)
@@ -178,10 +168,8 @@ class LoaderSet(LoadedSet):
         return isinstance(self.given.dataset, IterableDataset)
 
     def batches(self, batch_size: int) -> int | None:
-        known = _length(self.given)
-        if self.most is None or known is None:
-            return self.most if known is None else known
-        return min(known, self.most)
+        limits = (x for x in (_length(self.given), self.most) if x is not None)
+        return min(limits, default=None)
 
     def first(self, n: int | None) -> LoadedSet:
         """As many whole batches as contain `n` samples."""
@@ -191,9 +179,7 @@ class LoaderSet(LoadedSet):
             return NOTHING
         return replace(self, most=-(-n // self.own_batch_size))
 
-    def loader(
-        self, reading: Reading, generator: torch.Generator, epoch: int = 0
-    ) -> DataLoader[Any]:
+    def loader(self, reading: Reading, generator: torch.Generator, epoch: int = 0) -> Loader:
         given = self.given
         own: dict[str, Any] = {
             "generator": generator,
@@ -288,7 +274,7 @@ def _are_samples(items: list[Any]) -> bool:
     return all(set(x) == set(items[0]) for x in items)
 
 
-def _copy(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def _copy(loader: Loader, **changes: Any) -> Loader:
     """A copy of a loader; PyTorch lets no one assign to some of its attributes."""
     copied = copy.copy(loader)
     vars(copied).update(changes)
@@ -305,9 +291,7 @@ def _seeded(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
     return copied
 
 
-def _batch_sampler(
-    loader: DataLoader[Any], sampler: Any, generator: torch.Generator, epoch: int
-) -> Any:
+def _batch_sampler(loader: Loader, sampler: Any, generator: torch.Generator, epoch: int) -> Any:
     """A copy of the loader's, which takes its samples from `sampler` or from a copy of its own."""
     if loader.batch_sampler is None:
         return None

@@ -59,10 +59,8 @@ class Coordinator:
     def together(self) -> Iterator[None]:
         """Inside, all processes do the same part of a job.
 
-        It fails in all of them, and all can begin the next job; or the command ends.
-
-        Raises:
-            PeerLostError: another process is gone.
+        It fails in all of them, and all can begin the next job; or the command ends, with a
+        `PeerLostError` where another process is gone.
         """
         yield
 
@@ -122,11 +120,7 @@ class GroupCoordinator(Coordinator):
             self._notes.set("folder", str(folder.resolve()))
 
     def next_job(self) -> Any:
-        """What the first process announces next; None where the command ends.
-
-        Raises:
-            PeerLostError: the first process is gone.
-        """
+        """What the first process announces next; None where the command ends."""
         self._jobs += 1
         while self.is_connected and not self._notes.check([f"job/{self._jobs}"]):
             if self._is_gone(0):  # what it does alone may take longer than an exchange

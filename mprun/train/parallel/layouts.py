@@ -66,6 +66,19 @@ class Layout:
         """Load the state of a whole model."""
         model.load_state_dict(state)
 
+    def held(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters and buffers that this process holds, the tensors themselves."""
+        named = (*model.named_parameters(), *model.named_buffers())
+        return {name: x.detach() for name, x in named}
+
+    def made_whole(self, model: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors like those `held` for the whole model, as `model_state`."""
+        return dict(parts)
+
+    def cut(self, model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this process holds of them."""
+        return dict(whole)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for the whole model, as `model_state`."""
         return optimizer.state_dict()
@@ -190,11 +203,6 @@ class ReplicaLayout(GroupLayout):
     kind = "ddp"
 
     def arrange(self, model: nn.Module, policy: Policy) -> None:
-        """Take a prepared model.
-
-        Raises:
-            RunFailedError: a gradient is sparse.
-        """
         _refuse_sparse(model)
         for p in model.parameters():
             p.grad_dtype = p.dtype  # DistributedDataParallel's buckets have no other

@@ -82,11 +82,7 @@ class GroupRanks(Ranks):
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Inside, time counts as communication, and the loss of a process is named.
-
-        Raises:
-            PeerLostError: another process is gone.
-        """
+        """Inside, time counts as communication, and the loss of a process is a `PeerLostError`."""
         began = time.perf_counter()
         try:
             yield

@@ -171,6 +171,25 @@ class ShardLayout(GroupLayout):
         first, end = self._rows(p)
         return whole[first:end]
 
+    def held(self, model: nn.Module) -> dict[str, Tensor]:
+        model.state_dict()  # its hooks cut what a forward pass has left whole
+        held = super().held(model).items()
+        return {k: x.to_local() if isinstance(x, DTensor) else x for k, x in held}
+
+    def made_whole(self, model: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = dict(parts)
+        for name, own in self._cut_ones(model).items():
+            if name in parts:  # only the device can exchange it
+                whole[name] = self._gathered(_as_part(parts[name].to(own.device), own))
+        return whole
+
+    def cut(self, model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        cut = {k: self._cut(whole[k], own) for k, own in self._cut_ones(model).items()}
+        return {**whole, **cut}
+
+    def _cut_ones(self, model: nn.Module) -> dict[str, DTensor]:
+        return {k: x for k, x in super().held(model).items() if isinstance(x, DTensor)}
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._made_whole)
         return state

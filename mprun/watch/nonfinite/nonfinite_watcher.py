@@ -25,14 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision._torch import (
-    SCALER_CHECK,
-    StorageWeakRef,
-    backward_node,
-    next_node,
-    no_dispatch,
-    storage_key,
-)
+from mprun.precision import _torch
 from mprun.precision.nested import tensors_in
 from mprun.precision.policy import dtype_name
 from mprun.watch.nonfinite.fp_exception import UNSEEN, FpException, TensorStats
@@ -71,7 +64,7 @@ def stats(name: str, x: Tensor, known: ValueRange | None = None) -> TensorStats:
         return bare
     values = numbers(x)
     assert values is not None
-    with no_dispatch(), torch.no_grad():
+    with _torch.no_dispatch(), torch.no_grad():
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         low, high = value_range(values[torch.isfinite(values)]) or (None, None)
     return replace(bare, low=low, high=high, nan=nan, inf=inf)
@@ -128,7 +121,7 @@ def _storage_of(x: Tensor) -> Tensor:
 
 def memory_key(x: Tensor) -> int:
     """A key of the storage with a tensor's numbers, the same for its views."""
-    return storage_key(_storage_of(x))
+    return _torch.storage_key(_storage_of(x))
 
 
 class NonfiniteWatcher(OpWatcher):
@@ -155,7 +148,7 @@ class NonfiniteWatcher(OpWatcher):
         """The class of each module."""
         self.origins: list[Origin] = []
         """Those of this step, in order."""
-        self._spoiled: dict[int, tuple[StorageWeakRef, Origins]] = {}
+        self._spoiled: dict[int, tuple[_torch.StorageWeakRef, Origins]] = {}
         """Storage to the origins of what is not finite in it."""
         self._name, self._on_scaler_check = name, on_scaler_check
         self._lines: dict[int, CodeLine | None] = {}
@@ -180,7 +173,7 @@ class NonfiniteWatcher(OpWatcher):
     def spoil(self, x: Tensor, origins: Origins) -> None:
         """Add origins to those of a tensor."""
         # The reference holds the key, which no other storage can get then, but not the memory
-        reference = StorageWeakRef(_storage_of(x).untyped_storage())
+        reference = _torch.StorageWeakRef(_storage_of(x).untyped_storage())
         self._spoiled[memory_key(x)] = (reference, self.origins_of(x) | origins)
 
     def add(
@@ -216,19 +209,19 @@ class NonfiniteWatcher(OpWatcher):
         if self.tracker.context().phase == "optimizer":
             return run()
         site, spec = self._site(), op_spec(func)
-        if func is SCALER_CHECK:
+        if func is _torch.SCALER_CHECK:
             self._on_scaler_check()
         targets = list(tensors_in(v for _, v in written_arguments(func, args, kwargs)))
         before = {id(x): value_range(x) for x in targets}
         saved: dict[int, Tensor] = {}
         # Ops over lists are not run again: they would need a copy of all parameters.
         if spec.reads_written and not spec.listwise and spec.runs_again:
-            with no_dispatch(), torch.no_grad():
+            with _torch.no_dispatch(), torch.no_grad():
                 saved = {id(x): x.clone() for x in targets if type(x) in PLAIN_TYPES}
         result = run()
         if spec.makes_numbers:
             self._inspect(OpCall(func, args, kwargs, result, before, saved), site)
-        if func is SCALER_CHECK:
+        if func is _torch.SCALER_CHECK:
             self.scaler_overflowed |= bool(args[1].item())
             self.loss_scale = 1 / args[2].item()  # the op multiplies by the inverse
         return result
@@ -237,9 +230,9 @@ class NonfiniteWatcher(OpWatcher):
         phase, module = self.tracker.context()
         line = current_line()
         if phase == "backward":
-            line = line or self._lines.get(backward_node() or 0)
+            line = line or self._lines.get(_torch.backward_node() or 0)
         else:  # for the backward op of the node that was just made
-            self._lines.setdefault(next_node() - 1, line)
+            self._lines.setdefault(_torch.next_node() - 1, line)
         return OpSite(phase, module or "", module is not None, line)
 
     def _inspect(self, call: OpCall, site: OpSite) -> None:
@@ -396,23 +389,20 @@ class StateCheck:
                 continue
             bad.add(item.label)
             if item.label not in self._bad:  # else reported by an earlier step, or a mask
-                # what spoiled a parameter spoils its state
-                origins = self._origins_of(item) or by_optimizer.get(item.owner)
-                origins = origins or self._by_optimizer(item, kind_of(measured))
+                origins = (
+                    self._watcher.origins_of(item.tensor)
+                    or self._of_gradients.get(item.owner)
+                    # clipping divides by the norm of all gradients, and so spoils each of them
+                    or frozenset[Origin]().union(*self._of_gradients.values())
+                    or by_optimizer.get(item.owner)  # what spoiled a parameter spoils its state
+                    or self._by_optimizer(item, kind_of(measured))
+                )
                 by_optimizer[item.owner] = origins
                 self._watcher.spoil(item.tensor, origins)
                 mark_reached(origins, item.label)
                 for origin in origins:
                     origin.lasts = True
         self._bad = bad
-
-    def _origins_of(self, item: StateTensor) -> Origins:
-        """Of a tensor that the step spoiled: its own, its gradient's, or those of any gradient.
-
-        Clipping divides by the norm of all gradients, and so spoils each of them.
-        """
-        own = self._watcher.origins_of(item.tensor) or self._of_gradients.get(item.owner)
-        return own or frozenset[Origin]().union(*self._of_gradients.values())
 
     def _by_optimizer(self, item: StateTensor, kind: str) -> Origins:
         """The origin of numbers that an optimizer wrote, although the gradients are finite."""

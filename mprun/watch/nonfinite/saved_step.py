@@ -31,15 +31,7 @@ from torch.optim import Optimizer
 
 from mprun import __version__
 from mprun.errors import UsageError
-from mprun.precision import devices
-from mprun.precision._torch import (
-    dispatch_modes,
-    function_modes,
-    original_module,
-    outside_of_modes,
-    own_buffers,
-    write_count,
-)
+from mprun.precision import _torch, devices
 from mprun.precision.nested import all_tensors
 from mprun.precision.policy import dtype_name
 from mprun.records.files import write_atomic
@@ -278,7 +270,7 @@ class StepCapture(StepListener):
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._model = original_module(model)
+        self._model = _torch.original_module(model)
         # In order: the first one is that of the model in the file
         devices = dict.fromkeys(p.device for p in model.parameters())
         self._devices = list(devices) or [torch.device("cpu")]
@@ -330,7 +322,7 @@ class StepCapture(StepListener):
         """
         if not self._calls and not self._noted:
             raise ValueError(f"step {step} cannot be saved: the model was not called in it")
-        with outside_of_modes():
+        with _torch.outside_of_modes():
             buffer = io.BytesIO()  # in memory first: a file appears whole, or not at all
             torch.save(self._saved(step, reason, autocast).as_plain(), buffer)
         write_atomic(path, buffer.getvalue())
@@ -344,8 +336,12 @@ class StepCapture(StepListener):
         """A call that begins now; before the first one of a step, buffers are copied."""
         if not self._calls and not self._noted:
             self._buffers.update()
-        writes = [(x, write_count(x)) for x in all_tensors((args, kwargs))]
-        random, autocast = random_snapshot(self._devices), autocast_of(self._kinds)
+        writes = [(x, _torch.write_count(x)) for x in all_tensors((args, kwargs))]
+        autocast = [
+            AutocastState(k, torch.is_autocast_enabled(k), dtype_name(torch.get_autocast_dtype(k)))
+            for k in self._kinds
+        ]
+        random = random_snapshot(self._devices)
         return ObservedCall(SavedCall([*args], kwargs, [], random, autocast, []), writes)
 
     def on_forward_end(self, path: str, outputs: Any) -> None:
@@ -397,7 +393,7 @@ class StepCapture(StepListener):
             notes.append(f"of {self._seen} calls of the model the last {MAX_CALLS} are saved")
         for i, call in enumerate(self._calls or self._noted, start=1):
             for j, (x, count) in enumerate(call.writes):
-                if write_count(x) != count:
+                if _torch.write_count(x) != count:
                     notes.append(
                         f"tensor {j} of the model's inputs in call {i} was changed in place after "
                         "the call: the changed values are saved"
@@ -416,7 +412,7 @@ class BufferCopies:
     def __init__(self, model: nn.Module) -> None:
         # once: to walk through all modules at every step would take a millisecond
         self._places = [
-            (f"{path}.{key}".lstrip("."), own_buffers(module), key)
+            (f"{path}.{key}".lstrip("."), _torch.own_buffers(module), key)
             for path, module in model.named_modules()
             for key, _ in module.named_buffers(recurse=False)
         ]
@@ -425,7 +421,11 @@ class BufferCopies:
 
     def update(self) -> None:
         """A step begins: copy the buffers that may have changed."""
-        with outside_of_modes() if dispatch_modes() or function_modes() else torch.no_grad():
+        with (
+            _torch.outside_of_modes()
+            if _torch.dispatch_modes() or _torch.function_modes()
+            else torch.no_grad()
+        ):
             for name, own, key in self._places:
                 x = own.get(key)
                 if x is None:
@@ -434,7 +434,7 @@ class BufferCopies:
                     self._copies[name] = self._copied(name, x)
 
     def _copied(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        known, writes = self._copies.get(name), write_count(x)
+        known, writes = self._copies.get(name), _torch.write_count(x)
         if known is None or known[0] is not x:
             return x, x.detach().clone(), writes
         counts = x.nbytes > SMALL_BYTES or not x.is_floating_point()
@@ -445,14 +445,6 @@ class BufferCopies:
     def by_name(self) -> dict[str, Tensor]:
         """The copies, by the names of `Module.named_buffers`."""
         return {name: copy for name, (_, copy, _) in self._copies.items()}
-
-
-def autocast_of(kinds: Sequence[str]) -> list[AutocastState]:
-    """The state of autocast now, for each kind of device."""
-    return [
-        AutocastState(k, torch.is_autocast_enabled(k), dtype_name(torch.get_autocast_dtype(k)))
-        for k in kinds
-    ]
 
 
 def _has_nan(x: Tensor) -> Tensor | bool:

@@ -42,9 +42,13 @@ def planted(
     ms: float = 10.0,
     seeds: int = 4,
     epochs: int = EPOCHS,
+    validations: int | None = None,
     **changes: Any,
 ) -> Comparison:
-    """fp32 with 12 ms a step, bf16_mixed with `ms`; validated after each epoch of 100 steps."""
+    """fp32 with 12 ms a step, bf16_mixed with `ms`; validated after each epoch of 100 steps.
+
+    With `validations` these are inside one epoch, which the summary has.
+    """
     runs = []
     for seed in range(seeds):
         for mode, of_mode, step_ms in (("fp32", base_loss, 12.0), ("bf16_mixed", loss, ms)):
@@ -63,7 +67,9 @@ def planted(
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (path / "metrics.jsonl").write_text(text, encoding="utf-8")
             own = changes if mode != "fp32" else {}
-            own = {**own, "history": history([row["loss"] for row in rows])}
+            ends = rows if validations is None else rows[-1:]
+            own = {**own, "history": history([row["loss"] for row in ends])}
+            own["validations"] = validations
             runs.append(run_of(mode, seed, path, step_ms=step_ms * jitter, **own))
     return compare(runs, margin=0.005, relative_margin=0.02)
 
@@ -132,10 +138,17 @@ def test_few_validations_have_no_figure_but_what_they_need(tmp_path: Path) -> No
     assert quality.samples_ratio is None
     assert quality.time_ratio is None
     assert "3 validations in a run, 4 are needed" in quality.no_figure
-    assert "train.epochs=4 or more" in quality.no_figure
+    assert "train.validations=4 or more" in quality.no_figure
     assert any(quality.no_figure in note for note in comparison.notes)
     as_fast = planted(tmp_path / "as fast", slowed, epochs=3, ms=12.0)
     assert not any("equal validation loss" in note for note in as_fast.notes)
+
+
+def test_validations_inside_an_epoch_are_a_curve(tmp_path: Path) -> None:
+    ends = only(planted(tmp_path / "ends", slowed)).equal_quality
+    assert only(planted(tmp_path / "inside", slowed, validations=EPOCHS)).equal_quality == ends
+    few = only(planted(tmp_path / "few", slowed, validations=3)).equal_quality
+    assert few.no_figure.startswith("3 validations in a run")
 
 
 @pytest.mark.parametrize("damage", ["missing", "foreign", "short"])

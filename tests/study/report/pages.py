@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.study.compare.comparison import Advice, Comparison, Skipped
+from mprun.study.compare.comparison import Advice, Comparison, Interval, LookVerdict, Skipped
 from mprun.study.report import canvas
 from mprun.study.report.canvas import Plot
 from mprun.study.report.exports import page
@@ -65,10 +65,22 @@ def with_failures(folder: Path) -> Comparison:
     )
 
 
+def with_looks(folder: Path) -> Comparison:
+    """Ten variants of a study that looked twice at each."""
+    found = comparison(10, folder)
+    looks = (
+        LookVerdict(4, 0.001, Interval(-0.05, 0.052), 0.98, "inconclusive"),
+        LookVerdict(7, 0.001, Interval(-0.002, 0.004), 0.97, "equivalent"),
+    )
+    base, *others = found.variants
+    variants = (base, *(replace(v, looks=looks) for v in others))
+    return replace(found, variants=variants, planned_pairs=(4, 7, 10))
+
+
 KINDS: dict[str, Callable[[Path], Comparison]] = {
     "one": lambda folder: comparison(1, folder),
     "two": lambda folder: comparison(2, folder),
-    "ten": lambda folder: comparison(10, folder),
+    "ten": with_looks,
     "losses": lambda folder: of_losses(comparison(3, folder, seeds=1)),
     "hostile": hostile,
 }

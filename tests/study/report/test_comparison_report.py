@@ -233,8 +233,9 @@ def test_the_answer_names_the_fastest_and_the_smallest_that_keep_the_metric() ->
     found = changed(found, 6, throughput_ratio=Estimate(1.02, Interval(0.97, 1.07), 3))
     first, second = answer.headline(found)
     assert first == (
-        "bf16_true keeps the accuracy, trains 1.50 times as fast as fp32 (ratio of samples per "
-        "s, 95 % interval 1.45 to 1.55, n=3) and takes 23 % less peak memory."
+        "bf16_true keeps the accuracy (equivalent within 0.50 points, 3 seeds), takes 23 % less "
+        "peak memory and trains 1.50 times as fast as fp32 (ratio of samples per s, 95 % interval "
+        "1.45 to 1.55, n=3). Its time to equal validation loss is not known (no run was validated)."
     )
     assert second == (
         "fp16_true improves the accuracy, takes 28 % less peak memory and leaves speed open "
@@ -256,7 +257,7 @@ def test_the_answer_never_rests_on_what_is_emulated_or_not_settled() -> None:
     )
     assert answer.headline(found) == [
         "No variant was shown to keep the accuracy of fp32 and to be faster or smaller. Type next: "
-        "mprun sweep ... seeds=12 first_seed=3, which should settle bf16_mixed."
+        "mprun sweep ... first_seed=3, which should settle bf16_mixed."
     ]
     assert "its speed and memory are not judged" in answer.variant_sentences(found)[2]
 
@@ -277,12 +278,17 @@ def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
 def test_an_answer_of_not_shown_says_what_to_type_next() -> None:
     found = changed(comparison(3), 1, verdict=Verdict("worse", "so"))
     nearest = Interval(-1, 1)  # the fewest seeds are named, not those of the first variant
-    for more, verdict in (
-        (9, Verdict("inconclusive", "few seeds", 6, nearest)),
-        (8, Verdict("inconclusive", "one seed in common with the baseline")),
+    for limit, verdict in (
+        ("", Verdict("inconclusive", "few seeds", 6, nearest)),
+        (" seeds_limit=33", Verdict("inconclusive", "few seeds", 30, nearest)),
+        ("", Verdict("inconclusive", "one seed in common with the baseline")),
     ):
         (text,) = answer.headline(changed(found, 2, verdict=verdict))
-        assert f"Type next: mprun sweep ... seeds={more} first_seed=3, which should" in text
+        assert f"Type next: mprun sweep ... first_seed=3{limit}, which should" in text
+    planned = replace(changed(found, 2, verdict=Verdict("inconclusive", "", 6)), planned_pairs=(4,))
+    (text,) = answer.headline(planned)
+    folder = found.variants[2].runs[0].path.parent
+    assert f"Type next: mprun sweep run.resume={folder}, which goes on until" in text
     hopeless = Verdict("inconclusive", "over 1000 seeds", None, nearest)
     for verdict in (hopeless, Verdict("worse", "so")):
         (text,) = answer.headline(changed(found, 2, verdict=verdict))
@@ -291,7 +297,7 @@ def test_an_answer_of_not_shown_says_what_to_type_next() -> None:
     (text,) = answer.headline(
         changed(found, 2, verdict=same, throughput_ratio=speed, memory_ratio=1)
     )
-    assert "Type next: mprun sweep ... seeds=5 first_seed=3, which should settle" in text
+    assert "Type next: mprun sweep ... first_seed=3 seeds=5, which should settle" in text
 
 
 def test_one_variant_has_no_verdict() -> None:

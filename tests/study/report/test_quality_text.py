@@ -45,13 +45,37 @@ def test_a_gain_that_more_samples_eat_is_named_in_the_answer_and_in_every_file()
         "fp32 to equal validation loss."
     )
     assert not any("trains 1.20 times as fast as fp32" in s for s in answer.headline(found))
-    assert "trains 1.20 times as fast as fp32" in answer.headline(needing(1.0, 0.83))[0]
+    first = answer.headline(needing(1.0, 0.83))[0]
+    assert first.startswith("bf16_mixed reaches fp32's validation loss in 0.83 [0.81, 0.85] of the")
+    assert "trains 1.20 times as fast as fp32" in first
+    assert "not known" not in first
+
     (row,) = answer.variant_sentences(found)
     assert "so its speed buys nothing" in row
     assert "so its speed buys nothing" in exports.markdown(found)
     assert "so its speed buys nothing" in page(found, [])
     (line,) = (x for x in footer(found) if "equal validation loss" in x)
     assert "; needs 1.20x (95 % interval 1.18 to 1.22, n=3) the samples" in line
+
+
+def test_a_run_too_short_for_a_curve_and_a_loss_that_is_missed_are_said() -> None:
+    base = needing(1.0, 0.83)
+    variant = base.variants[1]
+    assert variant.equal_quality is not None
+    reason = "2 validations in a run, 4 are needed; a run validates after each epoch"
+    short = replace(variant.equal_quality, time_ratio=None, no_figure=reason)
+    for quality, said in (
+        (
+            short,
+            "time to equal validation loss is not known (2 validations in a run, 4 are needed)",
+        ),
+        (None, "time to equal validation loss is not known (no run was validated)"),
+        (replace(variant.equal_quality, missed=2), "missed fp32's validation loss in 2 of 3 pairs"),
+    ):
+        found = replace(variant, equal_quality=quality)
+        text = answer.headline(replace(base, variants=(base.variants[0], found)))[0]
+        assert said in text
+        assert "0.83" not in text
 
 
 OPEN = "leaves open whether its speed buys anything"

@@ -19,8 +19,8 @@ from torch import nn
 
 from mprun.errors import UsageError
 from mprun.recipe import Recipe
-from mprun.train.assemble import DataCache, load_recipe, recipe_loading
-from mprun.train.assemble.recipe_loading import file_source
+from mprun.train.assemble import DataCache, recipe_loading
+from mprun.train.assemble.recipe_loading import file_source, load_recipe
 from mprun.train.data import DataRequest
 
 FUNCTIONS = """

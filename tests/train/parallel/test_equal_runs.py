@@ -176,3 +176,32 @@ def test_replicas_stay_equal_bit_for_bit(groups: Groups, mode: str, processes: i
     digests = [Path(f"digest-{rank}").read_text(encoding="utf-8") for rank in range(processes)]
     assert len(set(digests)) == 1
     assert len(digests[0]) == 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validations_and_averaged_weights_are_those_of_one_process(
+    groups: Groups, kind: str
+) -> None:
+    words = [*MNIST, "train.max_steps=9", "train.checkpoint_every_steps=4", "precision=half_sr"]
+    more = [*words, "data.validation_fraction=0.2", "train.validations=4"]
+    more.append("train.average_weights=3")
+    assert main([*more, "train.accumulate=2", "run.dir=one"]) == 0
+    ended = groups.run([*more, f"parallel={kind}", "run.dir=many"])
+    assert ended.statuses == [0, 0], ended.errors
+    assert_same_training("many", "one")
+    assert_equal(trained(Path("many"))["average"], trained(Path("one"))["average"])
+    ours, theirs = read_summary(Path("many")), read_summary(Path("one"))
+    assert ours.validations == theirs.validations
+    assert ours.averaged is not None
+    assert theirs.averaged is not None
+    assert (ours.averaged.places, theirs.averaged.places) == (3, 3)
+    for mine, other in (
+        (ours.averaged.validation, theirs.averaged.validation),
+        (ours.averaged.test, theirs.averaged.test),
+    ):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-4)
+        assert mine.accuracy == other.accuracy
+    before = ours.averaged
+    ended = groups.run(["run.resume=many"])  # all steps are taken: the mean is the saved one
+    assert ended.statuses == [0, 0], ended.errors
+    assert read_summary(Path("many")).averaged == before
