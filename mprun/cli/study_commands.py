@@ -121,11 +121,11 @@ def double_command(args: Sequence[str]) -> int:
 SWEEP = Command(
     "sweep",
     sweep_command,
-    """`mprun sweep`: every mode with every seed, then the comparison.
+    """`mprun sweep`: every mode, with seeds until its verdict is settled, then the comparison.
 
-        mprun sweep recipe=mnist seeds=5
+        mprun sweep recipe=mnist
         mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
-        mprun sweep recipe=mnist sweep.budget_min=30    (what fits into half an hour)
+        mprun sweep recipe=mnist study.max_time_s=1800  (what fits into half an hour)
         mprun sweep recipe=mnist --verbose              (all figures and notes on the terminal)
         mprun sweep run.resume=outputs/DATE/TIME
         mprun sweep recipe=mnist seeds=10 launcher=joblib launcher.processes=4

@@ -175,10 +175,9 @@ def _equal_quality_first(variant: Variant, name: str) -> tuple[str, str]:
             "",
             f" Its time to equal validation loss is not known ({why or 'no step was timed'}).",
         )
-    if quality.missed:
-        return f"missed {name}'s validation loss in {quality.missed} of {ratio.n} pairs", ""
     around = f" [{ratio_span(ratio.interval).replace(' to ', ', ')}]" if ratio.interval else ""
-    return f"reaches {name}'s validation loss in {ratio.value:.2f}{around} of the time", ""
+    but = f" (never in {quality.missed} of {ratio.n} pairs)" if quality.missed else ""
+    return f"reaches {name}'s validation loss in {ratio.value:.2f}{around} of the time{but}", ""
 
 
 def _gain(variant: Variant) -> float:
