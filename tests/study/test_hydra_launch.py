@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import stat
@@ -134,7 +135,8 @@ def test_advice_by_memory_screens_in_every_process(
     assert main([*study, "advise.objective=memory", "advise.screen=1", *words]) == 0
     output = capsys.readouterr().out
     assert "take fp32" in output
-    assert "not taken: bf16_mixed (screened out after 1 pair)" in output
+    # a process may have begun a second pair before the first one's record was there
+    assert re.search(r"not taken: bf16_mixed \(screened out after (1 pair|2 pairs)\)", output)
     assert len(starts("s")) < 8
 
 
