@@ -126,6 +126,8 @@ def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
 def _open_text(comparison: Comparison, plan: StudyPlan) -> str:
     """What of a sweep is left to run; empty if nothing is."""
     if plan.looks is not None:
+        if not comparison.planned_pairs:  # another baseline: the looks were for the study's own
+            return ""
         is_open = [v.label for v in comparison.variants[1:] if not v.verdict.closed]
         missing = len(plan.variants) - len(comparison.variants)
         is_open += [f"{missing} without a run"] if missing else []

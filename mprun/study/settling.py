@@ -25,6 +25,7 @@ from mprun.study.compare.comparison import Comparison, Run, Variant
 from mprun.study.compare.decision import two_sides
 from mprun.study.compare.load import find_runs, others_in
 from mprun.study.compare.looks import Look, PlannedLooks, planned_looks
+from mprun.study.compare.notes import ASPECTS
 from mprun.study.compare.statistics import ALPHA
 from mprun.study.compare.verdicts import compare
 from mprun.study.report.cells import difference_span
@@ -125,7 +126,7 @@ def settled(folder: Path, plan: StudyPlan) -> Settled:
     if plan.looks is None:
         return Settled({})
     try:
-        comparison = compared([folder], CompareSettings())
+        comparison = compared([folder], CompareSettings(mix=[*ASPECTS]))  # the report asks
     except UsageError:
         return Settled(_failed(folder, plan))
     names = {path: name for name, paths in _folders(plan).items() for path in paths}
@@ -133,6 +134,7 @@ def settled(folder: Path, plan: StudyPlan) -> Settled:
         names[run.path.name]: variant
         for variant in comparison.variants[1:]
         for run in (*variant.runs, *variant.failed)
+        if run.path.name in names  # not one that somebody put into the folder
     }
     closed: dict[str, str] = {
         name: v.verdict.closed for name, v in rows.items() if v.verdict.closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.config.settings import CompareSettings
+from mprun.records.run_folder import read_study_plan
 from mprun.study.compare.comparison import Comparison
-from mprun.study.settling import compared
+from mprun.study.settling import compared, settled
 from tests.study.crowd import a_crowd, write_recipe
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -94,6 +96,17 @@ def test_the_margin_of_the_plan_judges_later_too() -> None:
     assert stricter.planned_pairs == (4, 7)
     other = compared([Path("s")], CompareSettings(baseline="bf16_mixed"))
     assert other.planned_pairs == ()  # the looks were planned for fp32
+
+
+def test_a_foreign_run_and_other_code_close_the_same_variants() -> None:
+    assert main(quick("s")) == 0
+    plan = read_study_plan(Path("s"))
+    before = settled(Path("s"), plan)
+    assert before.closed.keys() == {"fp32", "bf16_mixed", "bf16_true"}
+    shutil.copytree("s/bf16_true-seed0", "s/mine")
+    summary = Path("s/fp32-seed1/summary.json")
+    summary.write_text(summary.read_text().replace('"git_commit": ', '"git_commit": "x", "y": '))
+    assert settled(Path("s"), plan).closed == before.closed
 
 
 @pytest.mark.parametrize(
