@@ -130,8 +130,8 @@ class _VariantProgress:
 
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
-    """A run's metric and its value on test data, else on validation data, else on training data."""
-    values = (score(summary, split) for split in SPLITS)
+    """A run's metric, of averaged weights if it has them: of the test, validation or training."""
+    values = (score(summary, split, summary.averaged is not None) for split in SPLITS)
     return summary.metric.name, next((x for x in values if x is not None), None)
 
 

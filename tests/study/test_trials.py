@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from mprun.errors import StoppedError
-from mprun.records.run_record import Scores, Summary, read_lines, read_summary
+from mprun.records.run_record import AveragedScores, Scores, Summary, read_lines, read_summary
 from mprun.study.trials import StudyProgress, Trial, Trials, score_of
 from mprun.train import data
 from mprun.train.assemble import DataCache
@@ -157,6 +157,10 @@ def test_samples_drawn_from_the_seed_are_drawn_for_each() -> None:
 def test_a_recipe_is_judged_by_what_it_has() -> None:
     summary = example()
     assert score_of(summary) == ("accuracy", 0.9219)
+    half = Scores(loss=1, accuracy=0.5)
+    summary.averaged = AveragedScores(places=5, validation=half, test=half)
+    assert score_of(summary) == ("accuracy", 0.5)  # what is judged
+    summary.averaged = None
     summary.test = Scores(loss=None, accuracy=None)
     assert score_of(summary) == ("accuracy", 0.9375)
     summary.history[0].validation = summary.test
