@@ -136,21 +136,15 @@ def with_last(command: Command | Question, args: Sequence[str]) -> list[str]:
 def questions() -> Iterator[tuple[Command, Question]]:
     """`QUESTION` of each module of `inspect`, and of each package in it, with its command."""
     for module in iter_modules(inspect.__path__, "mprun.inspect."):
+        spec = find_spec(module.name)
+        source = Path(spec.origin).read_bytes() if spec and spec.origin else b""
         # Only these are imported: most others import torch, which takes seconds
-        if _has_question(module.name):
+        if b"\nQUESTION = " in source:
             imported = import_module(module.name)
             asked: Question = imported.QUESTION
             taken = (asked.settings, asked.takes_run, asked.folders_of)
             ask = partial(_ask, asked)
             yield Command(asked.name, ask, imported.__doc__ or "", *taken), asked
-
-
-def _has_question(module: str) -> bool:
-    """Whether the source of a module says so."""
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:  # a folder without __init__.py
-        return False
-    return b"\nQUESTION = " in Path(spec.origin).read_bytes()
 
 
 def _ask(question: Question, args: Sequence[str]) -> int:

@@ -104,10 +104,6 @@ def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
     """The comparison; of a sweep that was stopped, with a note that says how much of it there is.
 
     A plan that cannot be read is a note too: the runs can be compared without it.
-
-    Args:
-        comparison: of the runs in `paths`.
-        paths: folders.
     """
     if len(paths) != 1 or not (paths[0] / FILE).exists():
         return comparison
@@ -147,16 +143,9 @@ def report(
 ) -> None:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
-    Args:
-        comparison: of runs.
-        settings: of the command.
-        folder: the default folder.
-        verbose: whether all figures and notes are printed.
-        answer: printed first; by default the comparison's own.
-        again: the command that shows all of it, without `--verbose`; `with`: the same one.
-
-    Raises:
-        UsageError: the report cannot be written.
+    `answer` is printed first, by default the comparison's own; `again` is the command that shows
+    all of it, without `--verbose` (`with`: the same one). Raises `UsageError` where the report
+    cannot be written.
     """
     from mprun.study.report import comparison_report as shown
     from mprun.study.report.answer import headline

@@ -11,8 +11,8 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -97,7 +97,10 @@ def _status(args: list[str], started_at: float) -> int:
 def _dispatch(args: list[str], started_at: float) -> int:
     first = args[0] if args else ""
     if {"--help", "-h", "help"} & {*args}:  # before parsing: help is given beside any mistake
-        _help(args)
+        if first in BY_NAME and first != "train":
+            show_command(BY_NAME[first].text, BY_NAME[first].settings)
+        else:
+            show_help([(c.name, c.summary) for c in COMMANDS])
         return EXIT_OK
     if "--version" in args:
         from mprun import __version__
@@ -111,23 +114,12 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return BY_NAME[first].run(args[1:])
     if first == "run":  # as in Python, where it is `mprun.run`
         raise UsageError("there is no command 'run'; write mprun train, or the overrides alone")
-    if _is_no_override(first) and (near := hint(first, BY_NAME)):
+    # letters like a command, and not a group's or field's name without value
+    letters = first.replace("-", "").replace("_", "").isalpha()
+    is_override = not letters or first in (*GROUPS, *leaves(), *sections())
+    if not is_override and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)
-
-
-def _is_no_override(text: str) -> bool:
-    """Whether a text is letters like a command, and not a group's or field's name without value."""
-    letters = text.replace("-", "").replace("_", "").isalpha()
-    return letters and text not in (*GROUPS, *leaves(), *sections())
-
-
-def _help(args: list[str]) -> None:
-    command = args[0]
-    if command in BY_NAME and command != "train":
-        show_command(BY_NAME[command].text, BY_NAME[command].settings)
-    else:
-        show_help([(c.name, c.summary) for c in COMMANDS])
 
 
 # ---- help, made from the commands, conf/ and the texts of the schema -----------------------------
@@ -230,23 +222,17 @@ def in_all_processes(command: Callable[[], int]) -> int:
         return error.status
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Inside, nothing is printed: the first process prints the same."""
-    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-        yield
-
-
 def _follow(coordinator: GroupCoordinator, launch: Launch) -> int:
     from mprun.train.parallel.ranks import PeerLostError
     from mprun.train.run import follow
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     warnings.simplefilter("ignore")  # the first process shows them
-    with StopSignals(patient=True) as stop:
+    with StopSignals(patient=True) as stop, Path(os.devnull).open("w") as nothing:
         try:
             while (job := coordinator.next_job()) is not None:
-                with _silent():
+                # the first process prints the same
+                with redirect_stdout(nothing), redirect_stderr(nothing):
                     follow(job, stop, coordinator)
         except PeerLostError as error:
             if launch.rank == 1 and coordinator.is_connected:  # the first process cannot say it

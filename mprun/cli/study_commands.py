@@ -28,13 +28,8 @@ if TYPE_CHECKING:
     from mprun.study.study import Study, StudyResult
     from mprun.study.trials import Outcome, StudyProgress
 
-STUDY = (
-    "compare",
-    "study",
-    "seeds",
-    "seeds_limit",
-    "first_seed",
-)  # Sections that every study takes
+# Sections that every study takes
+STUDY = ("compare", "study", "seeds", "seeds_limit", "first_seed")
 CHOSEN = ("compare.baseline", "compare.split")  # What advise and double set: never the test set
 PRESET = "advised"  # The option's name: preset=advised
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import Arguments, Command, parse_arguments
+from mprun.cli.arguments import Command, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.records.console import RunProgress, print_line, print_table, stdout_console, warn
@@ -62,7 +62,10 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if known.multirun:
-        return _sweep(known)
+        from mprun.config.multirun import sweep
+
+        given = (known.overrides, known.config_dir)
+        return interruptible(lambda _: show_sweep(sweep(*given, sweep_job)), " between two runs")
     composed = compose(known.overrides, known.config_dir)
     if known.show_config:
         from omegaconf import OmegaConf
@@ -108,13 +111,6 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     again = shlex.quote(f"run.resume={folder}")
     print_line(console, f"stopped by {stop.name}; resume with: mprun {again}")
     return stop.exit_status
-
-
-def _sweep(arguments: Arguments) -> int:
-    from mprun.config.multirun import sweep
-
-    given = (arguments.overrides, arguments.config_dir)
-    return interruptible(lambda _: show_sweep(sweep(*given, sweep_job)), " between two runs")
 
 
 def sweep_job(composed: Composed, folder: Path) -> int:

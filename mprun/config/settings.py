@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -178,21 +178,11 @@ def fields(sections: Sequence[str | type] = ()) -> dict[str, Field]:
     """
     classes = [x for x in sections if isinstance(x, type)]
     own = [f for cls in classes for f in walk(cls, f"{section_of(cls)}.")]
-    known = {f.key: f for f in (*own, *map(_as_typed, walk(Settings)))}
+    # `launcher=joblib`, as an option of a group is named; it is no group of Hydra's
+    typed = (replace(f, key="launcher") if f.key == LAUNCHER else f for f in walk(Settings))
+    known = {f.key: f for f in (*own, *typed)}
     names = {*map(section_of, sections)}
     return {k: f for k, f in known.items() if not names or k.partition(".")[0] in names}
-
-
-def _as_typed(field: Field) -> Field:
-    """The field with the key that users type."""
-    # `launcher=joblib`, as an option of a group is named; it is no group of Hydra's
-    return replace(field, key="launcher") if field.key == LAUNCHER else field
-
-
-def _field_of(key: str, known: Mapping[str, Field]) -> Field | None:
-    """The field of a key, or the mapping that has it as an entry; None without one."""
-    above = known.get(key.rpartition(".")[0])
-    return known.get(key) or (above if above and isinstance(above.default, dict) else None)
 
 
 def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, list[str]]:
@@ -214,7 +204,8 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
             continue
         override = single(parse(text), "a setting has one")
         key = override.key_or_group
-        field = _field_of(key, known)
+        above = known.get(key.rpartition(".")[0])  # a mapping, which has the key as an entry
+        field = known.get(key) or (above if above and isinstance(above.default, dict) else None)
         if field is None:
             raise UsageError(
                 f"{text!r}: there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"

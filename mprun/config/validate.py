@@ -299,7 +299,12 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _overflow_reasons(config: Config, low: set[str], nothing: str) -> Iterator[tuple[str, str]]:
-    if "parameters" in low or _may_emulate_low(config):
+    row = config.precision
+    # whether 16-bit arithmetic may be emulated: float16 partials depend on the device
+    partials = config.execution == "auto" and row.has_low_partials
+    wanted = config.execution == "emulated" or row.rounding_scope == "all"
+    may_emulate_low = row.compute_dtype != "float32" and (wanted or partials)
+    if "parameters" in low or may_emulate_low:
         return
     if not low:
         yield "precision.overflow", f"{nothing}, and native kernels never saturate"
@@ -325,11 +330,3 @@ def stored_low(config: Config) -> set[str]:
 def _is_coded(config: Config, moment: str) -> bool:
     """Whether a moment, "momentum" or "variance", is stored in codes of 8 bits."""
     return bool(getattr(config.precision, f"{moment}_dtype") == "uint8")
-
-
-def _may_emulate_low(config: Config) -> bool:
-    """Whether 16-bit arithmetic may be emulated: float16 partials depend on the device."""
-    row = config.precision
-    partials = config.execution == "auto" and row.has_low_partials
-    wanted = config.execution == "emulated" or row.rounding_scope == "all"
-    return bool(row.compute_dtype != "float32" and (wanted or partials))

@@ -36,9 +36,7 @@ LOSS_SCALES = {torch.float16: (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)}
 class CastProbe:
     """Measures one model on fixed batches under any cast plan.
 
-    Args:
-        passes: the model and its batches.
-        loss_scales: tried in this order until gradients are finite.
+    `loss_scales` are tried in this order until gradients are finite.
 
     Raises:
         NotMeasurableError: a loss or a gradient is not finite in float32.
@@ -102,9 +100,7 @@ class CastProbe:
     def with_moved(self, names: Collection[str], most: float) -> Deviation:
         """The distance from float32 of weights moved at random by at most this share of each.
 
-        Args:
-            names: of parameters; those that are not trained stay.
-            most: the largest share.
+        Those that are not trained stay.
         """
         named = zip(self.passes.names, self.passes.parameters, strict=True)
         with weights_moved([p for name, p in named if name in names], most):

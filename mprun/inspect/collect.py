@@ -75,10 +75,8 @@ class LargestGradients(StepListener):
     are the gradient of no module's output: those inside attention, or of weights before they are
     cast back to float32. So autograd's graph is walked from the outputs of the model, and a hook on
     every node measures the gradients that the node receives. Numbers inside a single kernel cannot
-    be measured, nor anything inside compiled code.
-
-    Args:
-        unscaled: returns the divisor of magnitudes, the loss scale; called in the backward pass.
+    be measured, nor anything inside compiled code. `unscaled` returns the divisor of magnitudes,
+    the loss scale, in the backward pass.
     """
 
     def __init__(self, unscaled: Callable[[], float] = lambda: 1.0) -> None:

@@ -79,10 +79,6 @@ def plan_step(overrides: Sequence[str], config_dir: Path | None = None) -> Plann
 
     The time of a step does not depend on the values of its samples.
 
-    Args:
-        overrides: of a run.
-        config_dir: a further folder of configs.
-
     Raises:
         UsageError: the run cannot be planned.
     """
@@ -103,14 +99,7 @@ def examined(
     settings: DoctorSettings,
     report: ReportPart = report_nothing,
 ) -> Result:
-    """The examination of a machine, or of a recipe's step on it.
-
-    Args:
-        device: auto, or the name of a device.
-        planned: the run whose step it is, or None.
-        settings: of the examination.
-        report: is called before each part.
-    """
+    """The examination of a machine, or of the step of the run `planned` on it."""
     from mprun.inspect.machine_examination import examine
     from mprun.inspect.step_roofline import measure_formats, recipe_roofline
     from mprun.train.machine.conditions import steady_heap

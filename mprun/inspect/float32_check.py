@@ -92,10 +92,7 @@ class ForwardResults(OpWatcher):
 def float32_loss(loss: float, float64: float, run: Pass) -> Float32Loss | None:
     """What float32 makes of a loss, beside float64; None where that is another computation.
 
-    Args:
-        loss: that of float32.
-        float64: that of the pass in float64.
-        run: repeats the pass.
+    `run` repeats the pass.
     """
     try:
         low_loss, low = _recorded(run, nullcontext)

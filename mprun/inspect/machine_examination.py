@@ -76,10 +76,7 @@ LIMIT = 1.1  # A smaller factor is no reason to change the precision: it counts 
 def examine(device_name: str, budget_s: float, report: ReportPart = report_nothing) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
-    Args:
-        device_name: auto, cpu or cuda.
-        budget_s: about how long rates are measured.
-        report: is called before each part.
+    Rates are measured for about `budget_s`; `report` is called before each part.
 
     Raises:
         UsageError: there is no such device.
@@ -132,9 +129,7 @@ def versions() -> dict[str, str | None]:
 def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:
     """A row for each mode, in the order of `SHIPPED_MODES`.
 
-    Args:
-        device: the device.
-        accelerated: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
+    `accelerated`: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
     """
     # modes of a user's own folder are not named there, and come last
     order = {name: n for n, name in enumerate(SHIPPED_MODES)}
@@ -182,10 +177,7 @@ def measure_rates(
 ) -> list[Rate]:
     """The rates of a matmul in each format, the small size first.
 
-    Args:
-        device: where.
-        budget_s: about how long it may take; the fewest rounds are made in any case.
-        report: is called before each round.
+    It takes about `budget_s`; the fewest rounds are made in any case.
 
     Raises:
         torch.OutOfMemoryError: the matrices do not fit the device.
@@ -201,11 +193,8 @@ def measure_rates(
 def which_fit(expected_s: Mapping[Format, float], share_s: float) -> list[Format]:
     """The formats to measure: the slowest are left out until twice the fewest rounds fit the time.
 
-    None if float32 does not fit: the speed-up needs it.
-
-    Args:
-        expected_s: about how long a call in each format takes.
-        share_s: the time for all of them.
+    None if float32 does not fit: the speed-up needs it. `expected_s`: about how long a call in each
+    format takes.
     """
     quickest = sorted(expected_s, key=lambda format_: expected_s[format_])
     total_s = accumulate(expected_s[format_] for format_ in quickest)

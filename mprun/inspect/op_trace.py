@@ -43,8 +43,7 @@ class PythonCall(NamedTuple):
 class CallStack:
     """Follows which Python call runs, and by which rule: a watcher for op lists.
 
-    Args:
-        prefix: put before the rule of a list, for lists that describe autocast.
+    `prefix` is put before the rule of a list, for lists that describe autocast.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -77,13 +76,7 @@ class CallStack:
 
 
 class LabelledCaster(Caster):
-    """A caster whose rules are reported by lists that cast nothing.
-
-    Args:
-        caster: decides the dtypes.
-        lists: describe what it decides.
-        calls: receives the rules.
-    """
+    """A caster whose rules are reported to `calls` by lists that cast nothing."""
 
     def __init__(self, caster: Caster, lists: OpLists, calls: CallStack) -> None:
         self._caster = caster
@@ -132,9 +125,7 @@ def watched_arithmetic(inner: Arithmetic, recorder: OpWatcher) -> Arithmetic:
 class StepRecorder:
     """Trains the model of a plan step by step, and records the ops of a step.
 
-    Args:
-        plan: the plan.
-        is_timed: whether ops are timed: the device is then waited for after each.
+    Where ops are timed the device is waited for after each.
     """
 
     def __init__(self, plan: Plan, is_timed: bool) -> None:

@@ -133,10 +133,7 @@ class Passes:
     def run(self, plan: CastPlan, n: int, scale: float = 1.0) -> Pass:
         """Loss and gradients on batch number `n`.
 
-        Args:
-            plan: how ops are cast.
-            n: which batch.
-            scale: the loss is multiplied by it before the backward pass, the gradients divided.
+        The loss is multiplied by `scale` before the backward pass, the gradients divided.
         """
         loss_scale = StaticLossScale(scale, self.parameters[0].device)
         precision = Precision(
@@ -177,9 +174,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """`model` trains, without dropout and gradients; its state is restored afterwards.
 
-    Args:
-        model: the model.
-        seed: of the random numbers that it may draw: equal in passes that are compared.
+    `seed` is that of the random numbers that it may draw: equal in passes that are compared.
     """
     training = [m for m in model.modules() if m.training]
     buffers = [

@@ -104,13 +104,7 @@ def prepared_by(module: str) -> Callable[[Given], Prepared]:
 
 
 def of_run(planned: PlannedRun, measure: Callable[[Measuring], Result], **more: Any) -> Prepared:
-    """A question on one planned run: its warnings and its header are shown first.
-
-    Args:
-        planned: the run.
-        measure: measures it.
-        more: other fields of `Prepared`.
-    """
+    """A question on one planned run: its warnings and its header are shown first."""
     from mprun.study.report.tables import header
 
     lines = [*header(planned.summary), *more.pop("lines", ())]

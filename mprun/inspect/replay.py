@@ -66,22 +66,16 @@ def prepare(given: Given) -> Prepared:
         raise UsageError(f"mprun replay {path} {scripts[0]} takes no '{other}'; {USAGE}")
 
     if scripts:
-        file, function = _script(scripts[0])
+        match = SCRIPT.fullmatch(scripts[0])  # the file, and a function in it
+        if match is None:
+            raise UsageError(f"'{scripts[0]}' is not a Python file; {USAGE}")
         saved = read_step(path)
-        parts = parts_of_script(file, function)
+        parts = parts_of_script(Path(match[1]).expanduser(), match[2] or "")
     else:
         config = _composed(rest, given.config_dir).config
         saved = read_step(path)
         parts = parts_of_recipe(config, saved)
     return Prepared(lambda _: replay_file(path, saved, parts))
-
-
-def _script(text: str) -> tuple[Path, str]:
-    """The file, and the function in it or an empty text."""
-    match = SCRIPT.fullmatch(text)
-    if match is None:
-        raise UsageError(f"'{text}' is not a Python file; {USAGE}")
-    return Path(match[1]).expanduser(), match[2] or ""
 
 
 def _composed(overrides: Sequence[str], folder: Path | None) -> Composed:
@@ -157,9 +151,7 @@ def parts_of_recipe(config: Config, saved: SavedStep) -> ReplayParts:
 def parts_of_script(path: Path, function: str) -> ReplayParts:
     """`model()` of a Python file, and its function of that name, or `step` if it has one.
 
-    Args:
-        path: the file, which is run.
-        function: `function(model, batch)`; empty for `step`.
+    The file is run. The function is `function(model, batch)`; empty for `step`.
 
     Raises:
         UsageError: it cannot be run, or has no such function.

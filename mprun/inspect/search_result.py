@@ -194,9 +194,7 @@ def decibels(db: float) -> str:
 def answer_files(search: OpSearch, config: str) -> dict[str, str]:
     """Name to content of the file that a run takes; nothing where no layer keeps its format.
 
-    Args:
-        search: the search.
-        config: for the comment at the top: `recipe mnist, precision fp16_mixed`.
+    `config` is for the comment at the top: `recipe mnist, precision fp16_mixed`.
     """
     answer = search.answer
     head = f"Written by mprun search-ops: {config}"

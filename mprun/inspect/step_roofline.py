@@ -68,13 +68,9 @@ def recipe_roofline(
     steps: int,
     report: ReportPart = report_nothing,
 ) -> tuple[Roofline, StepCount]:
-    """Count a step of a planned run, compare it with the machine's rates, and time it.
+    """Count a step of a planned run, compare it with the machine's rates, and time `steps` of it.
 
-    Args:
-        planned: the run, with data that its steps can be taken on.
-        examination: of the plan's device; its threads are used.
-        steps: how many are timed; 0 for none.
-        report: is called before each part.
+    The examination is of the plan's device; its threads are used.
 
     Raises:
         RunFailedError: the step cannot run.
@@ -231,11 +227,8 @@ def measure_formats(
 def layer_us(shape: Shape, name: str | None, device: torch.device, native: bool = True) -> float:
     """Microseconds of a forward and a backward pass of a bfloat16 `nn.Linear`, the fastest.
 
-    Args:
-        shape: of the layer.
-        name: a key of `RECIPES`, in whose products it is converted; None for bfloat16.
-        device: where.
-        native: compiled, with the device's units; else torchao's emulation, as it is.
+    `name` is a key of `RECIPES`, in whose products it is converted; None for bfloat16. With
+    `native` it is compiled, with the device's units; else it is torchao's emulation, as it is.
     """
     layer = nn.Linear(shape.in_features, shape.out_features, bias=False)
     model: nn.Module = nn.Sequential(layer).to(device, torch.bfloat16)

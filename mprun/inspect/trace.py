@@ -231,12 +231,7 @@ def casts_of(rows: Iterable[TraceRow]) -> list[CastRecord]:
 
 
 def totals_of(rows: Sequence[TraceRow], step_time_ms: float) -> TraceTotals:
-    """Sums over the rows of a step.
-
-    Args:
-        rows: the rows.
-        step_time_ms: of a step that is not traced; the share of casts is relative to it.
-    """
+    """Sums over the rows of a step, whose time without tracing is `step_time_ms`."""
     by_dtype: dict[str, tuple[int, float]] = {}
     for row in rows:
         if row.kernels:
@@ -258,9 +253,8 @@ def totals_of(rows: Sequence[TraceRow], step_time_ms: float) -> TraceTotals:
 def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> list[TraceRow]:
     """The rows of a step, in the order they ran.
 
-    Args:
-        ops: from an `OpRecorder` with `CallStack.current` as its `call`.
-        layers: names of modules with a dtype of their own.
+    The ops are from an `OpRecorder` with `CallStack.current` as its `call`; `layers` are names of
+    modules with a dtype of their own.
     """
     redundant, own_dtype = _redundant(ops), tuple(layers)
     rows = []
@@ -400,12 +394,7 @@ QUESTION = Question(
 
 
 def measure(planned: PlannedRun, with_ops: bool) -> Result:
-    """A training step of a planned run.
-
-    Args:
-        planned: the run.
-        with_ops: whether every op is shown, not only kinds of them.
-    """
+    """A training step of a planned run; `with_ops` shows every op, not only kinds of them."""
     from mprun.train.assemble.parts import build_arithmetic
 
     with planned.executing():

@@ -68,12 +68,7 @@ class AutocastCaster(Caster):
 
     Checkpointing enters autocast again by itself, so the backward pass needs no region. PyTorch
     forgets cast weights at the end of the outermost region: the forward pass, or, with `keep`, the
-    step.
-
-    Args:
-        device_type: "cpu" or "cuda"; the lists differ between them.
-        dtype: bfloat16 or float16, what listed ops compute in.
-        keep: keep cast weights from pass to pass inside `step_region`.
+    step. Listed ops compute in `dtype`.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, keep: bool = False) -> None:
@@ -131,12 +126,8 @@ class OpListRegion:
 class OpListCaster(Caster):
     """Op lists decide, by the rules of `op_lists/rules.py`, the same on every device.
 
-    Args:
-        lists: which op is on which list.
-        dtype: bfloat16 or float16, what ops of the lower list compute in.
-        device_type: "cpu" or "cuda", whose kernels run.
-        keep: keep cast weights until `end_step`, for steps of several forward passes.
-        watcher: is called for each op and each cast.
+    Ops of the lower list compute in `dtype`. With `keep` cast weights are kept until `end_step`,
+    for steps of several forward passes. The watcher is called for each op and each cast.
     """
 
     def __init__(

@@ -171,13 +171,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 class Emulated16(Arithmetic):
-    """A region in which mprun rounds 16-bit results.
+    """A region in which mprun rounds 16-bit results, stochastically or to nearest.
 
-    Args:
-        rounding: stochastic or nearest.
-        overflow: infinity or saturate.
-        partials: what matmuls and convolutions accumulate in: float32 or float16.
-        seed: of the random bits.
+    What overflows becomes infinity, or saturates; `partials` is what matmuls and convolutions
+    accumulate in, float32 or float16; `seed` is that of the random bits.
     """
 
     execution = "emulated"

@@ -144,12 +144,10 @@ def arithmetic_for(
     seed: int,
     watch: bool = True,
 ) -> Arithmetic:
-    """The arithmetic of a policy.
+    """The arithmetic of a policy, as `choose_execution` and `choose_fp32_fallback` chose it.
 
-    Args:
-        policy, execution, fp32_fallback: as `choose_execution` and `choose_fp32_fallback` chose.
-        seed: of stochastic rounding of every result.
-        watch: list the 16-bit products of the first training step, for a record.
+    `seed` is that of stochastic rounding of every result; `watch` lists the 16-bit products of the
+    first training step, for a record.
     """
     if policy.gemms != "none" and execution == "emulated":
         return EmulatedProducts(policy.gemms, seed)

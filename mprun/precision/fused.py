@@ -36,11 +36,7 @@ ON_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class FusedKernels(TorchFunctionMode):
-    """Lets attention on a CPU be one op, and a layer of an LSTM in bfloat16 too.
-
-    Args:
-        round_: rounds float32 numbers.
-    """
+    """Lets attention on a CPU be one op, and a layer of an LSTM in bfloat16 too."""
 
     def __init__(self, round_: Round) -> None:
         super().__init__()

@@ -116,9 +116,6 @@ class StepBits:
     """The random bits of a step's gradients, in the order of their rounding.
 
     The signs of the Hadamard transform are the run's, the same in every step.
-
-    Args:
-        seed: the run's.
     """
 
     def __init__(self, seed: int) -> None:

@@ -14,7 +14,8 @@ none is silently replaced by another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -38,6 +39,14 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of one of PyTorch's names, such as `float32`."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def most_used(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype of most elements, from pairs with their number; float32 without any."""
+    counts: Counter[torch.dtype] = Counter()
+    for dtype, elements in dtypes:
+        counts[dtype] += elements
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -94,14 +94,9 @@ def timer(
     tf32: bool = False,
     images: torch.memory_format = torch.contiguous_format,
 ) -> Timer:
-    """A timer of `op` on inputs drawn from the normal distribution.
+    """A timer of `op` on inputs of a dtype drawn from the normal distribution, in TF32 if `tf32`.
 
-    Args:
-        op: what is timed.
-        dtype: of its inputs.
-        device: where.
-        tf32: whether float32 may be computed in TF32.
-        images: memory format of inputs with four dimensions.
+    `images` is the memory format of inputs with four dimensions.
 
     Raises:
         torch.OutOfMemoryError: they do not fit the device.
@@ -124,12 +119,9 @@ def warm(call: Callable[[], object], device: torch.device, tf32: bool = False) -
 def alternate(
     timers: Sequence[Timer], rounds: int, begin_round: Callable[[int], None] = lambda _: None
 ) -> list[list[float]]:
-    """Seconds of one call of each, a list with an entry per round for each of `timers`.
+    """Seconds of one call of each, a list with an entry per round for each of `timers`, in turn.
 
-    Args:
-        timers: are timed in turn.
-        rounds: how often.
-        begin_round: is called with the number of rounds that are done.
+    `begin_round` is called with the number of rounds that are done.
     """
     times: list[list[float]] = [[] for _ in timers]
     order = list(range(len(timers)))
@@ -146,12 +138,8 @@ def accelerated(dtype: torch.dtype, device: torch.device, tolerance: float = 1.0
     """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
 
     It compares the fastest round of each: a run needs an answer on a busy machine too, and other
-    processes can only add time. A process tries once, so that its runs agree.
-
-    Args:
-        dtype: the dtype in question.
-        device: where.
-        tolerance: the largest ratio to float32's time that still counts as faster.
+    processes can only add time. A process tries once, so that its runs agree. `tolerance` is the
+    largest ratio to float32's time that still counts as faster.
     """
     if dtype == torch.float32:
         return True

@@ -20,15 +20,7 @@ from mprun.errors import UsageError
 from mprun.records.console.formatting import counted
 from mprun.records.reader import read_json
 from mprun.records.run_folder import FILE, TRACKERS, read_study_plan
-from mprun.records.run_record import (
-    METRICS,
-    SCHEMA_VERSION,
-    Metric,
-    MetricRow,
-    Scores,
-    Status,
-    number,
-)
+from mprun.records.run_record import METRICS, SCHEMA_VERSION, Metric, MetricRow, Scores, Status
 
 OUTPUTS = Path("outputs")  # Where runs and studies are by default
 LAST = "last"
@@ -164,7 +156,7 @@ def _run(folder: Path) -> ListedRecord:
         seed=None if head.observed else head.seed,
         metric=metric.name,
         higher_is_better=metric.higher_is_better,
-        value=None if value is None else number(value),
+        value=None if value is None else float(value),
         error=head.error,
     )
 

@@ -9,7 +9,6 @@ needs no torch: `precision/op_lists/` checks later whether the ops exist.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,19 +35,14 @@ def read_list(path: Path, kind: str) -> list[Entry]:
     try:
         if path.suffix in (".yaml", ".yml"):
             return _from_yaml(path, read_yaml(path), kind)
-        return list(_from_text(path, read_text(path)))
+        lines = enumerate(re.split(r"\r\n|\r|\n", read_text(path)), start=1)
+        names = ((line.partition("#")[0].strip(), f"{path}:{number}") for number, line in lines)
+        return [Entry(_checked(name, where), where) for name, where in names if name]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except NotYamlError as error:
         reason = f"{error.problem}; a list has one op per line, or is YAML by its name"
         raise ValueError(f"{path}:{error.line or 1}: {reason}") from None
-
-
-def _from_text(path: Path, text: str) -> Iterable[Entry]:
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
-        name = line.partition("#")[0].strip()
-        if name:
-            yield Entry(_checked(name, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _from_yaml(path: Path, content: Any, kind: str) -> list[Entry]:

@@ -33,7 +33,7 @@ from mprun.records.files import (
 )
 from mprun.records.reader import converted, read_json, read_json_lines
 from mprun.records.run_config import FILE as LOGGER
-from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, number, placed_lines
+from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # No room on the disk, or none for this user
 
@@ -313,5 +313,5 @@ def read_validation_losses(run: Path) -> list[ValidationLoss]:
     losses: dict[int, float] = {}
     for row in _score_lines(run, ("validation",), having=b'"validation"'):
         if row.loss is not None and row.samples is None:
-            losses[row.step] = number(row.loss)
+            losses[row.step] = float(row.loss)
     return [ValidationLoss(step, losses[step]) for step in sorted(losses)]

@@ -370,11 +370,6 @@ def metric_rows(last: Epoch | None, test: Scores) -> dict[str, MetricRow]:
     }
 
 
-def number(value: Number) -> float:
-    """A recorded number as a float, the three strings included."""
-    return float(value)
-
-
 def page_fault_share(summary: Summary) -> float | None:
     """The faults of a step times the price of one, over the step; None if one is not known."""
     faults, price_us = summary.page_faults_per_step, summary.hardware.page_fault_us

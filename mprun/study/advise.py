@@ -38,7 +38,7 @@ from mprun.precision.policy import policy
 from mprun.records.console.formatting import by_reason, counted
 from mprun.records.files import write_atomic
 from mprun.records.mode_names import SHIPPED_MODES
-from mprun.records.run_record import Summary, number, placed_lines
+from mprun.records.run_record import Summary, placed_lines
 from mprun.study.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.study.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.study.compare.times import OVERLAPPED, artefacts, is_timed_pair, overlapping
@@ -224,13 +224,11 @@ def _value(variant: Variant, objective: str) -> float:
 
 def _ratio_text(variant: Variant, objective: str) -> str:
     """`0.61 [0.59, 0.63] of the baseline's step time`."""
-    if objective == "memory" and variant.memory_ratio is None:
-        return f"no {NEEDS[objective]}"
-    ratio = (
-        f"{variant.memory_ratio:.2f}"
-        if objective == "memory"
-        else ratio_figure(variant.step_time_ratio)
-    )
+    ratio = ratio_figure(variant.step_time_ratio)
+    if objective == "memory":
+        if variant.memory_ratio is None:
+            return f"no {NEEDS[objective]}"
+        ratio = f"{variant.memory_ratio:.2f}"
     return f"{ratio} of the baseline's {NEEDS[objective]}"
 
 
@@ -377,7 +375,7 @@ def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
         "test": [summary.test.loss],
     }
     for name, losses in losses_of.items():
-        if any(x is not None and not math.isfinite(number(x)) for x in losses):
+        if any(x is not None and not math.isfinite(float(x)) for x in losses):
             texts.append(f"a {name} loss was not finite")
     return texts
 

@@ -197,13 +197,11 @@ class StudyLauncher:
 def check_launcher(launcher: StudyLauncher, needs_times: str = "") -> None:
     """Refuse a launcher that cannot do what is asked.
 
-    Args:
-        launcher: the study's.
-        needs_times: the override that makes the command decide by times; empty if it does not.
+    `needs_times` is the override that makes the command decide by times; empty if it does not.
 
     Raises:
-        UsageError: a field without effect, a plugin that is not installed, or trials side by side
-            on this machine although their times decide.
+        UsageError: a field without effect, a plugin that is not installed, or trials side by
+            side on this machine although their times decide.
     """
     settings = launcher.settings
     named = [text for text in launcher.hydra if text.startswith("hydra/launcher=")]

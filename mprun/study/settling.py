@@ -7,7 +7,7 @@ the records: nothing else is stored, so a kill at any moment loses no decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -158,21 +158,17 @@ def _failed(folder: Path, plan: StudyPlan) -> dict[str, str]:
 
 def line(comparison: Comparison, variant: Variant, plan: LookPlan) -> str:
     """`equivalent after 4 seeds, -0.1 to +0.2 points`; `open after 7, ..., next look after 10`."""
-    return ", ".join(_parts(comparison, variant, plan))
-
-
-def _parts(comparison: Comparison, variant: Variant, plan: LookPlan) -> Iterator[str]:
     verdict, looks = variant.verdict, variant.looks
     if not looks:
-        yield f"open, first look after {counted(plan.seeds[0], 'seed')}"
-        return
+        return f"open, first look after {counted(plan.seeds[0], 'seed')}"
     last = looks[-1]
     word = verdict.closed if verdict.word == "inconclusive" else verdict.word
-    yield f"{word or 'open'} after {last.pairs} seeds"
+    text = f"{word or 'open'} after {last.pairs} seeds"
     if last.interval is not None:
         unit = "%" if comparison.is_relative else "points"
-        yield f"{difference_span(comparison, last.interval)} {unit}"
+        text += f", {difference_span(comparison, last.interval)} {unit}"
     if not verdict.closed:
-        yield f"next look after {next(n for n in plan.seeds if n > last.pairs)}"
+        text += f", next look after {next(n for n in plan.seeds if n > last.pairs)}"
     elif verdict.word == "inconclusive" and verdict.more_seeds:
-        yield f"it would take about {counted(verdict.more_seeds, 'more seed')}"
+        text += f", it would take about {counted(verdict.more_seeds, 'more seed')}"
+    return text

@@ -135,18 +135,16 @@ class StudyLoop:
         """Give no more seeds to variants that cannot win, or that a look has closed."""
         if self._drop is not None:
             self._dropped |= set(self._drop(list(self._outcomes.values())))
-        so_far = settled(self._study.folder, self._study.plan)
-        self._dropped |= {*so_far.closed, *self._unstarted()}
+        plan = self._study.plan
+        so_far = settled(self._study.folder, plan)
+        self._dropped |= so_far.closed.keys()
+        if plan.looks is not None:  # nor to those of which no run of the first look could start
+            tries = Counter(o.trial.variant for o in self._outcomes.values() if o.summary is None)
+            self._dropped |= {x for x, n in tries.items() if n >= plan.looks.seeds[0]}
         if so_far.after > self._looked_after:
             self._looked_after = so_far.after
             self._progress.look(so_far.lines)
         self._progress.drop(self._dropped)
-
-    def _unstarted(self) -> list[str]:
-        """The variants of which no run of the first look could start."""
-        looks = self._study.plan.looks
-        tries = Counter(o.trial.variant for o in self._outcomes.values() if o.summary is None)
-        return [] if looks is None else [x for x, n in tries.items() if n >= looks.seeds[0]]
 
     def _take(self, trial: Trial, partner: str | None) -> None:
         """Carry out a trial, unless it is over, another process runs it, or the budget ends."""
@@ -221,22 +219,18 @@ class Study:
     def run(
         self, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None = None
     ) -> StudyResult:
-        """Carry out all trials that the budget admits, except further seeds of dropped variants.
-
-        Args:
-            stop: the signals and the budget, entered.
-            progress: shows the trials.
-            drop: returns the variants to drop.
+        """Carry out all trials that the budget admits, except further seeds of those to `drop`.
 
         Raises:
             UsageError: the folder cannot be written, or the study's samples cannot be loaded.
             StoppedError: a signal ended a trial.
         """
-        first, config_dir = self.trials[0].overrides, self.config_dir
-        _check_recipe_file(self, compose(first, config_dir).config)
+        config = compose(self.trials[0].overrides, self.config_dir).config
+        _check_recipe_file(self, config)
         loop = StudyLoop(self, stop, progress, drop)  # it refuses a folder that cannot be written
         remove_leftovers(self.folder, LEFTOVER_S)
-        load_samples(first, config_dir, self.load, self.untrusted)
+        # before the first run, because an error in the samples would end every run
+        self.load(recipe_of(config, self.untrusted), data_request(config))
         return loop.run()
 
     def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, str]:
@@ -409,18 +403,6 @@ def _check_untrusted(folder: Path, plan: StudyPlan) -> None:
             f"the study itself; {trust}"
         )
     note(f"{folder / FILE} takes configurations from {plan.config_dir}")
-
-
-def load_samples(
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    load: DataCache,
-    untrusted: Path | None = None,
-) -> None:
-    """Load the samples before the first run, because an error in them would end every run."""
-    config = compose(overrides, config_dir).config
-    recipe = recipe_of(config, untrusted)
-    load(recipe, data_request(config))
 
 
 STUDIED = {"validations": 10, "average_weights": 5}

@@ -138,13 +138,9 @@ def score_of(summary: Summary) -> tuple[str, float | None]:
 class StudyProgress(ProgressDisplay):
     """The progress of a study's runs.
 
-    Args:
-        console: where it is shown.
-        variants: the names of the variants.
-        seeds: how many runs each variant has, or at most has if `is_limit`.
-        processes: how many processes run them at once.
-        verbose: whether warnings and speeds are shown when a run begins, each once; else alike
-            warnings are one line at the end, with their count.
+    Each variant has as many runs as there are `seeds`, or at most so many if `is_limit`. With
+    `verbose`, warnings and speeds are shown when a run begins, each once; else alike warnings are
+    one line at the end, with their count.
     """
 
     def __init__(
@@ -263,26 +259,21 @@ class StudyProgress(ProgressDisplay):
 # ---- carrying trials out -------------------------------------------------------------------------
 
 
+@dataclass
 class Trials:
     """Carries out trials in a study's folder; samples are loaded once."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config_dir: Path | None,
-        stop: StopSignals,
-        view: StudyProgress,
-        load: DataCache,
-        untrusted: Path | None = None,
-    ) -> None:
-        self._folder, self._config_dir = folder, config_dir
-        self._stop, self._view, self._load = stop, view, load
-        self._untrusted = untrusted
-        self._warm = False
+    folder: Path
+    config_dir: Path | None
+    stop: StopSignals
+    view: StudyProgress
+    load: DataCache
+    untrusted: Path | None = None
+    is_warm: bool = False  # Whether this process has trained
 
     def has_ended(self, trial: Trial) -> bool:
         """Whether an earlier process carried the trial out."""
-        return settled_summary(self._folder / trial.name) is not None
+        return settled_summary(self.folder / trial.name) is not None
 
     def run(self, trial: Trial) -> Outcome:
         """Carry out a trial, unless an earlier process did; what the machine ended is resumed.
@@ -290,8 +281,8 @@ class Trials:
         Raises:
             StoppedError: a signal or the budget ended it; its record stays.
         """
-        self._view.begin(trial.variant, trial.seed)
-        folder = self._folder / trial.name
+        self.view.begin(trial.variant, trial.seed)
+        folder = self.folder / trial.name
         summary, by_machine = settled_summary(folder), False
         if summary is not None:
             error = summary.error
@@ -304,45 +295,41 @@ class Trials:
                 error, status = str(failure), "failed"
                 by_machine = isinstance(failure, MachineFailedError)
             if status == "interrupted":
-                raise StoppedError(self._stop.exit_status)
+                raise StoppedError(self.stop.exit_status)
             summary = _summary(folder)
-        self._view.end(trial.variant, summary, error)
+        self.view.end(trial.variant, summary, error)
         return Outcome(trial, summary, error, by_machine)
 
     def _carry_out(self, trial: Trial, folder: Path) -> Summary:
         saved = checkpoint.load(folder)
         if saved is not None:
-            trust = f"run.trust={str(self._untrusted is None).lower()}"
-            composed = compose([f"run.resume={quoted(folder)}", trust], self._config_dir)
+            trust = f"run.trust={str(self.untrusted is None).lower()}"
+            composed = compose([f"run.resume={quoted(folder)}", trust], self.config_dir)
         else:
             put_aside(folder)  # a run that was killed before its first checkpoint
             own = [f"seed={trial.seed}", f"run.dir={quoted(as_text(str(folder)))}"]
-            composed = compose([*trial.overrides, *own], self._config_dir)
+            composed = compose([*trial.overrides, *own], self.config_dir)
         choices = saved["choices"] if saved else None
         # The first steps of a process compile and fill caches, and the data is loaded: without this
         # the first trial would look slower
-        if not self._warm:
+        if not self.is_warm:
             with suppress(Exception):  # the run below fails in the same way and reports it
-                run_steps(self._plan(composed, choices), WARM_UP_STEPS)
-            self._warm = True
+                plan = self._plan(composed, choices)
+                with plan.backend_flags():
+                    Trainer(build_parts(plan), Limits(None, WARM_UP_STEPS, None)).fit()
+            self.is_warm = True
         watch = Stopwatch()
         plan = self._plan(composed, choices)
         plan = plan if choices else with_fastest(plan)  # a resumed run keeps its earlier choice
         speed = (plan.speed_reason or "").removesuffix(SAVED)
-        self._view.notices(plan.policy.name, plan.warnings, speed)
-        view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
+        self.view.notices(plan.policy.name, plan.warnings, speed)
+        view = _TrialView(self.view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
-        return run(plan, composed.resolved, self._stop, [progress], saved, watch).summary
+        return run(plan, composed.resolved, self.stop, [progress], saved, watch).summary
 
     def _plan(self, composed: Composed, choices: Mapping[str, Any] | None) -> Plan:
         config, given = composed.config, composed.given
-        return make_plan(config, given, choices, self._load, self._untrusted)
-
-
-def run_steps(plan: Plan, steps: int) -> None:
-    """Train for some steps without a record."""
-    with plan.backend_flags():
-        Trainer(build_parts(plan), Limits(None, steps, None)).fit()
+        return make_plan(config, given, choices, self.load, self.untrusted)
 
 
 def put_aside(folder: Path) -> None:
@@ -378,17 +365,8 @@ class _TrialView(ProgressView):
     epochs: int | None
     steps: int | None
 
-    def start(self) -> None:
-        pass
-
     def update(self, moment: Moment) -> None:
         self.view.update(moment.text(self.epochs, self.steps), moment.fraction)
-
-    def line(self, text: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
 
 # ---- locks ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.records.console import Moment, ProgressView
-from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary, number
+from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,5 +159,5 @@ def _epoch_text(epoch: Epoch, judged_by: str) -> str:
     for name, scores in (("training", epoch.train), ("validation", epoch.validation)):
         for score, value in scores.named.items():
             if score in ("loss", "accuracy", judged_by):
-                text += f"  {name} {score} {number(value):.4f}"
+                text += f"  {name} {score} {float(value):.4f}"
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -107,13 +108,9 @@ def check_loss_falls(
 ) -> str | None:
     """Raise `RunFailedError` unless the last third's mean loss is below the first third's.
 
-    Args:
-        losses: of the steps, or one of every few steps.
-        planned_steps: what the run would take if time did not run out; None if only time ends it.
-        every: how many steps a loss stands for.
-
-    Returns:
-        A warning if time left too few steps to judge, or None.
+    The losses are of one of `every` so many steps; `planned_steps` are those that the run would
+    take if time did not run out, None if only time ends it. A warning if time left too few steps to
+    judge.
     """
     # thirds: means of many noisy losses, and the slow middle of a curve counts for neither
     steps, third = len(losses) * every, len(losses) // 3
@@ -133,32 +130,28 @@ def check_loss_falls(
     return None
 
 
+@dataclass
 class AccumulationCheck(Callback):
     """Records the dtype in which the run's kernels accumulated products, if not float32."""
 
-    def __init__(
-        self,
-        summary: Summary,
-        arithmetic: Arithmetic,
-        device: torch.device,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._summary, self._arithmetic = summary, arithmetic
-        self._device, self._warn = device, warn
+    summary: Summary
+    arithmetic: Arithmetic
+    device: torch.device
+    warn: Callable[[str], None]
 
     def on_end(self, status: Status) -> None:
         if status == "failed":  # kernels may not run any more
             return
         lowest = float(TERMS)  # what float32 accumulation reaches
-        for op, dtype in sorted(self._arithmetic.products, key=str):
+        for op, dtype in sorted(self.arithmetic.products, key=str):
             # 16-bit accumulation stops where a 1 is less than half a step of the sum
-            reached = sum_of_ones(op, dtype, self._device)
+            reached = sum_of_ones(op, dtype, self.device)
             short = dtype_name(dtype)
             if reached < TERMS:
-                self._warn(
+                self.warn(
                     f"{recorded_name(op)} accumulates in {short} on this machine, not in float32: "
                     f"a sum that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
                 lowest = reached
-                self._summary.effective = self._summary.effective.with_partials(short)
+                self.summary.effective = self.summary.effective.with_partials(short)

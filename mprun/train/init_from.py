@@ -121,18 +121,14 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
     )
 
 
-def _in_folder(path: Path) -> Path:
-    """The weights in a folder: a run's checkpoint, else safetensors."""
-    file = checkpoint.path_in(path)
-    if file.exists():
-        return file
-    return next((path / name for name in IN_FOLDER if (path / name).exists()), file)
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     """Weights, dtypes (see `Weights`) and recipe, if known, of a file or folder."""
     # os.path.isdir is False for a name that is too long, or behind a locked folder.
-    file = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112
+    file = path
+    if os.path.isdir(path):  # noqa: PTH112
+        own = checkpoint.path_in(path)  # a run's checkpoint, else safetensors
+        known = (own, *(path / name for name in IN_FOLDER))
+        file = next((x for x in known if x.exists()), own)
     try:
         is_safetensors = file.name.endswith((SUFFIX, INDEX_SUFFIX))
         content = load_safetensors(file) if is_safetensors else checkpoint.load_torch_file(file)

@@ -26,7 +26,7 @@ from torch import nn
 from mprun.errors import UsageError, first_line
 from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
 from mprun.records.run_folder import TRACKERS
-from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary, number
+from mprun.records.run_record import AveragedScores, Epoch, Scores, Status, Summary
 from mprun.train.callbacks import Callback, StepLine
 
 Scalar = str | int | float | bool | None
@@ -119,7 +119,7 @@ def summary_scalars(summary: Summary) -> dict[str, float]:
 
 def _score_scalars(prefix: str, scores: Scores) -> dict[str, float]:
     """The scores that apply, by their curves: `validation/loss`, `train/epoch_accuracy`, ..."""
-    return {prefix + name: number(value) for name, value in scores.named.items()}
+    return {prefix + name: float(value) for name, value in scores.named.items()}
 
 
 @contextlib.contextmanager

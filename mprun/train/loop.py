@@ -327,7 +327,10 @@ class Trainer:
         batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
         try:
             while not self._finished():
-                if self._is_validation_due:  # after the checkpoint: a resumed run does it too
+                # a part of the planned steps ends here, inside the epoch; after the checkpoint, so
+                # that a resumed run validates too
+                is_inside = self._batches_done > 0 and not self._is_epoch_read
+                if is_inside and self.step in self._validated:
                     self._validate_inside()
                     asked_at = watch.switch("data")
                 if (batch := next(batches, None)) is None:
@@ -384,11 +387,6 @@ class Trainer:
             raise StopRequestedError
         if save:
             self._save_once()
-
-    @property
-    def _is_validation_due(self) -> bool:
-        """Whether a part of the planned steps ends here, inside the epoch."""
-        return self.step in self._validated and self._batches_done > 0 and not self._is_epoch_read
 
     def _validate_inside(self) -> None:
         """Validate inside an epoch: the steps that follow are the same without it."""

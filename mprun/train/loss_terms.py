@@ -25,11 +25,7 @@ _LEGAL = (
 
 
 class LossTerms:
-    """`loss(output, batch)` of a recipe, checked.
-
-    Args:
-        recipe: gives the loss; the metric that it names decides whether an evaluation needs one.
-    """
+    """`loss(output, batch)` of a recipe, checked; its metric decides if evaluations need it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._loss = recipe.loss

@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -50,7 +50,6 @@ from mprun.records.run_record import (
     Summary,
     TrainScore,
     metric_rows,
-    number,
 )
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import StepStatistics, ThinnedSeries, drift
@@ -91,7 +90,9 @@ class EpochHistory:
         if len(self._even) > self._most:  # then every second, fourth, eighth ... epoch
             self._stride *= 2
             self._even = [x for x in self._even if (x.epoch - 1) % self._stride == 0]
-        if self._first_broken is None and _is_broken(epoch):
+        losses = (epoch.train.loss, epoch.validation.loss)
+        is_broken = any(x is not None and not math.isfinite(float(x)) for x in losses)
+        if self._first_broken is None and is_broken:
             self._first_broken = epoch
         if (score := self._score(epoch)) > self._best_score:
             self._best, self._best_score = epoch, score
@@ -107,15 +108,9 @@ class EpochHistory:
         for scores in (epoch.validation, epoch.train):
             value = scores.value(self._metric.name)
             if value is not None:
-                score = number(value) if self._metric.higher_is_better else -number(value)
+                score = float(value) if self._metric.higher_is_better else -float(value)
                 return score if math.isfinite(score) else -math.inf
         return -math.inf
-
-
-def _is_broken(epoch: Epoch) -> bool:
-    """Whether one of its losses is not finite."""
-    losses = (epoch.train.loss, epoch.validation.loss)
-    return any(x is not None and not math.isfinite(number(x)) for x in losses)
 
 
 def new_summary(
@@ -403,33 +398,26 @@ EXCEPTIONS_VERSION = 1  # Of fp_exceptions.json
 EVENTS = 1000
 
 
+@dataclass
 class ExceptionLog(Callback):
-    """Records the exceptions of each step, as a file and as events of the recorder.
+    """Records the exceptions of each step, as a file and as events of the recorder."""
 
-    `row` has the summary's counts; it is None if the run does not detect exceptions.
-    """
-
-    def __init__(
-        self,
-        exceptions: RunExceptions,
-        row: FpExceptionsRow | None,
-        folder: RunFolder,
-        recorder: Callback,
-        show: Callable[[str], None],
-    ) -> None:
-        self._report, self._row = exceptions.report, row
-        self._folder, self._recorder, self._show = folder, recorder, show
+    exceptions: RunExceptions
+    row: FpExceptionsRow | None  # The summary's counts; None if the run does not detect exceptions
+    folder: RunFolder
+    recorder: Callback
+    show: Callable[[str], None]
 
     def on_step_end(self, outcome: StepOutcome) -> None:
         """Write events and show new findings, unless the error that ends the run shows them."""
-        counts = self._report.counts
+        counts = self.exceptions.report.counts
         if counts["finding"] + counts["expected"] <= EVENTS:
             for exception in outcome.exceptions:
                 if exception.verdict != "absorbed":
-                    self._recorder.on_event(event_row(exception))
+                    self.recorder.on_event(event_row(exception))
         if outcome.new_findings and outcome.stop_reason is None:  # else the error has them
             for line in finding_lines(outcome.new_findings):
-                self._show(line)
+                self.show(line)
             self._write()
 
     def on_end(self, status: Status) -> None:
@@ -437,10 +425,11 @@ class ExceptionLog(Callback):
 
     def _write(self) -> None:
         """Update the summary and the file."""
-        if self._row is not None:
-            vars(self._row).update(self._report.counts, dropped_steps=self._report.dropped_steps)
-            file = {"schema_version": EXCEPTIONS_VERSION, **self._report.state_dict()}
-            write_json(self._folder.path / "fp_exceptions.json", file)
+        if self.row is not None:
+            report = self.exceptions.report
+            vars(self.row).update(report.counts, dropped_steps=report.dropped_steps)
+            file = {"schema_version": EXCEPTIONS_VERSION, **report.state_dict()}
+            write_json(self.folder.path / "fp_exceptions.json", file)
 
 
 def event_row(exception: FpException) -> dict[str, object]:

@@ -83,17 +83,11 @@ def run(
 ) -> RunResult:
     """Carry out a plan.
 
-    Args:
-        plan: the plan.
-        resolved: the configuration, for config.yaml.
-        stop: the signals, entered.
-        callbacks: notified of all events, after the run's own callbacks.
-        saved: the checkpoint of the run to resume, or None.
-        watch: counts the run's seconds since its start-up began; None: it begins now.
+    `resolved` is the configuration for config.yaml, `saved` the checkpoint of the run to resume;
+    `callbacks` are notified after the run's own; `watch` counts from its start-up on.
 
     Raises:
-        UsageError: the run's folder cannot be used, or it was trained on other data; nothing was
-            started.
+        UsageError: the run's folder cannot be used, or it was trained on other data.
         RunFailedError: the run failed; the reason is in its record.
     """
     watch = watch or Stopwatch()

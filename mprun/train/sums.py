@@ -22,7 +22,7 @@ from mprun.precision import devices
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.policy import dtype_name
 from mprun.recipe import Recipe
-from mprun.records.run_record import Number, Scores, number
+from mprun.records.run_record import Number, Scores
 from mprun.train.data import Batch
 from mprun.train.loss_terms import PREFIX, shown
 from mprun.train.parallel.ranks import Ranks
@@ -163,8 +163,8 @@ def with_metrics(scores: Scores, values: Mapping[str, Number | None]) -> Scores:
         return scores
     accuracy = scores.accuracy
     # a metric in percent, say, stays a metric: the record's accuracy is a share
-    if (own := values.get("accuracy")) is not None and 0 <= number(own) <= 1:
-        accuracy = number(own)
+    if (own := values.get("accuracy")) is not None and 0 <= float(own) <= 1:
+        accuracy = float(own)
     return replace(scores, accuracy=accuracy, metrics={**(scores.metrics or {}), **values})
 
 
@@ -189,12 +189,7 @@ class Sums:
         sizes.clear()
 
     def add(self, metrics: StepMetrics, size: int, weight: float | None = None) -> None:
-        """Add a batch, unless its step was skipped.
-
-        Args:
-            metrics: of the batch.
-            size: its samples.
-            weight: how much its loss counts; None: its samples.
+        """Add a batch of `size` samples, unless its step was skipped; `weight` is that of its loss.
 
         Raises:
             RunFailedError: the number of right samples is not from 0 to `size`.
@@ -267,15 +262,7 @@ class StepSums:
     def over_processes(
         self, steps: Sequence[StepMetrics], stop: bool
     ) -> tuple[list[StepMetrics], bool]:
-        """Meet the other processes.
-
-        Args:
-            steps: this process's figures of the steps since the last time.
-            stop: whether it is asked to stop.
-
-        Returns:
-            The figures of all processes together, and whether any is asked to stop.
-        """
+        """The figures of all processes since the last time, and whether any is asked to stop."""
         self._met_at = time.perf_counter()
         return list(steps), stop
 

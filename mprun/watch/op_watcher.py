@@ -139,12 +139,10 @@ class OpFault(NamedTuple):
 
 
 class OpRecorder(OpWatcher):
-    """Records each op while it is entered.
+    """Records each op while it is entered, and calls `on_record` after it.
 
-    Args:
-        on_record: is called after each op.
-        call: returns the value of an op's `call`, for example the Python call it belongs to.
-        synchronize: waits for the device; not needed on the CPU.
+    `call` returns the value of an op's `call`, for example the Python call it belongs to;
+    `synchronize` waits for the device.
     """
 
     def __init__(
@@ -469,10 +467,7 @@ def recomputed(
 
     None where it is not possible: the op draws random numbers, reads a workspace of its forward
     kernel, is very large, has no kernel for float64, or overwrote inputs of which no copy exists.
-
-    Args:
-        call: the op, which has run.
-        value: returns numbers to use in place of a tensor's own, or None.
+    `value` returns numbers to use in place of a tensor's own, or None.
     """
     spec = op_spec(call.func)
     size = sum(x.numel() for x in tensors_of((call.args, call.kwargs)))

@@ -225,17 +225,12 @@ class StepTracker:
 
 
 class StepHooks:
-    """Notifies `listeners` of the steps of a loop.
+    """Notifies `listeners` of the steps of a loop, in their order.
 
     A step lasts from the first forward pass that trains to the end of the optimizer's `step()`; of
     several optimizers, until each has stepped at least once. A forward pass that runs inside of a
-    backward pass is a recomputation, and begins nothing.
-
-    Args:
-        model: the model. One without a forward pass of its own (`nn.ModuleList`) stands for its
-            parts.
-        optimizers: every optimizer of the loop.
-        listeners: what is notified, in this order.
+    backward pass is a recomputation, and begins nothing. A model without a forward pass of its own
+    (`nn.ModuleList`) stands for its parts.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from mprun.config import compose
 from mprun.inspect.search_result import OpSearch
 from mprun.precision import op_lists
 from mprun.records.console import JobProgress
-from mprun.records.run_record import number, read_summary
+from mprun.records.run_record import read_summary
 from mprun.train.assemble import make_plan
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -159,7 +159,7 @@ def test_the_planted_ops_are_on_the_list(plant: str, expected: list[str]) -> Non
     lists = yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))
     assert sorted(lists["fp32"]) == expected
     row = found["everything_lower"]
-    assert math.isfinite(number(row["worst_db"])) == (not expected)
+    assert math.isfinite(float(row["worst_db"])) == (not expected)
 
 
 def test_the_files_read_back_give_the_lists_that_were_measured() -> None:
@@ -187,7 +187,7 @@ def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
     assert main([*command, "run.dir=run"]) == 0
     loss = read_summary(Path("run")).train.loss
     assert loss is not None
-    assert math.isfinite(number(loss))
+    assert math.isfinite(float(loss))
 
 
 def test_the_mode_is_bf16_mixed_unless_one_is_named() -> None:
@@ -208,7 +208,7 @@ def test_what_the_configuration_has_is_measured_beside() -> None:
     """autocast's lists for the CPU leave exp alone: it follows its input into float16."""
     found = searched("exp")
     assert found["given_name"] == "autocast"
-    assert not math.isfinite(number(found["given"]["loss_difference"]))
+    assert not math.isfinite(float(found["given"]["loss_difference"]))
 
 
 @pytest.mark.representative(0)

@@ -52,7 +52,7 @@ def test_numbers_json_cannot_write_become_strings() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, -0.0, 5e-324])
 def test_a_number_survives_the_record(value: float) -> None:
-    read = record.number(json.loads(json.dumps(files.jsonable(value))))
+    read = float(json.loads(json.dumps(files.jsonable(value))))
     assert read == value or (math.isnan(read) and math.isnan(value))
 
 

@@ -204,10 +204,8 @@ class Side:
 class SharedStep:
     """The same batch and loss for both sides.
 
-    Args:
-        forward: `forward(model, inputs)`, the output.
-        inputs: floating tensors are brought to each side's dtype.
-        loss: `loss(output)`, a scalar; None for that of `own_loss`.
+    Floating tensors of the inputs of `forward(model, inputs)` are brought to each side's dtype;
+    `loss(output)` is a scalar; None for that of `own_loss`.
     """
 
     def __init__(

@@ -270,7 +270,8 @@ class OpenedFunction:
 
     def __init__(self, function: Any, whole: Handler) -> None:
         names = function.__globals__
-        answers = {name: _no for name in names if name.startswith("has_torch_function")}
+        asked = [name for name in names if name.startswith("has_torch_function")]
+        answers = dict.fromkeys(asked, lambda *_: False)
         self._body = FunctionType(
             function.__code__,
             {**names, **answers},
@@ -291,10 +292,6 @@ class OpenedFunction:
                 return self._body(*args, **kwargs)
         finally:
             mode.inside = before
-
-
-def _no(*_: object) -> bool:
-    return False
 
 
 OPERATORS = "<operators>"  # The entry for `+`, `/`, `@` and the like, on tensors or not

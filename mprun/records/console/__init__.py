@@ -109,8 +109,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class ProgressView(Protocol):
-    """Shows the progress of a run."""
+class ProgressView:
+    """Shows the progress of a run. Every method does nothing until a subclass overrides it."""
 
     def start(self) -> None:
         """The loop starts."""
@@ -155,7 +155,7 @@ class ProgressDisplay:
             self._live.stop()
 
 
-class RunProgress(ProgressDisplay):
+class RunProgress(ProgressDisplay, ProgressView):
     """The progress of a run of these epochs and steps, if known: a bar, or a line now and then."""
 
     def __init__(self, console: Console, epochs: int | None, steps: int | None) -> None:
@@ -215,7 +215,11 @@ class JobProgress(ProgressDisplay):
         now = time.monotonic()
         if done == 0:
             self._kind_began_s = now
-        shown = text + counted_part(done, total, now - self._kind_began_s)
+        shown = text
+        if total is not None:  # ` (4 of 12, about 40 s left)`, with the estimate from the second on
+            each_s = (now - self._kind_began_s) / max(1, done)
+            left = f", about {duration(each_s * (total - done))} left" if done else ""
+            shown += f" ({done + 1} of {total}{left})"
         if done == 0:
             self._bar.remove_task(self._task)
             self._task = self._bar.add_task(shown, total=total)
@@ -225,11 +229,3 @@ class JobProgress(ProgressDisplay):
             self._drawn_at_s = now
             self._bar.refresh()
         self.status(shown)
-
-
-def counted_part(done: int, total: int | None, elapsed_s: float) -> str:
-    """` (4 of 12, about 40 s left)`, with the estimate from the second part on; or nothing."""
-    if total is None:
-        return ""
-    left = f", about {duration(elapsed_s / done * (total - done))} left" if done else ""
-    return f" ({done + 1} of {total}{left})"

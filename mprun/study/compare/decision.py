@@ -148,9 +148,9 @@ def _p(comparison: Comparison, variant: Variant, claim: Claim) -> float | None:
     sample = Sample(n, mean, (around.high - mean) / half_width(Sample(n, 0.0, 1.0)))
     half = difference_p(sample) / 2
     better = half if (mean > 0) == comparison.higher_is_better else 1 - half
-    return (
-        better if claim == "better" else min(equivalence_p(sample, comparison.margin), 2 * better)
-    )
+    if claim == "better":
+        return better
+    return min(equivalence_p(sample, comparison.margin), 2 * better)
 
 
 class StreamLine(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from mprun.errors import UsageError
 from mprun.records.console.formatting import counted
 from mprun.records.run_folder import ValidationLoss, read_validation_losses
 from mprun.records.run_record import Summary
-from mprun.study.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
+from mprun.study.compare.comparison import EqualQuality, Estimate, QualityWord, Variant
 from mprun.study.compare.load import RunGroup
 from mprun.study.compare.statistics import geometric_mean
 from mprun.study.compare.times import SAME, TimedPairs, judge_ratio
@@ -50,13 +50,9 @@ class StepsToTarget(NamedTuple):
 def steps_to_target(ours: Curve, theirs: Curve, tolerance: float) -> StepsToTarget | None:
     """The steps in which two runs reach one validation loss.
 
-    Args:
-        ours: the variant's validations, with rising steps; losses that are not finite do not count.
-        theirs: the baseline's.
-        tolerance: differences within this share of the baseline's best loss do not matter.
-
-    Returns:
-        None if a run had fewer than `MIN_VALIDATIONS`, or was at the target by its first one.
+    Losses that are not finite do not count; `tolerance` is the share of the baseline's best loss
+    that does not matter. None if a run had fewer than `MIN_VALIDATIONS`, or was at the target by
+    its first.
     """
     ours, theirs = ([row for row in curve if math.isfinite(row.loss)] for curve in (ours, theirs))
     if min(len(ours), len(theirs)) < MIN_VALIDATIONS:
@@ -97,19 +93,18 @@ def equal_quality(
     timed: TimedPairs,
     curve_of: Callable[[Path], Curve],
 ) -> EqualQuality | None:
-    """What a variant needs to reach the baseline's validation loss.
+    """What a variant needs to reach the baseline's validation loss; None without a validated pair.
 
-    Args:
-        group: the variant's runs.
-        base: the baseline's.
-        tolerance: differences within this share of the baseline's best loss do not matter.
-        timed: the pairs whose times are compared, and why these allow no conclusion.
-        curve_of: `read_curve`, or one that caches.
-
-    Returns:
-        None without a pair of runs that were both validated.
+    `timed` are the pairs whose times are compared; `curve_of` is `read_curve`, or one that caches.
     """
-    pairs = _validated_pairs(group, base)
+    theirs = {run.summary.seed: run for run in base.completed}
+    pairs = [
+        (run, other)
+        for run in group.completed
+        if (other := theirs.get(run.summary.seed)) is not None
+        and _validations(run.summary)
+        and _validations(other.summary)
+    ]
     if not pairs:
         return None
     # From the summaries, to name the remedy without reading every log
@@ -127,7 +122,14 @@ def equal_quality(
         is not None
     ]
     lost = len(pairs) - len(reached)
-    reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
+    reason = (
+        f"{lost} of {counted(len(pairs), 'pair')} without a figure: metrics.jsonl has fewer than "
+        f"{MIN_VALIDATIONS} finite validation losses, or a run was within "
+        f"{100 * tolerance:.3g} % of the loss by its first validation; shorter epochs or a smaller "
+        "compare.relative_margin show when it got there"
+        if lost
+        else ""
+    )
     if not reached:
         return EqualQuality(*NOTHING, *NOTHING, 0, tolerance, reason)
     samples = [
@@ -148,12 +150,6 @@ def equal_quality(
     # Counted, not left out: that would leave the good seeds only
     missed = sum(steps.is_missed for _, _, steps in reached)
     return EqualQuality(*_need(samples), ours_s, theirs_s, time_ratio, missed, tolerance, reason)
-
-
-def _validated_pairs(group: RunGroup, base: RunGroup) -> list[tuple[Run, Run]]:
-    theirs = {run.summary.seed: run for run in base.completed}
-    pairs = [(run, theirs[s]) for run in group.completed if (s := run.summary.seed) in theirs]
-    return [pair for pair in pairs if all(_validations(run.summary) for run in pair)]
 
 
 def _validations(summary: Summary) -> int:
@@ -178,15 +174,6 @@ def _need(rows: Sequence[tuple[float, float]]) -> _Need:
         return NOTHING
     ratio = geometric_mean([ours / theirs for ours, theirs in rows])
     return median(ours for ours, _ in rows), median(theirs for _, theirs in rows), ratio
-
-
-def _no_crossing(lost: int, pairs: int, tolerance: float) -> str:
-    return (
-        f"{lost} of {counted(pairs, 'pair')} without a figure: metrics.jsonl has fewer than "
-        f"{MIN_VALIDATIONS} finite validation losses, or a run was within "
-        f"{100 * tolerance:.3g} % of the loss by its first validation; shorter epochs or a smaller "
-        "compare.relative_margin show when it got there"
-    )
 
 
 def judge_equal_quality(variant: Variant) -> QualityWord | None:

@@ -27,7 +27,7 @@ from mprun.records.run_config import (
     read_config,
     variant_config,
 )
-from mprun.records.run_record import Scores, Summary, is_failed_by_machine, number, read_summary
+from mprun.records.run_record import Scores, Summary, is_failed_by_machine, read_summary
 from mprun.study.compare.comparison import Run, Skipped
 
 SUMMARY = "summary.json"
@@ -147,18 +147,13 @@ class _FolderSearch:
         elif summary.status == "running":
             self.skip(folder, "still running, or killed")
         elif summary.status == "interrupted" or is_failed_by_machine(summary):
-            self.skip(folder, _why_ended(folder, summary))
+            how = "interrupted" if summary.status == "interrupted" else "ended by the machine"
+            reason = f"{how} ({readable(summary.error or 'no reason given')})"
+            resume = f"; mprun run.resume={folder} resumes it"
+            where = " in a loop that mprun observed" if summary.observed else resume
+            self.skip(folder, reason + where)
         else:
             self.runs.append(Run(folder, summary))
-
-
-def _why_ended(folder: Path, summary: Summary) -> str:
-    """Why a run ended before its time, and how it is resumed."""
-    how = "interrupted" if summary.status == "interrupted" else "ended by the machine"
-    reason = f"{how} ({readable(summary.error or 'no reason given')})"
-    if summary.observed:
-        return f"{reason} in a loop that mprun observed"
-    return f"{reason}; mprun run.resume={folder} resumes it"
 
 
 def _is_folder(path: str | Path) -> bool:
@@ -315,7 +310,7 @@ def score(summary: Summary, split: str, averaged: bool = False) -> float | None:
             rows |= {"test": mean.test, "validation": mean.validation}
     scores = rows[split]
     value = None if scores is None else scores.value(summary.metric.name)
-    return None if value is None else number(value)
+    return None if value is None else float(value)
 
 
 def is_partial(summary: Summary, split: str) -> bool:

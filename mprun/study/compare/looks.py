@@ -60,14 +60,9 @@ def _places(limit: int) -> Iterator[int]:
 
 
 def chance_to_settle(sample: Sample, margin: float, last: Look) -> float:
-    """The chance that the last look settles a verdict, given the pairs so far.
+    """The chance that the last look settles a verdict, given the pairs so far, two or more.
 
     It is that of a mode alone, which has the whole level, so no mode is given up too early.
-
-    Args:
-        sample: of two pairs or more, and fewer than the last look has.
-        margin: in their unit.
-        last: the last look of the plan.
     """
     final = sample._replace(n=last.pairs)
     inside = margin - half_width(final, 1 - 2 * last.level)

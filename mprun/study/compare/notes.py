@@ -108,13 +108,8 @@ def _versions(summary: Summary) -> str:
 BASELINE, ADJUSTED, EMULATED = "baseline", "verdicts: Holm", "emulated"
 LOOKS = "looks"
 SUBSTITUTED = "this machine has no float16 kernel"
-OF_TABLE = (
-    BASELINE,
-    ADJUSTED,
-    LOOKS,
-    EMULATED,
-    SUBSTITUTED,
-)  # Beginnings of notes; see `is_in_table`
+# Beginnings of notes; see `is_in_table`
+OF_TABLE = (BASELINE, ADJUSTED, LOOKS, EMULATED, SUBSTITUTED)
 
 
 def is_in_table(note: str) -> bool:

@@ -49,11 +49,9 @@ class Sample(NamedTuple):
 def summarise(values: Sequence[float], resolution: float = 0.0) -> Sample:
     """Mean and standard deviation of one or more finite numbers.
 
-    Args:
-        values: the numbers.
-        resolution: the smallest step of the numbers (one sample of the test set for accuracies).
-            Rounding to it alone has the standard deviation resolution / sqrt(12). A smaller one, of
-            two differences that happen to agree for example, is replaced by it.
+    `resolution` is their smallest step (one sample of the test set for accuracies). Rounding to it
+    alone has the standard deviation resolution / sqrt(12). A smaller one, of two differences that
+    happen to agree for example, is replaced by it.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:

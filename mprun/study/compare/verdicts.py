@@ -240,13 +240,18 @@ def _criterion(
     metric = groups[0].first.summary.metric
     known = [value for group in groups for value in scores(group, split, averaged).values()]
     is_relative = not is_fraction(metric, known)
+    resolution = 0.0
+    if metric.name == "accuracy":  # it changes by whole samples
+        rows = (s.data for g in groups for s in g.by_seed.values())
+        fewest = min(getattr(row, f"{split}_samples") for row in rows)
+        resolution = 1 / fewest if fewest > 0 else 0.0
     return Criterion(
         split,
         averaged,
         readable(metric.name, MAX_METRIC),
         relative_margin if is_relative else margin,
         is_relative,
-        _resolution(groups, metric.name, split),
+        resolution,
         metric.higher_is_better,
     )
 
@@ -258,13 +263,6 @@ def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
     finite = [value for value in values if math.isfinite(value)]
     # An error rate is in 0 to 1 too, but a point of it near 0 is a large change: it is a share
     return metric.higher_is_better and bool(finite) and all(0 <= x <= 1 for x in finite)
-
-
-def _resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
-    """The smallest step of a metric: an accuracy changes by whole samples."""
-    rows = [s.data for g in groups for s in g.by_seed.values()]
-    counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
-    return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -436,14 +434,8 @@ def judge(
 ) -> list[Verdict]:
     """A verdict on each variant except the baseline; their tests are adjusted together.
 
-    Two families, each adjusted by itself: at most `alpha` of false claims of either kind.
-
-    Args:
-        evidence: on each.
-        higher_is_better: of the metric.
-        alpha: the level of a family.
-        left: how many hypotheses more the families have, of equivalence and of a difference, which
-            are not rejected.
+    Two families, each adjusted by itself: at most `alpha` of false claims of either kind. `left`:
+    how many hypotheses more they have, of equivalence and of a difference, which are not rejected.
     """
     samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
     equal = _tests([equivalence_p(sample, margin) for sample, margin in samples], alpha, left[0])

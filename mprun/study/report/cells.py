@@ -234,11 +234,6 @@ def metric_unit(comparison: Comparison) -> str:
     return "" if comparison.is_relative else "%"
 
 
-def difference_unit(comparison: Comparison) -> str:
-    """The unit of differences, which is also the column's name."""
-    return "difference %" if comparison.is_relative else "points"
-
-
 def difference_text(comparison: Comparison, value: float, signed: bool = True) -> str:
     """A difference with its unit: `-0.05 points`, `+2.00 %`; without a sign, a margin."""
     number = DIFFERENCE_FORM.format(value * DIFFERENCE_SCALE)

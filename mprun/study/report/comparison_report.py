@@ -117,7 +117,7 @@ def _difference_heading(comparison: Comparison) -> str:
     judged = [v for v in comparison.variants[1:] if v.difference and cells.deciding(v)[0]]
     levels = sorted({v.verdict.level or CONFIDENCE for v in judged})
     texts = list(dict.fromkeys(f"{100 * x:.3g}" for x in (*levels[:1], *levels[-1:])))
-    unit = cells.difference_unit(comparison)
+    unit = "difference %" if comparison.is_relative else "points"
     return f"{unit}\n[{' to '.join(texts)} %]" if texts else unit
 
 

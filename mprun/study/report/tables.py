@@ -15,7 +15,6 @@ from mprun.records.run_record import (
     Scores,
     StepTimes,
     Summary,
-    number,
 )
 
 MIN_SHARE = 0.005  # A smaller share of the wall time is not shown: it would be printed as 0
@@ -92,6 +91,9 @@ def result(summary: Summary) -> FittedTable:
     table = FittedTable(title, text_column("quantity"), text_column("value"))
     step, wait_ms = summary.step_time_ms, summary.data_time_ms.median
     peak, mean = summary.memory_bytes.peak, summary.averaged
+    # of the last epoch, whose mean loss is shown, if it was not finished
+    seen = summary.history[-1].train.samples if summary.history else None
+    cut_off = "" if seen is None else f" (epoch cut off after {seen:,} samples)"
     rows = {
         "status": summary.status,
         "data": data_text(summary),
@@ -103,7 +105,7 @@ def result(summary: Summary) -> FittedTable:
         "throughput": _figure(summary.samples_per_second, ".0f", " samples/s"),
         "peak memory of a step": "-" if peak is None else size_text(peak),
         **_fp_exceptions(summary),
-        "training loss": _figure(summary.train.loss, ".4f") + _cut_off(summary),
+        "training loss": _figure(summary.train.loss, ".4f") + cut_off,
         **(_scores("validation", summary.history[-1].validation, mean) if summary.history else {}),
         **_scores("test", summary.test, mean),
         "wall time": f"{summary.wall_time_s:.1f} s",
@@ -129,12 +131,6 @@ def _processes(row: ParallelRow) -> dict[str, str]:
     if row.communication_share is not None:
         text += f", which takes {row.communication_share:.0%} of a step"
     return {"processes": text}
-
-
-def _cut_off(summary: Summary) -> str:
-    """A label if the last epoch, whose mean loss is shown, was not finished."""
-    samples = summary.history[-1].train.samples if summary.history else None
-    return "" if samples is None else f" (epoch cut off after {samples:,} samples)"
 
 
 def _fp_exceptions(summary: Summary) -> dict[str, str]:
@@ -165,8 +161,8 @@ def _scores(name: str, scores: Scores, averaged: AveragedScores | None) -> dict[
     part = "" if scores.samples is None else f" (PARTIAL: the first {scores.samples:,} samples)"
     beside = {} if averaged is None else getattr(averaged, name).named
     return {
-        f"{name} {x}": f"{number(value):.4f}{part}"
-        + (f" (averaged weights: {number(beside[x]):.4f})" if x in beside else "")
+        f"{name} {x}": f"{float(value):.4f}{part}"
+        + (f" (averaged weights: {float(beside[x]):.4f})" if x in beside else "")
         for x, value in scores.named.items()
     }
 
@@ -187,7 +183,7 @@ def time_line(summary: Summary) -> str:
 
 
 def _figure(value: Number | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{number(value):{form}}{unit}"
+    return "-" if value is None else f"{float(value):{form}}{unit}"
 
 
 def closing(summary: Summary) -> list[FittedTable | str]:
@@ -233,5 +229,5 @@ def _result(summary: Summary) -> str:
     test = summary.test
     part = "" if test.samples is None else f" (PARTIAL: {test.samples:,} samples)"
     if (value := test.value(summary.metric.name)) is not None:
-        return f"{summary.metric.name} {number(value):.4f}{part}"
+        return f"{summary.metric.name} {float(value):.4f}{part}"
     return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"

@@ -44,15 +44,6 @@ from mprun.train.user_code import model_of
 from mprun.watch.memory_recorder import fake_tensors
 
 
-def refuse_closures(kind: type[Optimizer], what: str) -> None:
-    """Raise `UsageError` for an optimizer whose step needs a closure."""
-    if issubclass(kind, torch.optim.LBFGS):
-        raise UsageError(
-            f"{what}: {kind.__name__} calls the loss several times in a step, and mprun calls it "
-            "once; legal is every other optimizer"
-        )
-
-
 def made_by_name(
     parameters: Any, config: OptimizerConfig, lr: float, implementation: str
 ) -> Optimizer:
@@ -251,7 +242,11 @@ def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         raise UsageError(
             f"{name} gave a {type(optimizer).__name__}; legal is a torch.optim.Optimizer"
         )
-    refuse_closures(type(optimizer), name)
+    if isinstance(optimizer, torch.optim.LBFGS):  # its step needs a closure
+        raise UsageError(
+            f"{name}: {type(optimizer).__name__} calls the loss several times in a step, and mprun "
+            "calls it once; legal is every other optimizer"
+        )
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in known for p in held):

@@ -8,8 +8,7 @@ buffers, the optimizer, the caster, the arithmetic, the backend switches.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from mprun.precision.layers import dtype_of
 from mprun.precision.loss_scale import ALONE, Combine, loss_scale_of_kind
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.precision.op_lists import CastLog, Watcher
-from mprun.precision.policy import dtype_name, torch_dtype
+from mprun.precision.policy import dtype_name, most_used, torch_dtype
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
     BackendRow,
@@ -334,12 +333,11 @@ def effective(
     named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
     outside = [p for n, p in named if dtype_of(n, plan.layers, "") == ""]
     if outside := outside or [p for _, p in named]:
-        stored = _most((p.dtype, p.numel()) for p in outside)
+        stored = most_used((p.dtype, p.numel()) for p in outside)
         row["param_dtype"] = row["compute_dtype"] = dtype_name(stored)
     if trained := [p for p in outside if p.requires_grad]:
-        row["accum_dtype"] = dtype_name(
-            _most((p.grad_dtype or p.dtype, p.numel()) for p in trained)
-        )
+        accumulated = most_used((p.grad_dtype or p.dtype, p.numel()) for p in trained)
+        row["accum_dtype"] = dtype_name(accumulated)
     row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
     if plan.config.parallel.world_size == 1:  # no gradient is sent, so none is sent in 16 bits
@@ -347,14 +345,6 @@ def effective(
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
     return PrecisionRow(**row)
-
-
-def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The dtype of most elements, from pairs of a dtype and a number of elements."""
-    counts: Counter[torch.dtype] = Counter()
-    for dtype, elements in dtypes:
-        counts[dtype] += elements
-    return counts.most_common(1)[0][0]
 
 
 # ---- the summary of a run that starts ------------------------------------------------------------
@@ -375,6 +365,7 @@ def initial_summary(
     # on the CPU, where reading the value waits for no GPU
     scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
+    action = config.debug.fp_exceptions
     return new_summary(
         plan.device,
         [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else [],
@@ -407,7 +398,9 @@ def initial_summary(
         batch=plan.batch,
         batch_size=plan.batch.effective,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
-        fp_exceptions=_fp_exceptions(plan),
+        fp_exceptions=None
+        if action == "off"
+        else FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0),
         warnings=list(plan.warnings),
         parallel=ParallelRow(
             kind=config.parallel.name if config.parallel.world_size > 1 else "none",
@@ -415,13 +408,6 @@ def initial_summary(
         ),
         metric=Metric(name=plan.recipe.METRIC[0], higher_is_better=plan.recipe.METRIC[1] == "max"),
     )
-
-
-def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
-    action = plan.config.debug.fp_exceptions
-    if action == "off":
-        return None
-    return FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0)
 
 
 def variant_label(plan: Plan) -> str:

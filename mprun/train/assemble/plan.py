@@ -195,11 +195,14 @@ def make_plan(
     if fallback is None:
         fallback = choose_fp32_fallback(config.speed.name, policy, carrier.name, device)
     not_compiled = why_not_compiled(config, carrier.name, fallback)
+    # op lists for another version of PyTorch may have hundreds
+    unknown = [] if op_lists is None else op_lists.unknown
     notices = [
         *_fields_without_effect(request, policy),
         f"not compiled: {not_compiled}" if speed.compile and not_compiled is not None else None,
         carrier.why_emulated if carrier.is_choice else None,
-        *unknown_ops(op_lists),
+        *map(str, unknown[:20]),
+        f"{len(unknown) - 20} more names of unknown ops" if len(unknown) > 20 else None,
         *data.notices,
         *_decided_by_loader(given, data.splits),
         *_without_places(request, data),
@@ -253,14 +256,6 @@ def choose_carrier(
     return choose_execution(wanted, policy, device, speed, layers.values())
 
 
-def unknown_ops(lists: OpLists | None) -> list[str]:
-    """A sentence for each name on the op lists that no op has."""
-    unknown = [] if lists is None else lists.unknown
-    rest = len(unknown) - 20  # a list for another version of PyTorch may have hundreds
-    more = [f"{rest} more names of unknown ops"] if rest > 0 else []
-    return [*map(str, unknown[:20]), *more]
-
-
 class PlannedData(NamedTuple):
     """Step 4: what the run trains on and starts from."""
 
@@ -310,7 +305,13 @@ def plan_schedule(
             f"train.scheduler={train.scheduler} needs a planned number of steps, and the training "
             "data do not say how many batches an epoch has: set train.max_steps"
         )
-    lr = train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
+    factor = config.batch.factor
+    by_rule = {
+        "none": 1.0,
+        "linear": float(factor),  # Goyal et al., "Accurate, Large Minibatch SGD", 2017
+        "sqrt": math.sqrt(factor),  # Krizhevsky, "One weird trick", 2014
+    }
+    lr = train.lr * by_rule[config.batch.lr_rule]
     # after the data, because the functions of a recipe's file may share what data() has read
     check_optimizer(config, request.recipe, policy, layers, speed, lr)
     check_warmup(train, planned_steps(config, data.splits, data.batch), request.given)
@@ -491,15 +492,6 @@ def with_effective(
     # divides the share evenly and is no larger than the planned one, so it fits the memory
     micro = math.gcd(batch.micro, each)
     return replace(batch, micro=micro, accumulate=each // micro, effective=effective)
-
-
-def lr_factor(rule: str, factor: int) -> float:
-    """The factor of the learning rate for a batch that is `factor` times larger."""
-    return {
-        "none": 1.0,
-        "linear": float(factor),  # Goyal et al., "Accurate, Large Minibatch SGD", 2017
-        "sqrt": math.sqrt(factor),  # Krizhevsky, "One weird trick", 2014
-    }[rule]
 
 
 def data_request(config: Config) -> DataRequest:

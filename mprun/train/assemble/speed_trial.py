@@ -98,20 +98,15 @@ def _tried(plan: Plan) -> tuple[SpeedChoice, str] | None:
     first.step_ms()  # the first step allocates
     # the shorter of two, which other processes disturbed less
     step_s = min(first.step_ms(), first.step_ms()) / 1e3
-    planned_s = planned_time_s(plan, step_s)
+    steps, limit_s = plan.planned_steps, plan.limits.max_time_s
+    known = [s for s in (None if steps is None else steps * step_s, limit_s) if s is not None]
+    planned_s = min(known, default=0.0)  # of training
     rest = [c for c in candidates(plan, first, planned_s) if c != plan.speed]
     cost_s = (ROUNDS + WARM_UP) * step_s * (len(rest) + 1)
     if not rest or cost_s > SHARE * planned_s:
         return None
     steppers = [first, *(Stepper(plan, choice) for choice in rest)]
     return choose_by_times(times(steppers, ROUNDS))
-
-
-def planned_time_s(plan: Plan, step_s: float) -> float:
-    """Seconds of training that are planned."""
-    steps, limit_s = plan.planned_steps, plan.limits.max_time_s
-    known = [s for s in (None if steps is None else steps * step_s, limit_s) if s is not None]
-    return min(known, default=0.0)
 
 
 class Stepper:

@@ -71,11 +71,6 @@ class SampleSet(ABC):
         """Whether there are none; a stream has some."""
         return self.samples == 0
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether only a pass over the samples shows how many there are."""
-        return self.samples is None
-
     @abstractmethod
     def batches(self, batch_size: int) -> int | None:
         """Micro-batches of a pass; None where that is unknown."""
@@ -86,12 +81,9 @@ class TensorSet(SampleSet):
     """Samples in memory: tensors [N, ...] of any dtype, nested in tuples, lists and mappings.
 
     `TensorSet(x, y)` holds the tuple `(x, y)`; `TensorSet({"ids": x})` holds the mapping.
-
-    Attributes:
-        content: the tensors, nested as a batch of them will be.
     """
 
-    content: Any
+    content: Any  # The tensors, nested as a batch of them will be
 
     def __init__(self, *content: Any) -> None:
         # the dataclass is frozen, and makes no __init__ that takes the items of a tuple
@@ -110,7 +102,10 @@ class TensorSet(SampleSet):
     @property
     def inputs(self) -> Any:
         """What `prepare` gets: all but the last item of a tuple, the first item of a pair."""
-        return _inputs(self.content)
+        content = self.content
+        if not isinstance(content, tuple | list) or len(content) < 2:
+            return content
+        return content[0] if len(content) == 2 else content[:-1]
 
     @property
     def targets(self) -> Any:
@@ -321,17 +316,13 @@ class TensorOrder:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How the samples of a batch become what model, loss and metrics take.
+    """How the samples of a batch become what model, loss and metrics take."""
 
-    Attributes:
-        prepare: makes the stored inputs those of a batch, of the same or of another dtype.
-        convert: makes of a batch what the model takes: the mode's input dtype, a memory format.
-        count: what the loss of a batch averages over; None: its samples.
-    """
-
+    # Makes the stored inputs those of a batch, of the same or of another dtype
     prepare: Convert = lambda inputs: inputs
+    # Makes of a batch what the model takes: the mode's input dtype, a memory format
     convert: Convert = lambda content: content
-    count: Callable[[Any], float] | None = None
+    count: Callable[[Any], float] | None = None  # What its loss averages over; None: its samples
 
     def prepared(self, content: Any) -> Any:
         """A batch of stored samples with its inputs prepared."""
@@ -460,12 +451,6 @@ def place(data: TensorSet, device: torch.device) -> TensorSet:
 
 def _to(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda x: x.to(device), value)
-
-
-def _inputs(content: Any) -> Any:
-    if not isinstance(content, tuple | list) or len(content) < 2:
-        return content
-    return content[0] if len(content) == 2 else content[:-1]
 
 
 def _with_inputs(content: Any, convert: Convert) -> Any:

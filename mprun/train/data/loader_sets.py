@@ -165,6 +165,7 @@ class LoaderSet(LoadedSet):
 
     @property
     def is_stream(self) -> bool:
+        """Whether only a pass over the samples shows how many there are."""
         return isinstance(self.given.dataset, IterableDataset)
 
     def batches(self, batch_size: int) -> int | None:
@@ -211,7 +212,9 @@ def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
         return part
     if isinstance(part, DataLoader):
         return LoaderSet(given=part)
-    part = _in_torch_format(part)
+    if type(part).__module__.split(".")[0] == "datasets" and hasattr(part, "with_format"):
+        has_format = (getattr(part, "format", None) or {}).get("type")  # streams may have None
+        part = part if has_format else part.with_format("torch")
     if isinstance(part, IterableDataset):
         raise UsageError(
             f"data(): {name} is a {type(part).__name__}, a stream; legal is a loader of it, "
@@ -235,14 +238,6 @@ def _is_map_style(part: Any) -> bool:
     return hasattr(part, "__getitem__") and hasattr(part, "__len__")
 
 
-def _in_torch_format(part: Any) -> Any:
-    """A Hugging Face data set as one that gives tensors; anything else as it is."""
-    if type(part).__module__.split(".")[0] != "datasets" or not hasattr(part, "with_format"):
-        return part
-    has_format = (getattr(part, "format", None) or {}).get("type")  # streams may have None
-    return part if has_format else part.with_format("torch")
-
-
 def batch_size(content: Any) -> int:
     """Samples in a batch that a loader made.
 
@@ -255,7 +250,8 @@ def batch_size(content: Any) -> int:
     items = children(content)
     if items is None:
         return 1
-    if isinstance(content, list) and _are_samples(items):
+    are_alike = (isinstance(x, Mapping) and set(x) == set(items[0]) for x in items)
+    if isinstance(content, list) and items and all(are_alike):
         return len(items)
     for item in items:
         if isinstance(item, Tensor) and item.dim():
@@ -266,12 +262,6 @@ def batch_size(content: Any) -> int:
         if children(item):
             return batch_size(item)
     return max(1, len(items)) if isinstance(content, list) else 1
-
-
-def _are_samples(items: list[Any]) -> bool:
-    if not items or not all(isinstance(x, Mapping) for x in items):
-        return False
-    return all(set(x) == set(items[0]) for x in items)
 
 
 def _copy(loader: Loader, **changes: Any) -> Loader:

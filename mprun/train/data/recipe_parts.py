@@ -133,20 +133,15 @@ def _held_out(
         return train, none, f"data() gives one training sample and {NOT_VALIDATED}"
     if not isinstance(train, TensorSet | DatasetSet):
         return train, none, f"data() gives a DataLoader, which is not divided, and {NOT_VALIDATED}"
-    rest, out = (train.select(index) for index in _draw_places(train.samples, share))
-    return rest, out, None
-
-
-def _draw_places(total: int, share: float) -> tuple[list[int], list[int]]:
-    """The places of the samples that train, and of those that are held out."""
-    held_out = max(1, round(total * (share or HELD_OUT)))
-    if held_out >= total:
+    held_out = max(1, round(train.samples * (share or HELD_OUT)))
+    if held_out >= train.samples:
         raise UsageError(f"data.validation_fraction={share} leaves no training sample")
     # at random, because samples are often sorted; by a seed of its own, so that runs with any seed
     # are judged by the same samples
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    rest, out = order[held_out:].sort().values, order[:held_out].sort().values
-    return rest.tolist(), out.tolist()
+    order = torch.randperm(train.samples, generator=torch.Generator().manual_seed(0))
+    places = (order[held_out:], order[:held_out])
+    rest, out = (train.select(x.sort().values.tolist()) for x in places)
+    return rest, out, None
 
 
 # ---- images in folders ---------------------------------------------------------------------------

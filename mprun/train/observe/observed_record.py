@@ -429,14 +429,6 @@ class ObservedRecord(Recorder):
         last = self._history.last
         self._add(1 if last is None else last.epoch + 1, self._means.take(), values)
 
-    def _without_validation(self) -> None:
-        """The training ended without a validation: its last part is what it is judged by."""
-        steps = self._summary.steps
-        last = last_steps(steps)
-        train = self._means.take(after=steps - last)
-        self._add(1, train, {})
-        self._summary.train = TrainScore(loss=train.loss, last_steps=last)
-
     def _add(self, number: int, train: Scores, validation: dict[str, float]) -> None:
         epoch = Epoch(epoch=number, train=train, validation=scores_of(validation))
         self._summary.epochs = number
@@ -449,8 +441,11 @@ class ObservedRecord(Recorder):
 
     def close(self) -> list[str]:
         """Write the last figures; returns why some are null, which the record's warnings have."""
-        if self._history.last is None:
-            self._without_validation()
+        if self._history.last is None:  # no validation: the last part is what it is judged by
+            last = last_steps(self._summary.steps)
+            train = self._means.take(after=self._summary.steps - last)
+            self._add(1, train, {})
+            self._summary.train = TrainScore(loss=train.loss, last_steps=last)
         self.on_end(self._summary.status)
         self._conditions.on_end(self._summary.status)
         if self._unseen:  # the time of their forward passes would count as a wait for data

@@ -16,7 +16,7 @@ the first step. The mode is the one whose row of the table fits, else `custom`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
@@ -32,7 +32,7 @@ from mprun.optim.optimizers import rounding_columns
 from mprun.precision import Precision
 from mprun.precision._torch import is_compiled, storage_key, stored_values, tree_leaves
 from mprun.precision._torch_switches import tf32_is_on
-from mprun.precision.policy import Policy, dtype_name, policy
+from mprun.precision.policy import Policy, dtype_name, most_used, policy
 from mprun.records.mode_names import SHIPPED_MODES
 from mprun.records.run_record import PrecisionRow
 from mprun.watch.audit import Audit, audit
@@ -104,12 +104,13 @@ def observed_row(
     A `Precision` of the loop decides the casts, else autocast, in the dtype that layers are in.
     """
     floating = [p for p in model.parameters() if p.is_floating_point()]
-    param = _most(floating, lambda p: p.dtype)
+    param = most_used((p.dtype, p.numel()) for p in floating)
     trained = [p for p in floating if p.requires_grad]
+    accumulated = most_used((p.grad_dtype or p.dtype, p.numel()) for p in trained)
     casting, compute = ("none", param) if autocast is None else ("autocast", autocast)
     row: dict[str, Any] = {
         "param_dtype": dtype_name(param),
-        "accum_dtype": dtype_name(_most(trained, lambda p: p.grad_dtype or p.dtype)),
+        "accum_dtype": dtype_name(accumulated),
         "output_dtype": dtype_name(compute),
         "op_lists": "none",
         "layers": {},
@@ -120,16 +121,6 @@ def observed_row(
         **({} if precision is None else precision.columns),
     }
     return PrecisionRow(**row)
-
-
-def _most(
-    parameters: Sequence[nn.Parameter], kind: Callable[[nn.Parameter], torch.dtype]
-) -> torch.dtype:
-    """The dtype of most numbers; float32 without any."""
-    counts: Counter[torch.dtype] = Counter()
-    for p in parameters:
-        counts[kind(p)] += p.numel()
-    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 # The columns in which the modes differ

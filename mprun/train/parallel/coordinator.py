@@ -177,8 +177,11 @@ class GroupCoordinator(Coordinator):
     def _with_reason(self, error: PeerLostError) -> PeerLostError:
         """The error with the process that is gone, and what it reported."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        notes = {rank: self._note_of(rank) for rank in others}
-        reported = [f"process {n} of {self._size}: {text}" for n, text in notes.items() if text]
+        reported = [
+            f"process {n} of {self._size}: {self._notes.get(f'failed/{n}').decode()}"
+            for n in others
+            if self._noted([f"failed/{n}"], NOTE_S / self._size)  # all are asked in turn
+        ]
         gone = [
             f"process {n} of {self._size} was killed, or crashed"
             for n in others
@@ -190,12 +193,6 @@ class GroupCoordinator(Coordinator):
         if self._notes.check(["folder"]):
             what += f"; continue the run with run.resume={self._notes.get('folder').decode()}"
         return PeerLostError(what)
-
-    def _note_of(self, rank: int) -> str | None:
-        """Why another process failed, as it has noted."""
-        if not self._noted([f"failed/{rank}"], NOTE_S / self._size):  # all are asked in turn
-            return None
-        return self._notes.get(f"failed/{rank}").decode()
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a process has ended, as far as can be seen: on this machine."""

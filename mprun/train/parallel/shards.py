@@ -246,7 +246,9 @@ def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype
     They are the model's blocks and the model itself. Inside each of them, modules whose parameters
     are stored or gathered in another dtype than most are on their own.
     """
-    tied = _tied(model)
+    # parameters that several modules share have to be in one unit
+    users = Counter(p for module in model.modules() for p in {*own_parameters(module).values()})
+    tied = {p for p, count in users.items() if p is not None and count > 1}
     cast = cast_modules(model) if policy.casting == "autocast" else []
     low = {id(model.get_submodule(path)) for path in cast}
     sharded: list[tuple[nn.Module, torch.dtype]] = []
@@ -274,12 +276,6 @@ def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:
     for child in unit.children():
         if id(child) not in done:
             yield from _inside(child, done)
-
-
-def _tied(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that several modules share; they have to be in one unit."""
-    users = Counter(p for module in model.modules() for p in {*own_parameters(module).values()})
-    return {p for p, count in users.items() if p is not None and count > 1}
 
 
 def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:

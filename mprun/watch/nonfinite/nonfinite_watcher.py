@@ -332,9 +332,7 @@ class StateTensor(NamedTuple):
 class StateCheck:
     """Checks the tensors of a model and its optimizers that outlast a step.
 
-    Args:
-        model, optimizers: the model, and its optimizers if it is trained.
-        watcher: knows the origins, and receives new ones.
+    The watcher knows the origins, and receives new ones.
     """
 
     def __init__(

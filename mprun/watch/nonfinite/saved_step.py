@@ -261,12 +261,7 @@ class ObservedCall:
 
 
 class StepCapture(StepListener):
-    """Remembers the current step of a loop that `StepHooks` follows, and saves it on demand.
-
-    Args:
-        model: the module that the loop calls.
-        optimizers: its optimizers; the file names their classes.
-    """
+    """Remembers the current step of a loop that `StepHooks` follows, and saves it on demand."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -308,12 +303,9 @@ class StepCapture(StepListener):
                 yield f"output {n} of the model"
 
     def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
-        """Write the step to a file; call it before the optimizer changes the weights.
+        """Write the step to a file, as a whole; call it before the optimizer changes the weights.
 
-        Args:
-            path: the file; it is replaced as a whole.
-            step, reason: its number, and why it is saved.
-            autocast: the dtype of autocast inside of the model, if it is known.
+        `autocast` is its dtype inside of the model, if it is known.
 
         Raises:
             ValueError: the model was not called in this step, and the loop gave no batch.

@@ -106,12 +106,8 @@ class Response:
 class StepMonitor(StepListener):
     """Inspects one step after another, and responds.
 
-    `watcher.following(..., listeners=[monitor])` gives it the model's inputs and outputs.
-
-    Args:
-        model, optimizers: the model, and its optimizers if it is trained.
-        response: decides; None to log.
-        report: the exceptions of all processes are added to it, as `share` gives them.
+    `watcher.following(..., listeners=[monitor])` gives it the model's inputs and outputs. The
+    exceptions of all processes, as `share` gives them, are added to `report`.
     """
 
     def __init__(
@@ -401,12 +397,7 @@ class RunExceptions:
 
 
 class WatchedRunExceptions(RunExceptions):
-    """Inspects every op of every training step.
-
-    Args:
-        action, halt_after: as in `fp_exceptions`.
-        share: gives the exceptions of all processes, which respond alike.
-    """
+    """Inspects every op of every training step; `share` gives the exceptions of all processes."""
 
     def __init__(self, action: str, halt_after: int, share: Share = tuple) -> None:
         super().__init__()

@@ -94,14 +94,9 @@ def replay(
     """Run a saved step again, and find the op that made a NaN or an infinity.
 
     The model is changed: it gets the weights, modes and gradients of the step, and its device. The
-    random states of the process are changed too.
-
-    Args:
-        saved: the step.
-        model: the model that it is from, with any weights.
-        step: runs the model and the loss, from a batch that the loop gave, or else from what the
-            model was called with. None: the calls are repeated as they were.
-        device: where to run; None: where the step ran, or the CPU if there is no such device.
+    random states of the process are changed too. `step` runs the model and the loss, from a batch
+    that the loop gave, or else from what the model was called with; None: the calls are repeated as
+    they were. Without a device it is where the step ran, or the CPU if there is no such device.
 
     Raises:
         StepMisfitError: the weights do not fit the model, or an input could not be saved.
@@ -125,7 +120,10 @@ def replay(
         repeated.monitor.end_step(skipped=False, loss_scale=None)
     report = repeated.monitor.report
     notes = (*_differences(saved, device), *saved.notes, *repeated.notes)
-    return ReplayedStep(saved, report, _cause(report), tuple(dict.fromkeys(notes)))
+    # the gradient of a loss that was not run counts only if nothing else was found
+    of_model = [e for e in report.findings if not _is_of_loss(e)]
+    cause = next(iter(of_model or report.findings), None)
+    return ReplayedStep(saved, report, cause, tuple(dict.fromkeys(notes)))
 
 
 class RepeatedCalls(StepListener):
@@ -170,7 +168,9 @@ class RepeatedCalls(StepListener):
             )
             for call in calls:
                 args, kwargs = self._inputs_of(call)
-                yield call, _as_batch(args, kwargs)
+                # one argument by itself, named ones as a dictionary, several as a tuple
+                every = [*args, kwargs] if kwargs or not args else args
+                yield call, every[0] if len(every) == 1 else tuple(every)
         for i, batch in enumerate(batches):
             _refuse_unsaved(batch, "the batch")
             yield calls[min(i, len(calls) - 1)], map_tensors(lambda x: x.to(self._device), batch)
@@ -202,14 +202,6 @@ class RepeatedCalls(StepListener):
                 self.monitor.gradient_of_output(total, f"{OF_LOSS} to output {i} of call {number}")
         if arrived:
             go_backward(arrived)
-
-
-def _as_batch(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call: one by itself, named ones as a dictionary, several as a tuple."""
-    if not args:
-        return kwargs
-    every = (*args, kwargs) if kwargs else tuple(args)
-    return every[0] if len(every) == 1 else every
 
 
 def go_backward(arrived: dict[Tensor, Tensor]) -> None:
@@ -306,13 +298,6 @@ def _size(x: Tensor) -> str:
 
 
 # ---- the report ----------------------------------------------------------------------------------
-
-
-def _cause(report: NonfiniteReport) -> FpException | None:
-    """The first finding; the gradient of a loss that was not run counts only if nothing else."""
-    every = report.findings
-    of_model = [e for e in every if not _is_of_loss(e)]
-    return next(iter(of_model or every), None)
 
 
 def _is_of_loss(exception: FpException) -> bool:
