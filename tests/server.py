@@ -14,12 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Server:
-    """Runs a program that answers each line of JSON on its standard input with lines of its own.
-
-    Args:
-        program: its code.
-        environment: further variables of its environment.
-    """
+    """Runs code that answers each line of JSON on its standard input with lines of its own."""
 
     def __init__(self, program: str, **environment: str) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

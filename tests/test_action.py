@@ -31,9 +31,7 @@ EXPRESSION = re.compile(r"\$\{\{ ([\w.-]+) \}\}")
 class Runner:
     """The part of GitHub's runner that composite actions need.
 
-    Args:
-        folder: the checkout; programs in its folder `bin` are found first.
-        inputs: of the action.
+    `folder` is the checkout; programs in its folder `bin` are found first.
     """
 
     def __init__(self, folder: Path, **inputs: str) -> None:

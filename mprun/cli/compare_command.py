@@ -101,7 +101,7 @@ def compared(
 
 
 def with_open_runs(comparison: Comparison, paths: Sequence[Path]) -> Comparison:
-    """The comparison; of a sweep that was stopped, with a note that says how much of it there is.
+    """The comparison of the runs in `paths`; of a stopped sweep, with a note of how much there is.
 
     A plan that cannot be read is a note too: the runs can be compared without it.
     """

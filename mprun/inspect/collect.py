@@ -156,7 +156,8 @@ class LargestGradients(StepListener):
 
     def _add(self, source: GradientSource, gradient: Tensor) -> None:
         with outside_of_modes():
-            size = float(torch.linalg.vector_norm(gradient, math.inf)) / self._scale()
+            # vector_norm takes 25 times as long on a CPU
+            size = float(gradient.abs().max()) / self._scale()
         size = size if math.isfinite(size) else math.inf
         self.magnitudes[source] = max(self.magnitudes.get(source, 0.0), size)
 

@@ -124,8 +124,7 @@ def gradient_errors(
 def variances_of_halves(halves: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The variance of a batch's gradients between batches, from gradients of its two halves.
 
-    Args:
-        halves: parameter to gradient of the mean loss over each half.
+    Those are of the mean loss over each half, by parameter.
     """
     first, second = halves
     # halves have twice the variance, their difference four times that of the whole batch
@@ -165,14 +164,7 @@ class FormatPasses:
         deviation: float = 0.0,
         scale: float = 1.0,
     ) -> None:
-        """Add a step.
-
-        Args:
-            gradients: the errors of its gradients.
-            loss, float32: its loss, and float32's.
-            deviation: an estimate of the loss's standard deviation between batches.
-            scale: the loss scale of the gradients.
-        """
+        """Add a step; `deviation` estimates the loss's standard deviation between batches."""
         self._steps.append(gradients)
         self._change += abs(loss - float32)  # summed first: a loss near 0 is no large share
         self._whole += abs(float32)

@@ -33,8 +33,9 @@ from mprun.records.run_record import Float32Gradients, LostShares, Reference
 class NumericsSettings:
     """Which steps are inspected, and what their numbers must keep."""
 
-    steps: Count = 20
-    """Number of steps that are inspected, evenly spread over the span."""
+    steps: Count | None = None
+    """Number of steps that are inspected, evenly spread over the span; null: 20, or fewer, but at
+    least 5, where those take longer than 35 s."""
     warmup: Number = 3
     """Steps before the first one that may be inspected."""
     span: Count = 200

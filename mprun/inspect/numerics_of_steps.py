@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +36,13 @@ from mprun.inspect.measurements import (
     gradient_errors,
     variances_of_halves,
 )
-from mprun.inspect.numerics import SCHEMA_VERSION, NumericsResult, NumericsSettings, numerics_parts
+from mprun.inspect.numerics import (
+    SCHEMA_VERSION,
+    NumericsResult,
+    NumericsSettings,
+    answer_sentence,
+    numerics_parts,
+)
 from mprun.inspect.passes import in_float64
 from mprun.inspect.question import Given, Measuring, Prepared, of_run
 from mprun.precision.formats import BY_NAME, FP16
@@ -54,6 +61,8 @@ from mprun.watch.updates import DTYPES, OWN_SEED, weights_moved
 ATTEMPTS = 6
 LOWER = 16.0
 MIN_HALF = 2  # Samples in half a batch: batch normalisation takes no fewer
+# Without `numerics.steps`: the steps, those where time is short, and when it is
+STEPS, FEWEST, LONGEST_S = 20, 5, 35.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,15 @@ def steps_to_inspect(plan: Plan, settings: NumericsSettings) -> list[int]:
             f"numerics.warmup={settings.warmup} leaves none of {last} steps to inspect; legal is "
             f"at most {last - 1}, or a longer run (train.max_steps, train.epochs, numerics.span)"
         )
-    count = min(settings.steps, last - first + 1)
+    return _spread(range(first, last + 1), settings.steps or STEPS)
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, evenly spread, with the first and the last."""
+    count = min(count, len(steps))
     if count == 1:
-        return [last]
-    return [first + round(i * (last - first) / (count - 1)) for i in range(count)]
+        return [steps[-1]]
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def inspect_steps(
@@ -92,13 +106,7 @@ def inspect_steps(
     stop: Callable[[], bool],
     report: ReportPart = report_nothing,
 ) -> InspectedSteps:
-    """Train, and inspect some steps.
-
-    Args:
-        plan: the run.
-        settings: which steps, and what is measured in them.
-        stop: asked after each step whether to end.
-        report: is called before each step that is inspected.
+    """Train, and inspect some steps; after each, `stop` is asked whether to end.
 
     Raises:
         RunFailedError: the run failed before the first of them.
@@ -109,7 +117,8 @@ def inspect_steps(
     parts = build_parts(replace(plan, splits=replace(plan.splits, validation=none, test=none)))
     inspector = _StepInspector(plan, settings, parts)
     limits = Limits(None, steps[-1], plan.limits.max_time_s)  # no step after the last inspected
-    trainer = _InspectingTrainer(parts, limits, stop, inspector, steps, report)
+    few = settings.steps is None
+    trainer = _InspectingTrainer(parts, limits, stop, inspector, steps, report, few)
     ended = None
     try:
         trainer.fit()
@@ -194,22 +203,31 @@ class _InspectingTrainer(Trainer):
         inspector: _StepInspector,
         steps: Sequence[int],
         report: ReportPart,
+        few: bool,
     ) -> None:
         super().__init__(parts, limits, stop=stop)
         self._inspector, self._steps, self._report = inspector, steps, report
+        self._few, self._began_s = few, time.monotonic()
 
     def optimizer_step(self, batch: Batch) -> StepResult:
-        number = self.step + 1
+        number, began_s = self.step + 1, time.monotonic()
         if number not in self._steps:
             return super().optimizer_step(batch)
         self._flush()  # a loss that broke a few steps ago ends the run before the inspection
         done, last = len(self._inspector.steps), self._steps[-1]
-        self._report(f"inspecting step {number} of {last}", done, len(self._steps))
+        measured = replace(self._inspector.measured)  # a copy: it keeps what it computed
+        so_far = f"; so far: {answer_sentence(measured.result())}" if done else ""
+        self._report(f"inspecting step {number} of {last}{so_far}", done, len(self._steps))
         self._inspector.before(batch)
         self.parts.clock.start()  # the step begins now: the flush ended the clock's last one
         with self._inspector.measured.of_run.watching():
             result = super().optimizer_step(batch)
         self._inspector.after(number, result)
+        if self._few and not done:
+            now_s = time.monotonic()
+            ordinary_s = (last - number) * (began_s - self._began_s) / max(1, number - 1)
+            room_s = LONGEST_S - (now_s - self._began_s) - ordinary_s
+            self._steps = _spread(self._steps, max(FEWEST, 1 + int(room_s / (now_s - began_s))))
         return result
 
 
@@ -259,8 +277,7 @@ class _StepInspector:
         low = self._bf16_probe.gradients(self._run, batch)
         errors = gradient_errors(exact, low, self._variances)
         seen.passes["bf16"].add(errors, self._bf16_probe.loss, loss, self._deviation)
-        scale = self._fitting_scale(batch)
-        low = self._fp16_probe.gradients(self._run, batch, scale)
+        scale, low = self._in_fitting_scale(batch)
         errors = gradient_errors(exact, low, self._variances)
         seen.passes["fp16"].add(errors, self._fp16_probe.loss, loss, self._deviation, scale)
 
@@ -318,14 +335,14 @@ class _StepInspector:
         # the standard deviation of a half is sqrt(2) of the batch's, that of their difference 2
         self._deviation = abs(losses[0] - losses[1]) / 2
 
-    def _fitting_scale(self, batch: Batch) -> float:
-        """The loss scale for this step alone; also notes the largest gradient."""
+    def _in_fitting_scale(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """The loss scale for this step alone, and float16's gradients; notes the largest, too."""
         size, place = self.measured.exact.largest.worst()
         scale = self._scale_for(size)
         for _ in range(ATTEMPTS):
             largest = LargestGradients(lambda scale=scale: scale)  # type: ignore[misc]
             with largest.following(self._fp16_probe.model):
-                self._fp16_probe.gradients(self._run, batch, scale, largest.follow)
+                low = self._fp16_probe.gradients(self._run, batch, scale, largest.follow)
             if not math.isfinite(self._fp16_probe.loss):
                 break  # the forward pass overflows, at any loss scale
             low_size, low_place = largest.worst()
@@ -334,7 +351,10 @@ class _StepInspector:
                 break
             scale /= LOWER  # it overflowed: float16 computes numbers that float32's pass has not
         self.measured.largest.append((size, str(place)))
-        return self._scale_for(size)
+        fitting = self._scale_for(size)
+        if fitting != scale:
+            low = self._fp16_probe.gradients(self._run, batch, fitting)
+        return fitting, low
 
     def _scale_for(self, size: float) -> float:
         if not 0 < size < math.inf:

@@ -223,10 +223,8 @@ def with_high(gemms: Mapping[str, LinearGemms], high: Collection[str]) -> dict[s
 class GemmCandidates:
     """The GEMMs of a model's linear layers that have a format, by what stays high together.
 
-    Args:
-        gemms: the formats of each layer that the mode converts.
-        per: gemm for each by itself, layer for those of a layer together.
-        device_type: whose autocast to bfloat16 others get.
+    `gemms` are the formats of each layer that the mode converts; `per` is gemm for each by itself,
+    layer for those of a layer together. Others get autocast to bfloat16 of `device_type`.
     """
 
     # SQNR of a gradient: 10 dB, as for 16 bits, would leave nothing of NVFP4's gradients

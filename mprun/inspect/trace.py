@@ -251,7 +251,7 @@ def totals_of(rows: Sequence[TraceRow], step_time_ms: float) -> TraceTotals:
 
 
 def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> list[TraceRow]:
-    """The rows of a step, in the order they ran.
+    """The rows of a step, in the order they ran; `layers` name modules with a dtype of their own.
 
     The ops are from an `OpRecorder` with `CallStack.current` as its `call`; `layers` are names of
     modules with a dtype of their own.

@@ -217,6 +217,14 @@ class _KernelMode(DispatchMode):
         return func(*args, **kwargs)
 
 
+def products_in_float32() -> AbstractContextManager[object]:
+    """Inside, 16-bit products take no longer than float32's, on any CPU.
+
+    They have the dtypes and shapes of native ones; each result is rounded once.
+    """
+    return _KernelMode(set(), dict.fromkeys(PRODUCTS, frozenset(LOW)))
+
+
 def _in_float32(func: Any, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of an op on arguments of `dtype`, computed in float32 and rounded to `dtype`."""
     wide = [x.float() if isinstance(x, Tensor) and x.dtype == dtype else x for x in args]

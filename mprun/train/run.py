@@ -63,7 +63,7 @@ from mprun.watch.nonfinite import RunExceptions
 
 # Two real steps of less take less time than the import of PyTorch's compiler (1.8 s), which the
 # first fake tensor of a process needs
-QUICK_STEP_S = 0.2
+QUICK_STEP_S = 0.5
 
 
 class RunResult(NamedTuple):

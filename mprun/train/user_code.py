@@ -29,6 +29,7 @@ from mprun.errors import (
     place_of,
     text_of,
 )
+from mprun.precision._torch import DispatchMode
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
@@ -110,6 +111,33 @@ def model_of(recipe: Recipe) -> nn.Module:
     """A new model of the recipe; raises as `checked_model`."""
     kind = type(recipe)
     return checked_model(recipe.model(), kind.model, f"model() of {kind.__name__}")
+
+
+def outline_of(recipe: Recipe) -> nn.Module:
+    """A model of the recipe, of which no number is read: on the meta device if it is large.
+
+    PyTorch imports its compiler for many ops there (1.5 s), so a small model is drawn.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with _Small():  # type: ignore[no-untyped-call]
+                return model_of(recipe)
+        except (MemoryError, RuntimeError):  # the latter of a tensor that no memory holds
+            with torch.device("meta"):
+                return model_of(recipe)
+
+
+class _Small(DispatchMode):
+    """Raises `MemoryError` where more numbers are made than a few tenths of a second take."""
+
+    left = 2**25
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.left -= result.numel() if isinstance(result, Tensor) else 0
+        if self.left < 0:
+            raise MemoryError
+        return result
 
 
 def checked_model(made: object, by: object, name: str) -> nn.Module:

@@ -61,11 +61,22 @@ def _group_norm_backward_on_cpu(
     return of_x, of_weight, of_bias
 
 
+def _batch_norm_on_cpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    training: bool, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = any(p is not None and p.dtype is torch.float32 for p in (weight, bias, mean, var))
+    dtype = torch.float32 if wide else x.dtype
+    saved = torch.empty(x.shape[1] if training else 0, dtype=dtype, device=x.device)
+    return _empty_like(x), saved, torch.empty_like(saved)
+
+
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=suggest_memory_format(x))
 
 
 _RESULTS_ON_CPU: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm_on_cpu,
     torch.ops.aten.native_group_norm.default: _group_norm_on_cpu,
     torch.ops.aten.native_group_norm_backward.default: _group_norm_backward_on_cpu,
 }

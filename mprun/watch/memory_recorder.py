@@ -12,7 +12,8 @@ life, so the categories sum to the live bytes at every op:
                             module whose gradient was being computed
 
 A step on fake tensors (`fake_tensors`) has no data, and works for a model larger than the machine.
-Not counted: memory inside kernels, sparse tensors, what an allocator adds by rounding up.
+Not counted: memory inside kernels and their workspaces, sparse tensors, what an allocator adds by
+rounding up.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ REDUCED_IN_PLACE = frozenset(
 """Losses whose kernels reduce into the tensor of the single losses: their scalar keeps its memory.
 
 The result of a fake tensor has the memory of a scalar.
+"""
+
+WORKSPACES = {"mkldnn_rnn_layer": 3}
+"""Ops to the number of the result in which the kernel keeps numbers for its backward pass.
+
+Its size is the library's secret, which fake tensors do not know: it is not counted.
 """
 
 # Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks
@@ -345,7 +352,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         category, owner = "temporary" if later else "activations", context.module
         if owner is None:
             owner = OPTIMIZER if context.phase == "optimizer" else LOSS
-        for x in tensors_of(result):
+        counted = result[: WORKSPACES[name]] if name in WORKSPACES else result
+        for x in tensors_of(counted):
             if not self._is_of_before(x, (args, kwargs)):
                 self._register(x, category, owner)
         phase = "backward" if back else context.phase  # a recomputation is the backward pass's

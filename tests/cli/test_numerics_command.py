@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -275,6 +276,24 @@ def test_steps_are_spread_behind_the_warm_up() -> None:
     assert inspected("numerics.steps=1", "numerics.span=50") == [50]
     assert inspected("numerics.steps=2", "numerics.warmup=0", "numerics.span=9") == [1, 9]
     assert len(set(inspected("numerics.span=25"))) == 20
+
+
+def test_fewer_are_inspected_where_time_is_short_and_each_gives_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds, said = itertools.count(0, 3), list[str]()
+    monkeypatch.setattr(built.time, "monotonic", lambda: next(seconds))
+    chosen = make_plan(compose(LINEAR).config, ())
+
+    def steps(**settings: Any) -> tuple[int, ...]:
+        settings = {"warmup": 0, "span": 9, **settings}
+        report = lambda text, *_: said.append(text)  # noqa: E731
+        return inspect_steps(chosen, NumericsSettings(**settings), lambda: False, report).steps
+
+    assert steps() == (1, 3, 5, 7, 9)
+    assert said[0] == "inspecting step 1 of 9"
+    assert said[1].startswith("inspecting step 3 of 9; so far: float16 and bfloat16 are both good")
+    assert steps(steps=9) == tuple(range(1, 10))
 
 
 # ---- the run is the same -------------------------------------------------------------------------

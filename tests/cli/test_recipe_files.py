@@ -16,7 +16,7 @@ from torch import nn
 
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_lines, read_summary
-from mprun.train.assemble import Plan, footprint, recipe_loading
+from mprun.train.assemble import recipe_loading
 from tests.parity.raw_loop import RawLoop, assert_same, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
@@ -81,26 +81,6 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember the memory of a step of the same code, wherever the file lies."""
-    monkeypatch.setattr("mprun.train.run.footprint", _footprint)
-
-
-def _footprint(plan: Plan, *options: bool) -> tuple[dict[str, int], str | None]:
-    recipe = plan.config.recipe
-    code = Path(recipe.file).read_text(encoding="utf-8") if recipe.file else recipe.name
-    step = f"{code} {recipe.target} {recipe.model} {plan.config.train.optimizer} {plan.batch}"
-    key = f"{step} {plan.policy} {plan.execution} {plan.splits.train.samples} {options}"
-    if key not in _measured:
-        _measured[key] = footprint(plan, *options)
-    counted, why_real = _measured[key]
-    return dict(counted), why_real
-
-
-_measured: dict[str, tuple[dict[str, int], str | None]] = {}
 
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,11 +317,7 @@ def test_statistics_are_not_cast_by_op_lists() -> None:
 
 
 class Underflowing(nn.Module):
-    """Gradients from 70 in the last layer to 1e-9 in the first, or all of them small.
-
-    Args:
-        steep: which of the two.
-    """
+    """Gradients from 70 in the last layer to 1e-9 in the first if `steep`, else all are small."""
 
     def __init__(self, steep: bool) -> None:
         super().__init__()

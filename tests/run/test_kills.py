@@ -34,13 +34,7 @@ COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or sh
 
 
 class Victim:
-    """A run in its folder that is killed, and resumed, until it has ended.
-
-    Args:
-        processes: begins the runs.
-        words: the run's.
-        name: of the run's folder.
-    """
+    """A run in its folder that is killed, and resumed, until it has ended."""
 
     def __init__(self, processes: Forking, words: list[str], name: str) -> None:
         self._processes, self._words = processes, words

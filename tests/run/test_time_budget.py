@@ -132,9 +132,8 @@ def test_slow_code_shows_in_its_category(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, category: str
 ) -> None:
     words = [*RECIPES["mnist"], "train.max_steps=8", "logger=tensorboard"]
-    monkeypatch.setattr(
-        "mprun.train.run.footprint", lambda *_: ({}, None)
-    )  # takes a step of its own
+    # takes a step of its own
+    monkeypatch.setattr("mprun.train.run.footprint", lambda *_: ({}, None))
     place, name = SLOW[category]
     plain = getattr(place, name)
     if category == "evaluation":

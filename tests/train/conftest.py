@@ -17,6 +17,7 @@ from mprun.cli.main import main
 from mprun.train.data import sources
 
 sources.TRAIN_SAMPLES = sources.TEST_SAMPLES = 1000
+mprun.train.run.QUICK_STEP_S = float("inf")  # however busy the machine is
 out = sys.stdout
 for line in sys.stdin:
     words, cwd = json.loads(line)

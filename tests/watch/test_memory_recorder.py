@@ -29,7 +29,7 @@ from mprun.train.assemble import (
     step_memory,
     with_batch_size,
 )
-from mprun.train.assemble.planned_memory import same_step
+from mprun.train.assemble.planned_memory import _on_real_tensors, same_step
 from mprun.train.data import sources
 from mprun.train.loop import Trainer
 from mprun.watch.memory_recorder import (
@@ -216,15 +216,7 @@ def test_fake_tensors_count_what_real_ones_do(words: list[str]) -> None:
     chosen = make_plan(compose(("device=cpu", *words, *GENERATED)).config, ())
     chosen = replace(chosen, fp32_fallback="none")  # the kernels fake tensors stand for
 
-    def real() -> tuple[Any, Any, Trainer]:
-        parts = build_parts(chosen)
-        trainer = Trainer(parts, chosen.limits)
-        return parts, next(parts.train.epoch(parts.order.draw())), trainer
-
-    parts, batch, trainer = real()
-    tensors = (batch.parts[0].inputs[0], batch.parts[0].content[1])
-    found = memory(lambda: trainer.optimizer_step(batch), parts.model, parts.optimizer, tensors)
-    fake = step_memory(chosen)
+    found, fake = _on_real_tensors(chosen), step_memory(chosen)
     assert found.peak_bytes == fake.peak_bytes
     # Behind the backward pass, ops of clipping and optimizers differ.
     end = max(n for n, p in enumerate(fake.points) if p.phase == "backward") + 1
@@ -232,15 +224,18 @@ def test_fake_tensors_count_what_real_ones_do(words: list[str]) -> None:
     for category, row in fake.timeline.items():
         assert found.timeline[category][:end] == row[:end]
     if "half_sr" not in words[1]:  # PyTorch's tracker does not see what our C kernels write
-        assert tracked(*real()) == found.peak_bytes
+        parts = build_parts(chosen)
+        batch = next(parts.train.epoch(parts.order.draw()))
+        assert tracked(parts, batch, Trainer(parts, chosen.limits)) == found.peak_bytes
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_fake_group_norms_have_the_strides_and_dtypes_of_real_ones(
+def test_fake_norms_have_the_strides_and_dtypes_of_real_ones(
     kind: torch.memory_format, stored: torch.dtype
 ) -> None:
     norm, backward = torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward
+    of_batch = torch.ops.aten.native_batch_norm
 
     def results() -> list[Any]:
         found: list[Any] = []
@@ -251,6 +246,8 @@ def test_fake_group_norms_have_the_strides_and_dtypes_of_real_ones(
                 wanted = [True, weight is not None, weight is not None]
                 gradients = backward(out, x, mean, rstd, weight, 2, 6, 16, 3, wanted)
                 found += [out, mean, rstd, *gradients]
+                for running in (torch.ones(6, dtype=stored), None):
+                    found += of_batch(x, weight, weight, running, running, True, 0.1, 1e-5)
         return [None if t is None else (t.shape, t.stride(), t.dtype) for t in found]
 
     real = results()

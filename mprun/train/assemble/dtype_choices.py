@@ -25,7 +25,7 @@ from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_values
 from mprun.records.reader import NotYamlError, read_yaml
-from mprun.train.user_code import model_of
+from mprun.train.user_code import model_of, outline_of
 from mprun.watch.memory_recorder import fake_tensors
 
 
@@ -143,9 +143,7 @@ def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> P
     if policy.gemms == "none":
         return policy
     try:
-        # the meta device, because fake tensors import the compiler (1.3 s)
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = model_of(recipe)
+        model = outline_of(recipe)
     except Exception:  # the user's model may need values: then the run itself reports the mistake
         return policy
     with as_usage_error(f"precision={policy.name}: "):

@@ -40,8 +40,7 @@ from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
 from mprun.train.loop import Schedule
 from mprun.train.machine.speed_choices import SpeedChoice
-from mprun.train.user_code import model_of
-from mprun.watch.memory_recorder import fake_tensors
+from mprun.train.user_code import outline_of
 
 
 def made_by_name(
@@ -172,23 +171,21 @@ def check_optimizer(
     speed: SpeedChoice,
     lr: float,
 ) -> None:
-    """Make the optimizer and its schedule of a model on fake tensors, to report mistakes early.
+    """Make the optimizer and its schedule of an outline of the model, to report mistakes early.
 
-    A model or an optimizer that reads values cannot be made like this; then the run finds out. An
-    optimizer by name is made of values that were checked, so only the model is looked at, on the
-    meta device, which imports less than fake tensors.
+    An optimizer by name is made of values that were checked: only the model is looked at. What
+    cannot be made of a model without numbers is found out by the run.
     """
     try:
+        model = outline_of(recipe)
+        check_trainable(model, recipe)
         if not recipe.makes_optimizer and not recipe.makes_schedule:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                check_trainable(model_of(recipe), recipe)
             return
-        with fake_tensors():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # the run itself shows them
-            model = model_of(recipe)
             stored = {n: row.stored for n, row in layer_precisions(layers, policy).items()}
-            dtype = torch_dtype(policy.param_dtype)
-            convert(model, torch.device("cpu"), dtype, layers=stored)
+            (device,) = {p.device for p in model.parameters()}
+            convert(model, device, torch_dtype(policy.param_dtype), layers=stored)
             section = config.train.optimizer
             optimizer = build_optimizer(section, recipe, model, lr, policy, speed, config.seed)
             build_schedule(config.train, recipe, optimizer, steps=None)

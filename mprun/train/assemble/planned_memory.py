@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mprun.config import Config
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import MprunError, UsageError
+from mprun.precision.arithmetic import products_in_float32
 from mprun.precision.nested import all_tensors, map_tensors
 from mprun.records.layer_values import without_formats
 from mprun.train.assemble.parts import batch_form, build_parts
@@ -121,8 +122,11 @@ def _on_real_tensors(plan: Plan) -> StepMemory:
     # a plan of `load_shapes` has shapes alone, and a real step needs values
     if isinstance(plan.splits.train, TensorSet) and plan.splits.train.device.type == "meta":
         plan = replace(plan, splits=load_data(plan.recipe, data_request(plan.config)))
+    # a skipped step has no optimizer state: no gradient overflows at the smallest scale there is
+    scale = replace(plan.config.loss_scale, value=1.0)
+    plan = replace(plan, config=replace(plan.config, loss_scale=scale))
     # building draws weights, and the run's random numbers must not move
-    with plan.backend_flags(), torch.random.fork_rng(devices=[]):
+    with plan.backend_flags(), torch.random.fork_rng(devices=[]), products_in_float32():
         parts = build_parts(plan)
         with closing(parts.train.epoch(parts.order.draw())) as batches:
             return _of_step(plan, parts, next(batches).trained)
@@ -190,15 +194,14 @@ def footprint(
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
     The second value is the reason why the step could not be one on fake tensors, else None. The
-    process's random numbers are restored. `real` is as in `step_memory`; `quick`: real steps are
-    quick, so they are taken rather than PyTorch's compiler imported (1.8 s), which the first fake
-    tensor does.
+    process's random numbers are restored. `real` is as in `step_memory`; `quick`: steps take so
+    little time that real ones are taken. The first fake tensor imports PyTorch's compiler (1.8 s).
     """
     if (parallel := plan.config.parallel).world_size > 1:
         raise MprunError(
             f"it is counted for one process alone, not for {parallel.world_size} of {parallel.name}"
         )
     with untouched():
-        quick = quick and as_native(plan) is plan and "torch._dynamo" not in sys.modules
-        counted = _on_real_tensors(plan) if quick else step_memory(plan, real)
+        takes_real = quick and "torch._dynamo" not in sys.modules
+        counted = _on_real_tensors(as_native(plan)) if takes_real else step_memory(plan, real)
     return counted.totals, counted.why_real

@@ -55,14 +55,9 @@ class SpeedChoice:
 def choose(
     speed: str, device_type: str, compute_dtype: str, optimizer: str, amx: bool = False
 ) -> SpeedChoice:
-    """The row for a run.
+    """The row for a run, whose convolutions are in `compute_dtype`.
 
-    Args:
-        speed: plain or auto.
-        device_type: cpu or cuda.
-        compute_dtype: the dtype of convolutions.
-        optimizer: sgd, rmsprop or adamw.
-        amx: whether the CPU multiplies bfloat16 in tiles (`machine.has_amx`).
+    `amx`: whether the CPU multiplies bfloat16 in tiles (`machine.has_amx`).
     """
     default = SpeedChoice("contiguous", "foreach" if device_type == "cuda" else "forloop")
     if speed == "plain":

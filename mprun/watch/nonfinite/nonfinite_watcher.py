@@ -330,7 +330,7 @@ class StateTensor(NamedTuple):
 
 
 class StateCheck:
-    """Checks the tensors of a model and its optimizers that outlast a step.
+    """Checks the tensors of a model and its optimizers, if it is trained, that outlast a step.
 
     The watcher knows the origins, and receives new ones.
     """
