@@ -31,7 +31,7 @@ help:
 	@echo "make clean  remove the virtual environment and the caches"
 
 # A stamp is written last, so an interrupted install is begun again.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard mprun/precision/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "mprun needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	@echo "Installing mprun and PyTorch into $(VENV) (several GB, a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)

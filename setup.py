@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("mprun", "precision", "kernels")
 SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
-"""What the library is built from: as in prebuilt.py of that folder, which compares them."""
+"""What the library is built from: as in __init__.py of that folder, which compares them."""
 # Without contraction to fused multiply-add, and without unsafe math: the bits are PyTorch's.
 FLAGS = [
     *("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math"),

@@ -1,18 +1,24 @@
-"""The first hour on an accelerator: everything that a machine without one could not show.
+"""The first minutes on an accelerator: everything that a machine without one could not show.
 
-    python -m benchmarks.first_hour --out FOLDER [--budget-s 1500] [--parts NAME ...] [--toy]
+    python -m benchmarks.first_hour --out FOLDER [--budget-s 480] [--parts NAME ...] [--toy]
+    python -m benchmarks.first_hour --prepare FOLDER [--python 3.12]
 
 Each piece is a process of its own with a time limit, so that a crash, a hang or a wrong answer of
-one ends no other; what the budget does not reach is listed as such. Needs no network. Parts, in
-order of how much depends on them:
+one ends no other; what the budget does not reach is listed as such. Needs no network: `--prepare`
+fills a folder with the wheels that such a machine lacks, and mprun's own. Parts, in the order of
+how much they tell:
 
-    machine     mprun doctor: rates per format, which modes are native
+    steps       two recipes in every mode: time of a step, of the host alone, launches and
+                synchronizations, seconds of the first step and of compiling, over bf16_mixed
+    float8      one layer in 8 bits over bfloat16, by its size
+    compile     the first step with an empty cache of compiled code, and with what that left
     tests       tests/gpu: every mode beside the CPU, synchronizations, clocks, memory, bits,
                 float8, graphs, one process of ddp and fsdp2
+    machine     mprun doctor: rates per format, which modes are native
     commands    do the commands that measure answer there?
-    speed       three recipes that fill the card, mode by mode, in turns with a raw loop
+    optimizers  benchmarks.optimizers, of one large tensor and of 150 small ones
+    speed       recipes that fill the card, mode by mode, in turns with a raw loop
     observe     what watching a loop adds to its step
-    optimizers  benchmarks.optimizers
 
 Writes FOLDER/first_hour.json after every piece and FOLDER/first_hour.md at the end, and prints what
 to mend first. `--toy` takes small sizes, to try this on a CPU.
@@ -28,21 +34,29 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import mprun
 from benchmarks.alternate import alternate
-from benchmarks.raw_loop import Case, compare, planned
+from benchmarks.raw_loop import Case, compare, of_full_batches, planned
 from mprun import observe
+from mprun.inspect.step_roofline import layer_us
+from mprun.optim import engines
 from mprun.precision import backend_flags, devices
+from mprun.precision._torch import compiling_s
+from mprun.train.assemble import Plan, build_parts
+from mprun.train.loop import Limits, Trainer
+from mprun.train.machine.doctor_result import Shape
 from mprun.train.machine.machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +82,14 @@ CASES = {
         8,
     ),
 }
+STEPS = ("char_gpt 12 x 768, 1024 x 16", "fashion_mnist, batch 256")
+"""Cases of the part `steps`."""
+FIRST, MEASURED = 3, 10
+"""Steps before those that are measured, and their number."""
+SLOWEST = 1.05
+"""A mode that moves fewer bytes than bf16_mixed should not be slower by more than this."""
+FEATURES = (1024, 2048, 4096, 8192)
+"""Of the layers of the part `float8`, with twice as many samples."""
 TOY_CASES = {"linear": Case(("recipe=linear",), 5, 4)}
 MODES = (
     *("fp32", "tf32", "bf16_mixed", "fp16_mixed", "bf16_true", "bf16_sr", "half_sr"),
@@ -87,6 +109,8 @@ class Hour:
     workplace: Path
     results: dict[str, Any] = field(default_factory=dict)
     mend: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables of the pieces."""
 
     @property
     def left_s(self) -> float:
@@ -108,7 +132,7 @@ class Hour:
                 errors="replace",
                 timeout=limit_s,
                 cwd=self.workplace,
-                env={**os.environ, "COLUMNS": "120"},
+                env={**os.environ, "COLUMNS": "120", **self.environment},
                 check=False,
             )
         except subprocess.TimeoutExpired as late:
@@ -116,14 +140,17 @@ class Hour:
             return "too long", raw.decode(errors="replace") if isinstance(raw, bytes) else raw
         return ("ok" if ended.returncode == 0 else "failed"), ended.stdout
 
-    def piece(self, what: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
-        """The JSON object that a process prints after RESULT, or how it failed."""
+    def rows(self, what: str, words: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
+        """The JSON objects that a process prints after RESULT, and how it failed, if it did."""
         state, said = self.run(words, limit_s)
-        for line in reversed(said.splitlines()):
-            if line.startswith(RESULT):
-                found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-                return found
-        return {"failed": self.note(what, state, said)}
+        lines = [x for x in said.splitlines() if x.startswith(RESULT)]
+        found: list[dict[str, Any]] = [json.loads(x.removeprefix(RESULT)) for x in lines]
+        return found if state == "ok" else [*found, {"failed": self.note(what, state, said)}]
+
+    def own(self, *words: str) -> list[str]:
+        """The words of a process that measures one thing: see `_is_one`."""
+        given = ["-m", "benchmarks.first_hour", *words, "--device", self.device]
+        return [*given, *(["--toy"] if self.toy else [])]
 
     def note(self, what: str, state: str, said: str) -> str:
         """Put a failure on the list of what to mend; its last line."""
@@ -150,6 +177,55 @@ class Hour:
         }
         text = json.dumps(content, indent=1)
         (self.out / "first_hour.json").write_text(text, encoding="utf-8")
+
+
+def steps(hour: Hour) -> Any:
+    """A step in every mode, and what the host adds to it."""
+    table: dict[str, Any] = {}
+    for case in TOY_CASES if hour.toy else STEPS:
+        modes = TOY_MODES if hour.toy else MODES
+        rows = hour.rows(f"steps of {case}", hour.own("--one-steps", case, *modes), 150)
+        base = next((row["ms"] for row in rows if row.get("mode") == "bf16_mixed"), None)
+        for row in rows:
+            name = f"{case}, {row.pop('mode', 'end')}"
+            row["over bf16_mixed"] = row["ms"] / base if base and "ms" in row else None
+            if row.get("synchronizations"):
+                hour.mend.append(f"{name}: {row['synchronizations']} synchronizations a step")
+            is_ours = any(f", {mode}" in name for mode in ("bf16_sr", "bf16_true", "half_sr"))
+            if is_ours and (row["over bf16_mixed"] or 0) > SLOWEST:
+                hour.mend.append(f"{name}: {row['over bf16_mixed']:.2f} times bf16_mixed's step")
+            table[name] = row
+    return table
+
+
+def float8(hour: Hour) -> Any:
+    """A layer in 8 bits over bfloat16, both compiled."""
+    if hour.toy:
+        return {"left out": "a CPU has no products in 8 bits"}
+    rows = hour.rows("float8", hour.own("--one-float8"), 120)
+    for row in rows:
+        for mode in ("fp8_tensorwise", "fp8_rowwise"):
+            if row.get("features", 0) >= 4096 and row.get(mode, 0) > 1:
+                hour.mend.append(f"{mode} at {row['features']} features: {row[mode]:.2f}")
+    return {str(row.pop("features", "end")): row for row in rows}
+
+
+def compiling(hour: Hour) -> Any:
+    """The first step with an empty cache of compiled code, and with a filled one."""
+    case = next(iter(TOY_CASES if hour.toy else STEPS))
+    modes = ("bf16_sr",) if hour.toy else ("bf16_sr", "fp8_rowwise")
+    table: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        hour.environment = {
+            name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        }
+        for cache in ("empty", "filled"):
+            for row in hour.rows(f"compile, {cache}", hour.own("--one-steps", case, *modes), 90):
+                names = ("first_step_s", "compile_s", "failed")
+                kept = {name: row[name] for name in names if name in row}
+                table[f"{row.get('mode', 'end')}, {cache} cache"] = kept
+        hour.environment = {}
+    return table
 
 
 def machine(hour: Hour) -> Any:
@@ -216,8 +292,9 @@ def speed(hour: Hour) -> Any:
     rows: dict[str, Any] = {}
     for case in TOY_CASES if hour.toy else CASES:
         for mode in TOY_MODES if hour.toy else MODES:
-            words = ["-m", "benchmarks.first_hour", "--one-speed", case, mode]
-            row = hour.piece(f"speed of {case}, {mode}", [*words, "--device", hour.device], 120)
+            row = hour.rows(f"speed of {case}, {mode}", hour.own("--one-speed", case, mode), 120)[
+                -1
+            ]
             rows[f"{case}, {mode}"] = row
             if row.get("low", 0) > MAX_RATIO and not hour.toy:
                 hour.mend.append(
@@ -230,27 +307,116 @@ def speed(hour: Hour) -> Any:
 
 def observed(hour: Hour) -> Any:
     """A watched loop's step beside the same loop unwatched."""
-    words = ["-m", "benchmarks.first_hour", "--one-observe", "--device", hour.device]
-    return {"12 layers": hour.piece("observe", [*words, *(["--toy"] if hour.toy else [])], 120)}
+    return {"12 layers": hour.rows("observe", hour.own("--one-observe"), 120)[-1]}
 
 
 def optimizers(hour: Hour) -> Any:
     """The lines of benchmarks.optimizers."""
-    words = ["-m", "benchmarks.optimizers", "--size", "100000" if hour.toy else "10000000"]
-    state, said = hour.run(words, 150)
-    if state != "ok":
-        return {"failed": hour.note("benchmarks.optimizers", state, said)}
-    return [line for line in said.splitlines() if " ratio " in line and not line.startswith("{")]
+    lines = []
+    for size, tensors in ((100_000 if hour.toy else 10_000_000, 1), (64, 150)):
+        words = ["--size", str(size), "--tensors", str(tensors)]
+        state, said = hour.run(["-m", "benchmarks.optimizers", *words], 150 if hour.toy else 60)
+        if state != "ok":
+            lines.append(hour.note("benchmarks.optimizers", state, said))
+        lines.append(f"{tensors} x {size}")
+        lines += [x for x in said.splitlines() if " ratio " in x and not x.startswith("{")]
+    return lines
 
 
 PARTS: Mapping[str, Callable[[Hour], Any]] = {
-    "machine": machine,
+    "steps": steps,
+    "float8": float8,
+    "compile": compiling,
     "tests": tests,
+    "machine": machine,
     "commands": commands,
+    "optimizers": optimizers,
     "speed": speed,
     "observe": observed,
-    "optimizers": optimizers,
 }
+
+
+def one_steps(name: str, modes: Sequence[str], device: str) -> None:
+    """Measure the steps of a case in each mode, in this process."""
+    case = {**CASES, **TOY_CASES}[name]
+    overrides = (*case.overrides, "data.source=generated", "data.eval_limit=512")
+    for mode in modes:
+        before_s = compiled_s()
+        plan = planned(case._replace(overrides=overrides), mode, device)
+        row: dict[str, Any] = {"mode": mode, "execution": plan.execution}
+        try:
+            with backend_flags(plan.policy):
+                row |= measured_steps(plan)
+        except Exception as error:  # the other modes follow
+            row["failed"] = f"{type(error).__name__}: {error}"[:200]
+        row["compile_s"] = compiled_s() - before_s
+        print(RESULT + json.dumps(row), flush=True)
+
+
+def compiled_s() -> float:
+    """Seconds of compiling in this process."""
+    return compiling_s() + sum(engines.FIRST_LAUNCH_S.values())
+
+
+def measured_steps(plan: Plan) -> dict[str, Any]:
+    """Time of a step, of the host in it, launches and synchronizations: medians."""
+    trainer = Trainer(parts := build_parts(of_full_batches(plan)), Limits(None, None, None))
+    batch = parts.layout.weighted(next(parts.train.epoch(parts.order.draw(), skip=0)).trained)
+    device, on_cuda = plan.device, plan.device.type == "cuda"
+    parts.model.train()
+
+    def step() -> tuple[float, float]:
+        devices.synchronize(device)
+        began = time.perf_counter()
+        trainer.optimizer_step(batch)
+        host_s = time.perf_counter() - began
+        devices.synchronize(device)
+        return time.perf_counter() - began, host_s
+
+    first_s = step()[0]
+    for _ in range(FIRST):
+        step()
+    times = [step() for _ in range(MEASURED)]
+    row = {"ms": median(x for x, _ in times) * 1e3, "host_ms": median(x for _, x in times) * 1e3}
+    with torch.profiler.profile() as profile:
+        step()
+    names = [event.name for event in profile.events()]
+    row["launches"] = sum(1 for x in names if "LaunchKernel" in x)
+    if on_cuda:
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.optimizer_step(batch)
+    if on_cuda:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = sum("synchronizing" in str(x.message) for x in caught)
+    return {**row, "synchronizations": waits, "first_step_s": first_s}
+
+
+def one_float8(device: str) -> None:
+    """Measure layers of each size in bfloat16 and in 8 bits, compiled, in this process."""
+    for features in FEATURES:
+        shape = Shape(2 * features, features, features)
+        base = layer_us(shape, None, torch.device(device))
+        row = {"features": features, "bfloat16_us": base}
+        for mode in ("fp8_tensorwise", "fp8_rowwise"):
+            row[mode] = layer_us(shape, mode, torch.device(device)) / base
+        print(RESULT + json.dumps(row), flush=True)
+
+
+def prepare(folder: Path, python: str) -> None:
+    """Fill a folder with wheels for a Linux machine with PyTorch and without a network."""
+    pip = [sys.executable, "-m", "pip"]
+    platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17)]
+    chosen = [*platforms, "--platform=manylinux2014_x86_64", f"--python-version={python}"]
+    lacking = ["hydra-core", "omegaconf<2.4", "msgspec", "torchao"]
+    quiet = ["-q", "--no-deps"]
+    download = [*pip, "download", *quiet, "--only-binary=:all:", "--implementation=cp", *chosen]
+    subprocess.run([*download, "-d", str(folder), *lacking], check=True)
+    # No wheel of this one exists, and mprun's own has its compiled kernels
+    own = ["antlr4-python3-runtime==4.9.3", str(ROOT)]
+    subprocess.run([*pip, "wheel", *quiet, "-w", str(folder), *own], check=True)
+    print(f"there: python3 -m pip install --no-index --no-deps {folder.name}/*.whl")
 
 
 def one_speed(name: str, mode: str, device: str) -> None:
@@ -341,23 +507,40 @@ def workplace(scratch: Path) -> Path:
     return scratch
 
 
+def _is_one(given: argparse.Namespace) -> bool:
+    """Whether one measurement was asked for; it is done."""
+    if given.prepare is not None:
+        prepare(given.prepare.resolve(), given.python)
+    elif given.one_speed is not None:
+        case, mode = given.one_speed
+        one_speed(case, mode, given.device)
+    elif given.one_steps is not None:
+        one_steps(given.one_steps[0], given.one_steps[1:], given.device)
+    elif given.one_float8:
+        one_float8(given.device)
+    elif given.one_observe:
+        one_observe(given.device, given.toy)
+    else:
+        return False
+    return True
+
+
 def main() -> None:
     """Carry out the parts, or one measurement of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--budget-s", type=float, default=1500)
+    parser.add_argument("--budget-s", type=float, default=480)
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER")
+    parser.add_argument("--python", default="3.12", help="of the machine that is prepared for")
     parser.add_argument("--device", default=str(devices.find("auto")))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--one-speed", nargs=2, metavar=("CASE", "MODE"), help="print one result")
+    parser.add_argument("--one-steps", nargs="+", metavar="CASE MODE", help="print results")
+    parser.add_argument("--one-float8", action="store_true", help="print results")
     parser.add_argument("--one-observe", action="store_true", help="print one result")
     given = parser.parse_args()
-    if given.one_speed is not None:
-        case, mode = given.one_speed
-        one_speed(case, mode, given.device)
-        return
-    if given.one_observe:
-        one_observe(given.device, given.toy)
+    if _is_one(given):
         return
     if given.out is None:
         parser.error("--out FOLDER is missing")

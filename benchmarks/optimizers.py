@@ -1,9 +1,10 @@
 """AdamW over 16-bit parameters with stochastic rounding, against PyTorch's fused float32 AdamW.
 
-    python -m benchmarks.optimizers [--size N]
+    python -m benchmarks.optimizers [--size N] [--tensors N]
 
 One step over one tensor, the two taking turns in one process (`alternate.py`); with torchao
-installed, its AdamW with stochastic rounding (compiled, bfloat16 parameters) as well.
+installed, its AdamW with stochastic rounding (compiled, bfloat16 parameters) as well. With
+`--tensors 150` the size is that of each of 150 tensors: small ones show the time of the host.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from typing import NamedTuple
 
 import torch
 
@@ -36,44 +38,52 @@ def times(step: Callable[[], object], device: torch.device) -> Iterator[float]:
         yield time.perf_counter() - start
 
 
-def parameter(size: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """A parameter [size] with a gradient, both standard normal."""
-    p = torch.nn.Parameter(torch.randn(size, device=device).to(dtype))
-    p.grad = torch.randn(size, device=device).to(dtype)
-    return p
+class Sizes(NamedTuple):
+    """Of the parameters."""
+
+    size: int
+    tensors: int
+    device: torch.device
+
+    def made(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+        """Parameters [size] with gradients, both standard normal."""
+        made = []
+        for _ in range(self.tensors):
+            p = torch.nn.Parameter(torch.randn(self.size, device=self.device).to(dtype))
+            p.grad = torch.randn(self.size, device=self.device).to(dtype)
+            made.append(p)
+        return made
 
 
-def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+def candidates(sizes: Sizes) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is compared with fused float32 AdamW: a name and one step."""
     for dtype in (torch.bfloat16, torch.float16):
         name = dtype_name(dtype)
         for moments in (torch.float32, dtype):
-            made = AdamW(
-                [parameter(size, dtype, device)], momentum_dtype=moments, variance_dtype=moments
-            )
+            made = AdamW(sizes.made(dtype), momentum_dtype=moments, variance_dtype=moments)
             yield f"{name}, moments {dtype_name(moments)}, stochastic", made.step
-        nearest = AdamW([parameter(size, dtype, device)], rounding="nearest")
+        nearest = AdamW(sizes.made(dtype), rounding="nearest")
         yield f"{name}, moments float32, nearest", nearest.step
-        kahan = AdamW([parameter(size, dtype, device)], rounding="kahan")
+        kahan = AdamW(sizes.made(dtype), rounding="kahan")
         yield f"{name}, moments float32, kahan", kahan.step
     codes = AdamW(
-        [parameter(size, torch.bfloat16, device)],
+        sizes.made(torch.bfloat16),
         momentum_dtype=torch.uint8,
         variance_dtype=torch.uint8,
     )
     yield "bfloat16, moments uint8, stochastic", codes.step
-    split = AdamW([parameter(size, torch.bfloat16, device)], rounding="split")
+    split = AdamW(sizes.made(torch.bfloat16), rounding="split")
     yield "bfloat16, moments float32, masters of 24 bits", split.step
-    if device.type == "cpu":
-        eager = AdamW([parameter(size, torch.bfloat16, device)], engine="eager")
+    if sizes.device.type == "cpu":
+        eager = AdamW(sizes.made(torch.bfloat16), engine="eager")
         yield "bfloat16, moments float32, stochastic, no kernels", eager.step
     try:
         from torchao.optim import AdamW8bit, _AdamW
     except ImportError:
         return
-    theirs = _AdamW([parameter(size, torch.bfloat16, device)], bf16_stochastic_round=True)
+    theirs = _AdamW(sizes.made(torch.bfloat16), bf16_stochastic_round=True)
     yield "torchao: bfloat16, moments bfloat16, stochastic", theirs.step
-    theirs = AdamW8bit([parameter(size, torch.bfloat16, device)], bf16_stochastic_round=True)
+    theirs = AdamW8bit(sizes.made(torch.bfloat16), bf16_stochastic_round=True)
     yield "torchao: bfloat16, moments uint8, stochastic", theirs.step
 
 
@@ -82,17 +92,19 @@ def main() -> None:
     steady_heap()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=10_000_000)
-    size = parser.parse_args().size
+    parser.add_argument("--tensors", type=int, default=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = Sizes(**vars(parser.parse_args()), device=device)
     torch.manual_seed(0)
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, engine {fastest(device, 'adamw')}; {size} parameters, "
+        f"torch {torch.__version__}, engine {fastest(device, 'adamw')}; {sizes.tensors} x "
+        f"{sizes.size} parameters, "
         f"{BLOCKS} alternating steps"
     )
     rows = {}
-    for name, step in candidates(size, device):
-        fused = torch.optim.AdamW([parameter(size, torch.float32, device)], fused=True)
+    for name, step in candidates(sizes):
+        fused = torch.optim.AdamW(sizes.made(torch.float32), fused=True)
         comparison = alternate(times(fused.step, device), times(step, device))
         rows[name] = comparison._asdict()
         print(f"{name:52} {comparison}", flush=True)

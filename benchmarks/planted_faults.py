@@ -80,19 +80,19 @@ _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result =>
 dampening optim/optimizers.py The first step of SGD is dampened.
 isinstance(step, Tensor) else step > 1 => isinstance(step, Tensor) else step > 0
 infinite-decay optim/optimizers.py An infinite weight becomes NaN.
-decay = torch.where(torch.isfinite(w), w * h[5], 0.0) => decay = w * h[5]
+decay = w.nan_to_num(0.0, 0.0, 0.0) * h[5] => decay = w * h[5]
 root-zero optim/formulas.py Small roots of second moments become 0, and are divided by.
 torch.where(floor, codes.clamp(min=1), codes).to(DTYPE) => codes.to(DTYPE)
 root-loaded optim/state.py A loaded root is taken for the second moment.
 _taken(state, f"{second}_root", True) ** 2 => _taken(state, f"{second}_root", True)
 block-bits optim/engines.py Every block of a tensor is rounded with the bits of the first one.
-index = _indices(part.param, first + start) => index = _indices(part.param, first)
+_indices(of_part, first + at - begin) => _indices(of_part, first)
 master-narrow optim/masters.py Gradients of masters are unscaled in 16 bits.
 p.grad.float() * factor => (p.grad * factor).float()
 norm-narrow optim/state.py The norm of float16 gradients overflows.
 torch.linalg.vector_norm(g, dtype=torch.float32) => torch.linalg.vector_norm(g)
 group-options optim/base.py All groups of parameters take the options of the first one.
-known = id(update.group), update.state["step"] => known = 0, update.state["step"]
+*self.hyper(self.param_groups[group], taken) => *self.hyper(self.param_groups[0], taken)
 bonferroni study/compare/statistics.py Every p-value is multiplied by the number of tests.
 p_values[index] * (len(p_values) - rank) => p_values[index] * len(p_values)
 two-sided study/compare/verdicts.py The interval that decides on equivalence has the wrong level.
@@ -124,7 +124,7 @@ metric = copy.deepcopy(entry.metric) => metric = entry.metric
 evaluation-time train/stopwatch.py Training takes the time that evaluation needs.
 self._step_s + evaluation_s >= self._ends_at => self._step_s >= self._ends_at
 worst-epoch train/recorder.py Of a loss the worst epoch is kept as the best.
-score = number(value) if self._metric.higher_is_better else -number(value) => score = number(value)
+score = float(value) if self._metric.higher_is_better else -float(value) => score = float(value)
 range-mixed train/init_from.py Weights that float16 casts harm get no warning.
 "float16" in (policy.param_dtype, policy.compute_dtype) => policy.param_dtype == "float16"
 skipped-last train/recorder.py Only the skipped steps of the last lines are counted.

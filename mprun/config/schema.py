@@ -123,6 +123,8 @@ class SpeedConfig:
     """The name of the option: auto chooses what is fastest here, plain is the simple loop."""
     compile: bool | str = "auto"
     """Compile the model with `torch.compile`: true, false, or auto: where it was seen to pay."""
+    optimizer_in_backward: bool = False
+    """Update parameters in the backward pass and free their gradients: less memory, equal bits."""
 
 
 @dataclass

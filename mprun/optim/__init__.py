@@ -4,8 +4,8 @@ With rounding to nearest, a 16-bit parameter does not change by small updates. T
 compute a step in float32 and round it once: stochastically, with a remainder, or to nearest. Others
 get float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.
 
-How data goes through: `base.py` hands a parameter, its gradient and state to `engines.py`, which
-takes its formula (`optimizers.py`) and runs it in C (on a CPU), compiled, or eagerly.
+How data goes through: `base.py` hands parameters, gradients and state to `engines.py`, which runs
+their formula (`optimizers.py`) over all of them: in C, as a Triton kernel on a GPU, or eagerly.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer

@@ -19,16 +19,16 @@ for its `unscale_`. `scaled_step` also checks them for infinities and clips them
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from mprun.optim import engines, formulas
-from mprun.optim.engines import ENGINES, Operands
+from mprun.optim.engines import ENGINES, Operands, Row, Step, TensorList
 from mprun.optim.formulas import HYPERS, Storage
 from mprun.optim.state import (
     DTYPES,
@@ -42,14 +42,18 @@ from mprun.optim.state import (
     second_name,
 )
 from mprun.precision import devices
-from mprun.precision._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
+from mprun.precision._torch import (
+    EagerOptimizer,
+    is_fake,
+    load_hooks_run,
+    write_count,
+    zero_grad,
+)
 from mprun.precision.loss_scale import ALONE, Combine, ScaledOptimizer, device_of_gradients
-from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
+from mprun.precision.random_bits import NAME, START, shared, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.records.policy_columns import COMPENSATED, ROUNDINGS
 
-SITES = 3  # Results of a parameter's step that are rounded: the parameter and two moments
-NO_KEYS = (Key(0, 0),) * SITES  # For steps that draw no random bits
 MOMENT_DTYPES = (*DTYPES, formulas.DTYPE)
 
 
@@ -83,9 +87,9 @@ class StorageOptions(TypedDict, total=False):
     optimizers two seeds.
     """
     engine: str | None
-    """c, inductor or eager; None (the default) for the fastest one.
+    """c, triton or eager; None (the default) for the fastest one.
 
-    A named engine has no substitute: with c and no compiler the step fails.
+    A named engine has no substitute: with c and no kernels the step fails.
     """
 
 
@@ -93,18 +97,61 @@ class _Update(NamedTuple):
     """The update of one parameter."""
 
     p: Tensor
-    group: dict[str, Any]
+    group: int
     number: int  # Of its random bits
     start: int  # The index of its first element, of a shard in the whole
     state: dict[str, Tensor]
     storage: Storage
     engine: str
-    on_host: bool  # Whether numbers can be read at once
+    entries: Sequence[str | None]  # Of `state`, in the order of `Operands`
 
     @property
-    def is_run(self) -> bool:
-        """False for fake tensors: what compiles allocates nothing."""
-        return self.engine == "eager" or not is_fake(self.p)
+    def tensors(self) -> list[Tensor | None]:
+        """Those of `Operands`."""
+        return [self.p.detach(), *(None if x is None else self.state[x] for x in self.entries)]
+
+    def row(self, place: int, flat: Sequence[Tensor | None]) -> Row:
+        """Of a batch, with `tensors` in one piece each."""
+        return Row(place, Operands(*flat), self.number, self.start)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Part:
+    """The parameters on one device that have a gradient, and how a step updates them."""
+
+    updates: list[_Update]
+    on_host: bool  # Whether numbers can be read at once
+    steps: Tensor  # [updates]; `step` in the state of each is a view of it
+    batches: list[TensorList]
+    groups: dict[int, slice]  # The updates of each
+    strided: list[int]  # Updates with a tensor that is not in one piece: they are copied at a step
+    version: int = -1  # Of `steps` when `taken` was true; -1: it is not known
+    taken: list[tuple[int, float]] = field(default_factory=list)  # Groups, and attempts taken
+    index: Tensor = field(default_factory=lambda: torch.empty(0))  # Of `taken`, for each update
+
+    def read(self) -> None:
+        """Read the attempts that were taken, where another has written them since."""
+        if write_count(self.steps) != self.version:
+            own = [(u.group, x) for u, x in zip(self.updates, self.steps.tolist(), strict=True)]
+            self.taken = list(dict.fromkeys(own))
+            self.index = torch.tensor([self.taken.index(x) for x in own])
+
+    def count(self) -> None:
+        """Count one more."""
+        self.steps.add_(1)
+        self.taken = [(group, taken + 1) for group, taken in self.taken]
+        self.version = write_count(self.steps)
+
+
+MOST_PLANS = 16  # Sets of parameters that have gradients, such as those of parts of a backward pass
+
+
+@dataclass(frozen=True)
+class _StepPlan:
+    """What the steps have in common while nothing changes but gradients and constants."""
+
+    seen: list[Any]
+    parts: list[_Part]
 
 
 class GradScaledOptimizer(EagerOptimizer, ScaledOptimizer):
@@ -138,7 +185,7 @@ class GradScaledOptimizer(EagerOptimizer, ScaledOptimizer):
             TypeError: a dtype or a kind of tensor that is not taken.
             ValueError: gradient or state differ from the parameter in shape, or engine c was named
                 and the parameter is not on the CPU.
-            NoCompilerError: engine c was named and cannot be compiled.
+            NoKernelsError: engine c was named and there are no compiled kernels.
         """
         loss = None
         if closure is not None:
@@ -225,7 +272,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             "attempts": 0,
         }
         self.engine = engine
-        self._hypers: dict[tuple[int, float], Tensor] = {}
+        self._plans: dict[tuple[bool, ...], _StepPlan] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -254,7 +301,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
                 raise ValueError(f"{name}={value}; legal is 0 or more")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "engine": self.engine}
+        return {**super().__getstate__(), "engine": self.engine, "_plans": {}}
 
     @abstractmethod
     def formula_of(self, group: dict[str, Any]) -> str:
@@ -279,43 +326,78 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         return [g for g in gradients if g.numel()]
 
     def _step(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        factor = None if scale is None else scale.reciprocal().float()
-        self._hypers = {}  # the parameters of a group that have taken as many steps share them
-        updates = self._updates()
-        on_host = [update for update in updates if update.on_host]
-        if on_host and (skip is None or not skip.item()):
-            one = torch.ones((), device="cpu")  # adding a Python number takes three times as long
-            for update in on_host:
-                update.state["step"].add_(one)
-            for update in on_host:
-                self._run(update, self._on_host(update, factor), None)
-        on_device = [update for update in updates if not update.on_host and update.is_run]
-        if on_device:
-            steps = [update.state["step"] for update in on_device]
-            add_to_all(steps, 1.0 if skip is None else 1 - skip)
-            for update, hyper in zip(on_device, self._on_device(on_device, factor), strict=True):
-                self._run(update, hyper, skip)
-
-    def _updates(self) -> list[_Update]:
-        """What the step updates; all of it is checked before any of it changes."""
-        updates, position = [], 0
+        given = tuple([p.grad is None for group in self.param_groups for p in group["params"]])
+        plan = self._plans.get(given)
+        if plan is None or plan.seen != self._seen():
+            parts = self._parts()
+            is_real = not any(is_fake(u.p) for part in parts for u in part.updates)
+            plan = _StepPlan(self._seen() if is_real else [], parts)
+            if len(self._plans) == MOST_PLANS:
+                self._plans.clear()
+            self._plans[given] = plan
         for group in self.param_groups:
             # Skipped steps count too: it numbers random bits alone, and no device has to be asked
             group["attempts"] += 1
+        for part in plan.parts:
+            if not part.on_host:
+                self._run(part, scale, skip)
+            elif skip is None or not skip.item():
+                self._run(part, scale, None)
+
+    def _seen(self) -> list[Any]:
+        """All that a plan depends on: some calls of C for each parameter, and none of Python."""
+        groups = self.param_groups
+        params = [p for group in groups for p in group["params"]]
+        gradients = [p.grad for p in params]
+        entries = [x for state in self.state.values() for x in state.values()]
+        if params and is_fake(params[0]):
+            return [object()]
+        return [
+            self.engine,
+            [
+                (*_options(group), self.formula_of(group), self.keeps_first(group))
+                for group in groups
+            ],
+            [len(group["params"]) for group in groups],
+            [(id(p), p.data_ptr(), p.numel(), p.dtype, p.is_contiguous()) for p in params],
+            [(getattr(p, NAME, None), getattr(p, START, 0)) for p in params],
+            [
+                g is None
+                or (g.layout, g.layout == torch.strided and (g.numel(), g.dtype, g.is_contiguous()))
+                for g in gradients
+            ],
+            [(id(x), x.data_ptr()) for x in entries],
+        ]
+
+    def _parts(self) -> list[_Part]:
+        """What a step updates; all of it is checked before any of it changes."""
+        updates, position = [], 0
+        for number, group in enumerate(self.param_groups):
             for p, given in zip(group["params"], _given_names(group), strict=True):
                 if p.grad is not None:
-                    name = getattr(p, NAME, given)
-                    number = position if name is None else tensor_number(name)
-                    start = getattr(p, START, 0)
-                    storage, state = self._storage(p, group), self.state[p]
-                    if start and storage.coded:
-                        raise ValueError(NO_SHARDS)
-                    complete_state(state, p, storage, self.first, self.second)
-                    engine = self._engine(p, storage)
-                    own = _Update(p, group, number, start, state, storage, engine, is_on_host(p))
-                    updates.append(own)
+                    updates.append(self._update(p, number, given, position))
                 position += 1
-        return updates
+        devices_of = dict.fromkeys(u.p.device for u in updates)
+        return [_part([u for u in updates if u.p.device == device]) for device in devices_of]
+
+    def _update(self, p: Tensor, number: int, given: str | None, position: int) -> _Update:
+        group, state = self.param_groups[number], self.state[p]
+        name, start = getattr(p, NAME, given), getattr(p, START, 0)
+        storage = self._storage(p, group)
+        if start and storage.coded:
+            raise ValueError(NO_SHARDS)
+        complete_state(state, p, storage, self.first, self.second)
+        first, second = self.first, second_name(self.second, storage)
+        coded = formulas.DTYPE
+        entries = [
+            first if storage.first else None,
+            second if storage.second else None,
+            "remainder" if storage.remainder else None,
+            scale_name(first) if storage.first == coded else None,
+            scale_name(second) if storage.second == coded else None,
+        ]
+        bits = position if name is None else tensor_number(name)
+        return _Update(p, number, bits, start, state, storage, self._engine(p, storage), entries)
 
     def _storage(self, p: Tensor, group: dict[str, Any]) -> Storage:
         assert p.grad is not None
@@ -330,70 +412,67 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             group["overflow"] == "saturate",
         )
 
-    def _run(self, update: _Update, hyper: Tensor, skip: Tensor | None) -> None:
-        """Update a parameter and its state, whose step is counted already."""
-        p, group, number, start, state, storage, engine, _ = update
-        first, second = self.first, second_name(self.second, storage)
-        tensors = [
-            p.detach(),
-            p.grad,
-            state[first] if storage.first else None,
-            state[second] if storage.second else None,
-            state["remainder"] if storage.remainder else None,
-            state[scale_name(first)] if storage.first == formulas.DTYPE else None,
-            state[scale_name(second)] if storage.second == formulas.DTYPE else None,
-        ]
-        # The C loops take memory in its order; others are copied to one range and back
-        in_place = engine == "c" and all(x is None or x.is_contiguous() for x in tensors)
-        flat = tensors if in_place else [_flat(x) for x in tensors]
-        drawn = (
-            keys((group["seed"], group["attempts"], number), SITES) if storage.draws else NO_KEYS
-        )
-        operands = Operands(*flat)  # type: ignore[arg-type]
-        engines.run(engine, storage, operands, hyper, drawn, skip, start)
-        if engine == "c":  # written to behind autograd's back
-            torch.autograd.graph.increment_version(p)
-        if in_place:
-            return
-        for tensor, updated in zip(tensors, flat, strict=True):
-            if tensor is not None and tensor is not p.grad and not tensor.is_contiguous():
-                assert updated is not None
-                tensor.copy_(updated.view(tensor.shape))
+    def _run(self, part: _Part, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Update the parameters of a part and their state."""
+        updates, is_real = part.updates, not is_fake(part.steps)
+        factor = None if scale is None else scale.reciprocal().float()
+        if part.on_host or (is_real and scale is None and skip is None):
+            part.read()
+            part.count()
+            hypers = self._on_host(part, factor)
+        else:
+            part.steps.add_(1.0 if skip is None else 1 - skip)
+            hypers = self._on_device(part, factor)
+        states = [shared(group["seed"], group["attempts"]) for group in self.param_groups]
+        gradients: list[Any] = [u.p.grad for u in updates]
+        pieces = {}
+        for i in part.strided:
+            gradients[i] = gradients[i].contiguous()
+            pieces[i] = [x if x is None else x.contiguous() for x in updates[i].tensors]
+        step = Step(gradients, hypers, [states[u.group] for u in updates], skip)
+        for batch in [*part.batches, *_batches(updates, pieces)]:
+            if is_real or batch.engine == "eager":  # nothing else allocates
+                engines.run(batch, step)
+        if is_real:  # written to behind autograd's back
+            torch.autograd.graph.increment_version([u.p for u in updates if u.engine != "eager"])
+        for i, whole in pieces.items():
+            for tensor, updated in zip(updates[i].tensors, whole, strict=True):
+                if tensor is not None and updated is not None and not tensor.is_contiguous():
+                    tensor.copy_(updated)
 
     def _engine(self, p: Tensor, storage: Storage) -> str:
-        if self.engine == "c" and p.device.type != "cpu":
+        legal = "'eager'" if p.is_cpu else "'triton', 'eager'"
+        if self.engine == "c" and not p.is_cpu:
             raise ValueError(
-                f"engine='c' for a parameter on {p.device}; legal there: None, 'inductor', 'eager'"
+                f"engine='c' for a parameter on {p.device}; legal there: None, {legal}"
             )
-        return self.engine or engines.fastest(p.device, storage.formula, storage)
+        return self.engine or engines.fastest(p.device, storage.formula)
 
-    def _on_host(self, update: _Update, factor: Tensor | None) -> Tensor:
-        """The formula's constants, computed in float64, as float32 [HYPERS]."""
-        # A parameter without a gradient takes no step, so those of a group may differ in number
-        known = id(update.group), update.state["step"].item()
-        if known not in self._hypers:
-            values = [1.0 if factor is None else factor.item()]
-            values += self.hyper(update.group, known[1])
-            values += [0.0] * (HYPERS - len(values))
-            self._hypers[known] = torch.tensor(values, dtype=torch.float32)
-        return self._hypers[known]
+    def _on_host(self, part: _Part, factor: Tensor | None) -> Tensor:
+        """The formula's constants of each update, computed in float64; float32 [.., HYPERS]."""
+        first, rows = 1.0 if factor is None else factor.item(), []
+        for group, taken in part.taken:
+            values = [first, *self.hyper(self.param_groups[group], taken)]
+            rows.append([*values, *[0.0] * (HYPERS - len(values))])
+        hypers = torch.tensor(rows, dtype=torch.float32).index_select(0, part.index)
+        return engines.sent(hypers, part.steps.device)
 
-    def _on_device(self, updates: list[_Update], factor: Tensor | None) -> Iterator[Tensor]:
-        """Those of each update, without waiting for the device.
+    def _on_device(self, part: _Part, factor: Tensor | None) -> Tensor:
+        """The same without waiting for the device.
 
         The steps of a group's parameters are one vector: the number of kernels does not grow with
         that of the parameters. Python's numbers travel in kernels' arguments, where a copy of them
         to the device would wait.
         """
-        for _, alike in groupby(updates, lambda update: (id(update.group), update.p.device)):
-            same = list(alike)
-            steps = devices.wide(torch.stack([update.state["step"] for update in same]))
-            # In float64 where there is one: in float32 `1 - beta2**step` has few digits at first
-            hypers = steps.new_zeros(len(same), HYPERS)
-            constants = [1.0 if factor is None else factor, *self.hyper(same[0].group, steps)]
-            for column, x in zip(hypers.unbind(1), constants, strict=False):
+        # In float64 where there is one: in float32 `1 - beta2**step` has few digits at first
+        steps = devices.wide(part.steps)
+        hypers = steps.new_zeros(len(steps), HYPERS)
+        for group, own in part.groups.items():
+            values = self.hyper(self.param_groups[group], steps[own])
+            constants = [1.0 if factor is None else factor, *values]
+            for column, x in zip(hypers[own].unbind(1), constants, strict=False):
                 column.copy_(x) if isinstance(x, Tensor) else column.fill_(x)
-            yield from hypers.float()
+        return hypers.float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
@@ -406,6 +485,7 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             ValueError: groups or parameters are not as many, or an option of `torch.optim` changes
                 the formula.
         """
+        self._plans.clear()  # they would keep the state of before
         with load_hooks_run(self, state_dict) as state_dict:
             check_saved(state_dict)
             before = [dict(group) for group in self.param_groups]
@@ -435,6 +515,38 @@ def is_on_host(p: Tensor) -> bool:
     return p.is_cpu and not is_fake(p)
 
 
+def _part(updates: list[_Update]) -> _Part:
+    """The updates of one device, in the order of their groups."""
+    steps = torch.stack([u.state["step"] for u in updates])
+    for update, own in zip(updates, steps.unbind(), strict=True):
+        update.state["step"] = own
+    tensors = [[u.p.grad, *u.tensors] for u in updates]
+    in_one = [all(x is None or x.is_contiguous() for x in own) for own in tensors]
+    pieces = {i: u.tensors for i, u in enumerate(updates) if in_one[i]}
+    strided = [i for i, is_one in enumerate(in_one) if not is_one]
+    of = [u.group for u in updates]
+    groups = {n: slice(of.index(n), of.index(n) + of.count(n)) for n in dict.fromkeys(of)}
+    on_host = is_on_host(updates[0].p)
+    return _Part(updates, on_host, steps, _batches(updates, pieces), groups, strided)
+
+
+def _batches(
+    updates: Sequence[_Update], pieces: Mapping[int, Sequence[Tensor | None]]
+) -> list[TensorList]:
+    """Those of the updates that have `pieces`, their tensors in one piece each."""
+    rows: dict[tuple[str, Storage], list[Row]] = {}
+    for i, tensors in pieces.items():
+        own, flat = updates[i], [x if x is None else x.view(-1) for x in tensors]
+        rows.setdefault((own.engine, own.storage), []).append(own.row(i, flat))
+    return [TensorList(*kind, own) for kind, own in rows.items()]
+
+
+def _options(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides how the parameters of a group are stored."""
+    names = ("rounding", "momentum_dtype", "variance_dtype", "overflow")
+    return tuple([group[name] for name in names])
+
+
 NO_SHARDS = (
     "moments in uint8 of a part of a parameter: their blocks of 256 numbers are counted in the "
     "whole; legal: torch.float16, torch.bfloat16, torch.float32"
@@ -448,10 +560,6 @@ def kept_in(dtype: torch.dtype, p: Tensor) -> torch.dtype:
 
 
 _storage = lru_cache(Storage)  # One object for all tensors that are stored in the same way
-
-
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous().view(-1)
 
 
 def _given_names(group: dict[str, Any]) -> list[str] | list[None]:

@@ -1,37 +1,42 @@
-"""Engines: how a formula is computed over one tensor.
+"""Engines: how a formula is computed over the tensors of a step.
 
-    c         one pass over memory; CPUs, where kernels were compiled, here or at installation
-    inductor  `torch.compile` of the PyTorch version; GPUs
-    eager     PyTorch, in blocks that stay in the cache; everywhere
+    c       one pass over memory, by compiled kernels; CPUs
+    triton  the same pass as one kernel (`triton_kernel.py`); GPUs
+    eager   PyTorch, in blocks that stay in the cache; everywhere
 
-All give the same bits (Inductor's fused multiply-adds on a GPU apart).
+All give the same bits. A step of many small tensors is a matter of calls, not of numbers: so the
+first two take all tensors that are stored alike in one call, as a table of addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+import importlib.util
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mprun.optim import formulas
 from mprun.optim.formulas import FORMULAS, Storage, root
-from mprun.precision import devices, kernels, rounding
+from mprun.precision import devices, kernels, random_bits, rounding
 from mprun.precision._torch import is_fake
-from mprun.precision.kernels import prebuilt
-from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
+from mprun.precision.kernels import CHUNK, COLUMNS
+from mprun.precision.random_bits import Key, hash_bits, keys_of, signed, spans
 
-ENGINES = ("c", "inductor", "eager")
+ENGINES = ("c", "triton", "eager")
+SITES = 3  # Results of a parameter's step that are rounded: the parameter and two moments
 
 
 class Operands(NamedTuple):
     """The tensors of one parameter's step, each in one piece, updated in place."""
 
     param: Tensor
-    grad: Tensor
     first: Tensor | None
     second: Tensor | None
     remainder: Tensor | None
@@ -42,147 +47,197 @@ class Operands(NamedTuple):
         """The elements from `start`, where a block of codes begins, to `stop`."""
         blocks = slice(start // formulas.PER_SCALE, formulas.scales_for(stop))
         return Operands(
-            *(None if x is None else x.view(-1)[start:stop] for x in self[:5]),  # type: ignore[arg-type]
-            *(None if x is None else x[blocks] for x in self[5:]),
+            *(None if x is None else x[start:stop] for x in self[:4]),  # type: ignore[arg-type]
+            *(None if x is None else x[blocks] for x in self[4:]),
         )
 
 
-class _Work(NamedTuple):
-    """A part of a parameter whose random bits have one key, and how it is updated: see `run`."""
+class Row(NamedTuple):
+    """A tensor of a batch."""
 
-    storage: Storage
+    place: int  # Among all tensors of the step
     operands: Operands
-    hyper: Tensor
-    keys: tuple[Key, ...]
-    skip: Tensor | None
-    first: int  # The index of its first element, which the random bits are counted from
+    number: int  # Of its random bits
+    start: int  # The index of its first element in the whole parameter, of a shard
 
 
-def fastest(device: torch.device, formula: str, storage: Storage | None = None) -> str:
-    """The fastest engine of a device; c for a formula that `kernels/steps.h` has.
+@dataclass(frozen=True)
+class TensorList:
+    """Tensors that are stored alike, which one call of an engine updates."""
 
-    With `storage`, c only if its kernel compiles.
-    """
+    engine: str
+    storage: Storage
+    rows: Sequence[Row]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int64 [parts, COLUMNS] on the device, each as `Row` of kernels/steps.h, with one key."""
+        lines = []
+        for row in self.rows:
+            for begin, end, block, first in spans(row.start, row.operands.param.numel()):
+                part = row.operands.part(begin, end)
+                addresses = [0 if x is None else x.data_ptr() for x in part]
+                where = [end - begin, row.place, begin, signed(row.number, 64)]
+                lines.append([*addresses, *where, block // random_bits.BLOCK, first])
+        table = torch.tensor(lines, dtype=torch.int64).view(-1, COLUMNS)
+        return table.to(self.rows[0].operands.param.device)
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        """int64 [chunks, 2] on the device: which part of `table`, and which chunk of it."""
+        sizes = -(-self.table[:, 6].cpu() // CHUNK)
+        parts = torch.arange(len(sizes)).repeat_interleave(sizes)
+        first = sizes.cumsum(0) - sizes
+        of_part = torch.arange(len(parts)) - first[parts]
+        return torch.stack([parts, of_part], 1).to(self.table.device)
+
+    @cached_property
+    def count(self) -> int:
+        """Of all elements."""
+        return sum(row.operands.param.numel() for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What changes from step to step, of each tensor."""
+
+    gradients: Sequence[Tensor]
+    hypers: Tensor  # float32 [tensors, HYPERS], on the device
+    states: Sequence[int]  # Of the random bits: `random_bits.shared` of seed and step
+    skip: Tensor | None  # float32 scalar; if it is not 0, nothing changes. Of the C engine: None
+
+    @cached_property
+    def words(self) -> Tensor:
+        """int64 [tensors, 2] on the device: the address of the gradient, and its state."""
+        words = array("Q", bytes(16 * len(self.states)))
+        words[::2] = array("Q", [x.data_ptr() for x in self.gradients])
+        words[1::2] = array("Q", self.states)
+        # Several times as fast as `torch.tensor` of a list
+        return sent(torch.frombuffer(words, dtype=torch.int64).view(-1, 2), self.hypers.device)
+
+
+def fastest(device: torch.device, formula: str) -> str:
+    """The fastest engine of a device; c for a formula that `kernels/steps.h` has."""
     if device.type == "cuda":
-        return "inductor"
-    in_c = formula.upper() in prebuilt.FORMULAS
-    if device.type != "cpu" or not in_c or kernels.why_not() is not None:
-        return "eager"
-    return "c" if storage is None or _compiles(storage) else "eager"
+        return "triton" if importlib.util.find_spec("triton") else "eager"
+    in_c = device.type == "cpu" and formula in kernels.FORMULAS and kernels.why_not() is None
+    return "c" if in_c else "eager"
 
 
-@cache
-def _compiles(storage: Storage) -> bool:
-    return kernels.functions_or_warn("update.c", _defines(storage)) is not None
-
-
-def run(
-    engine: str,
-    storage: Storage,
-    operands: Operands,
-    hyper: Tensor,
-    keys: tuple[Key, ...],
-    skip: Tensor | None,
-    start: int = 0,
-) -> None:
-    """Update the operands by an engine of `ENGINES`.
-
-    Args:
-        hyper: float32 [HYPERS], on the device.
-        keys: of parameter, first and second moment.
-        skip: float32 scalar on the device; if it is not 0, nothing changes. The C engine ignores
-            it; its caller checks it.
-        start: the index of the first element in the whole parameter, of a shard.
+def run(batch: TensorList, step: Step) -> None:
+    """Update the tensors of a batch.
 
     Raises:
-        NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
+        NoKernelsError: engine c, without compiled kernels.
     """
-    by, count = _ENGINES[engine], operands.param.numel()
-    # The common case, without slices: all elements have one key
-    if 0 < count <= BLOCK - start:
-        by(_Work(storage, operands, hyper, keys, skip, start))
-        return
-    for begin, end, block, first in spans(start, count):
-        part, own_keys = operands.part(begin, end), tuple(k.at(block) for k in keys)
-        by(_Work(storage, part, hyper, own_keys, skip, first))
+    if batch.count:
+        _ENGINES[batch.engine](batch, step)
 
 
-def _in_c(work: _Work) -> None:
-    storage, operands, hyper, keys, _, first = work
-    count = operands.param.numel()
-    tables = formulas.tables() if storage.coded else None
-    _library(storage)(
-        *[None if x is None else x.data_ptr() for x in (*operands, tables)],
-        count,
-        first,
-        hyper.data_ptr(),
-        _KeyWords(*[word for key in keys for word in key]),
-        rounding.threads_for(count),
+def _in_c(batch: TensorList, step: Step) -> None:
+    maps = formulas.maps(step.hypers).data_ptr() if batch.storage.coded else None
+    kernels.call(
+        "update",
+        _storage_words(batch.storage),
+        batch.table.data_ptr(),
+        len(batch.table),
+        *(step.words.data_ptr(), step.hypers.data_ptr(), maps),
+        rounding.threads_for(batch.count),
     )
 
 
-# The dtypes of moments as the kernels' macros name them
+# The dtypes of moments as the kernels name them
 MOMENT_C_TYPES = {**rounding.C_TYPES, formulas.DTYPE: "C8"}
-# Two words for each result that is rounded: parameter, first and second moment
-_KeyWords = ctypes.c_uint32 * 6
 
 
 @cache
-def _library(storage: Storage) -> Callable[..., None]:
-    (update,) = kernels.functions("update.c", _defines(storage))
-    return update
-
-
-def _defines(storage: Storage) -> dict[str, str | None]:
-    """The macros of update.c."""
-    defines: dict[str, str | None] = {
+def formats(storage: Storage) -> dict[str, str]:
+    """How the tensors are stored, as the kernels name it."""
+    return {
         "PARAM": rounding.C_TYPES[storage.param],
         "GRAD": rounding.C_TYPES[storage.grad],
-        "FIRST": _moment_type(storage.first, storage.first_scale),
-        "SECOND": _moment_type(storage.second, storage.second_scale),
-        "FORMULA": storage.formula.upper(),
+        "FIRST": _moment_format(storage.first, storage.first_scale),
+        "SECOND": _moment_format(storage.second, storage.second_scale),
     }
-    flags = {
-        f"RULE_{storage.rounding.upper()}": storage.param != torch.float32,
+
+
+def _moment_format(dtype: torch.dtype | None, scale: float) -> str:
+    if dtype is None:
+        return "NONE"
+    return "S16" if scale != 1 else MOMENT_C_TYPES[dtype]
+
+
+@cache
+def _storage_words(storage: Storage) -> ctypes.Array[ctypes.c_int32]:
+    """The struct `Storage` of kernels/steps.h."""
+    return (ctypes.c_int32 * 9)(
+        kernels.FORMULAS.index(storage.formula),
+        *[kernels.FORMATS.index(name) for name in formats(storage).values()],
+        kernels.RULES.index(storage.rounding) if storage.param != torch.float32 else 0,
         # A moment has no remainder: with kahan and split it is rounded stochastically
-        "FIRST_STOCHASTIC": storage.rounding != "nearest",
-        "HAS_FIRST": storage.first is not None,
-        "HAS_SECOND": storage.second is not None,
-        "ROOT": storage.root,
-        "SATURATE": storage.saturate,
-    }
-    return defines | {name: None for name, given in flags.items() if given}
+        storage.rounding != "nearest",
+        storage.root,
+        storage.saturate,
+    )
 
 
-def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
-    return "S16" if scale != 1 else MOMENT_C_TYPES[dtype or torch.float32]
+# Seconds of the first launch of each kernel in this process, which compiles or reads it from disk
+FIRST_LAUNCH_S: dict[tuple[Storage, bool], float] = {}
 
 
-def _eagerly(work: _Work) -> None:
-    storage, operands, hyper, keys, skip, first = work
-    key_words = _key_words(keys, hyper)
-    maps = formulas.maps(hyper) if storage.coded else None
-    for start in range(0, operands.param.numel(), rounding.EAGER_BLOCK):
-        part = operands.part(start, start + rounding.EAGER_BLOCK)
-        index = _indices(part.param, first + start)
-        _update(storage, part, hyper, key_words, index, skip, maps)
+def _by_triton(batch: TensorList, step: Step) -> None:
+    from mprun.optim import triton_kernel  # imports the compiler
+
+    storage, skip, hypers, began = batch.storage, step.skip, step.hypers, time.perf_counter()
+    triton_kernel.update(
+        len(batch.chunks),
+        *(batch.table, batch.chunks, step.words, hypers, hypers if skip is None else skip),
+        formulas.maps(hypers) if storage.coded else hypers,
+        **formats(storage),
+        FORMULA=storage.formula,
+        RULE="nearest" if storage.param == torch.float32 else storage.rounding,
+        FIRST_DRAWN=storage.rounding != "nearest",
+        ROOT=storage.root,
+        SATURATE=storage.saturate,
+        SKIPS=skip is not None,
+    )
+    FIRST_LAUNCH_S.setdefault((storage, skip is not None), time.perf_counter() - began)
+
+
+def _eagerly(batch: TensorList, step: Step) -> None:
+    maps = formulas.maps(step.hypers) if batch.storage.coded else None
+    for row in batch.rows:
+        grad = step.gradients[row.place].contiguous().view(-1)
+        hyper, state = step.hypers[row.place], step.states[row.place]
+        for begin, end, block, first in spans(row.start, grad.numel()):
+            words = _key_words([k.at(block) for k in keys_of(state, row.number, SITES)], hyper)
+            for at in range(begin, end, rounding.EAGER_BLOCK):
+                stop = min(end, at + rounding.EAGER_BLOCK)
+                part, of_part = row.operands.part(at, stop), grad[at:stop]
+                index = _indices(of_part, first + at - begin)
+                _update(batch.storage, part, of_part, hyper, words, index, step.skip, maps)
 
 
 def _indices(x: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + x.numel(), dtype=torch.int32, device=x.device)
 
 
-def _key_words(keys: tuple[Key, ...], beside: Tensor, *more: int) -> Tensor:
-    words = [*[signed(w) for key in keys for w in key], *more]
-    if not devices.backend(beside.device).pins or is_fake(beside):
-        return torch.tensor(words, dtype=torch.int32, device=beside.device)
-    pinned = torch.tensor(words, dtype=torch.int32, pin_memory=True)
-    return pinned.to(beside.device, non_blocking=True)  # a copy of other memory would wait
+def _key_words(keys: Sequence[Key], beside: Tensor) -> Tensor:
+    words = [signed(w) for key in keys for w in key]
+    return sent(torch.tensor(words, dtype=torch.int32, device="cpu"), beside.device)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """`x`, which is on the host, on the device, without waiting for it."""
+    if is_fake(x) or not devices.backend(device).pins:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)  # a copy of other memory would wait
 
 
 def _update(
     storage: Storage,
     operands: Operands,
+    grad: Tensor,
     hyper: Tensor,
     key_words: Tensor,
     index: Tensor,
@@ -196,7 +251,7 @@ def _update(
     v = _loaded(o.second, o.second_scales, storage.second_scale, maps, 1, hyper.device)
     # Stored as the root, which needs half the exponents
     v = v * v if storage.root else v
-    change, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
+    change, m, v = FORMULAS[storage.formula](old, grad.float() * hyper[0], m, v, hyper)
     v = root(v) if storage.root else v
 
     def bits(site: int) -> Tensor:
@@ -264,41 +319,4 @@ def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:
     into.copy_(x if skip is None else torch.where(skip == 0, x, into))
 
 
-def _by_inductor(work: _Work) -> None:
-    storage, operands, hyper, keys, skip, first = work
-    words = _key_words(keys, hyper, first)
-    maps = formulas.maps(hyper) if storage.coded else None
-    _compiled(storage, first > 0)(hyper, words, skip, maps, *operands)
-
-
-@cache
-def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
-    """A function compiled for one storage, with its own code object: Dynamo's cache is per code.
-
-    For whole parameters it does not add the index of a shard's first element to each index.
-    """
-
-    def update(
-        hyper: Tensor,
-        key_words: Tensor,
-        skip: Tensor | None,
-        maps: Tensor | None,
-        param: Tensor,
-        *others: Tensor | None,
-    ) -> None:
-        index = _indices(param, 0)
-        index = index + key_words[-1] if is_shard else index
-        operands = Operands(param, *others)  # type: ignore[arg-type]
-        _update(storage, operands, hyper, key_words, index, skip, maps)
-
-    # A name of its own makes a code object of its own
-    update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
-    _seen.append(storage)
-    # Without the option Inductor removes a cast down and up again, which is the rounding.
-    options: dict[str, Any] = {"emulate_precision_casts": True}
-    return torch.compile(update, dynamic=True, fullgraph=True, options=options)
-
-
-_seen: list[Storage] = []
-
-_ENGINES = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}
+_ENGINES = {"c": _in_c, "triton": _by_triton, "eager": _eagerly}

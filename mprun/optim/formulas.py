@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -53,10 +54,12 @@ def root(x: Tensor) -> Tensor:
 
     PyTorch's own on a CPU is a vector library's, off by one unit for one number in six.
     """
-    # Through float64, whose root rounded to float32 is the correctly rounded one
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return x.double().sqrt().float()
-    return x.sqrt()
+    if x.device.type != "cpu" or is_fake(x):
+        return x.sqrt()
+    y = torch.empty_like(x)
+    with np.errstate(invalid="ignore"):
+        np.sqrt(x.detach().numpy(), out=y.numpy())
+    return y
 
 
 FORMULAS: dict[str, Formula] = {}
@@ -160,26 +163,6 @@ def maps(like: Tensor) -> Tensor:
 @cache
 def _maps(device: torch.device) -> Tensor:
     return torch.tensor([dynamic_map(True), dynamic_map(False)], device=device)
-
-
-@cache
-def tables() -> Tensor:
-    """Both maps and both `starts`, one after the other, as bytes: what the C kernels read."""
-    both = _maps(torch.device("cpu"))
-    return torch.cat([both.view(-1).view(torch.uint8), *(starts(values) for values in both)])
-
-
-def starts(values: Tensor) -> Tensor:
-    """Where the search of a number's code begins, by the upper 16 bits of its float32 pattern.
-
-    uint8 [65536]: the last code whose value is not above the smallest number with these bits. Such
-    numbers are at most 2^-7 of their size apart, so at most one more value is below one.
-    """
-    upper = torch.arange(2**16, dtype=torch.int64)
-    # The smallest of negative numbers is the last pattern.
-    smallest = upper * 2**16 + torch.where(upper < 2**15, 0, 2**16 - 1)
-    numbers = (smallest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(torch.float32)
-    return (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0).to(DTYPE)
 
 
 def scales_for(count: int) -> int:

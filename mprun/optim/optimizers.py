@@ -38,7 +38,7 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     # the bias corrections of m (with lr) and of the root of v, 8 eps
     m = m * h[1] + g * h[2]
     v = v * h[3] + (g * g) * h[4]
-    decay = torch.where(torch.isfinite(w), w * h[5], 0.0)  # infinity less infinity would be NaN
+    decay = w.nan_to_num(0.0, 0.0, 0.0) * h[5]  # infinity less infinity would be NaN
     return decay + h[6] * (m / (root(v) * h[7] + h[8])), m, v
 
 

@@ -265,6 +265,14 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def compiling_s() -> float:
+    """Seconds that PyTorch's compiler has taken in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    spent_ns = getattr(utils, "cumulative_time_spent_ns", {})
+    own = ("entire_frame_compile", "entire_backward_compile")
+    return float(sum(spent_ns.get(name, 0) for name in own)) / 1e9
+
+
 @contextmanager
 def parameters_replaced(model: nn.Module, by: Mapping[Any, nn.Parameter]) -> Iterator[None]:
     """Inside, each parameter of `model` that `by` maps to another one is replaced by it."""
@@ -512,16 +520,6 @@ def storage_key(x: Tensor) -> int:
 def write_count(x: Tensor) -> int:
     """How often the memory of a tensor was written to; 0 for an inference tensor."""
     return 0 if x.is_inference() else int(x._version)
-
-
-def add_to_all(targets: list[Tensor], number: float | Tensor) -> None:
-    """Add a number, or a scalar on the targets' device, to each of one or more tensors.
-
-    A tensor as the scalar of PyTorch's function would be read on the host.
-    """
-    # As many tensors as targets: PyTorch's function then adds them on the device
-    numbers: Any = [number] * len(targets) if isinstance(number, Tensor) else number
-    torch._foreach_add_(targets, numbers)
 
 
 def viewed(x: Tensor) -> Tensor:

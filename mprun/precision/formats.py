@@ -321,8 +321,8 @@ def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:
     `addend` is int32, below 2^dropped: a carry leads to the next number.
     """
     pattern = (x.view(torch.int32) + addend).bitwise_and_(-(1 << dropped))
-    # A NaN's pattern could be carried over the top into a number.
-    return torch.where(torch.isnan(x), x, pattern.view(torch.float32))
+    # A NaN's pattern could be carried over the top into a number: all its bits are set
+    return pattern.bitwise_or_(x.clone().ne_(x).int().neg_()).view(torch.float32)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); OCP, "Micr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -435,3 +436,23 @@ def convert_natively(
     if emulate:  # the recipes have no argument for it, and the class is frozen
         object.__setattr__(config, "emulate", True)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+    if not emulate:
+        compile_layers([model.get_submodule(name) for name in names])
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile linear layers where they stand: one piece of code for all layers of a shape.
+
+    Op by op the casts to 8 bits are many kernels, and the layer is slower than in bfloat16:
+    0.23 times its speed for rowwise scales, 1.08 compiled (nanochat, H100).
+    """
+    compiled: dict[Any, Callable[..., Tensor]] = {}
+    for layer in layers:
+        kind = (type(layer), *((name, p.shape, p.dtype) for name, p in layer.named_parameters()))
+        if kind not in compiled:
+            forward: Any = type(layer).forward
+            # Code of its own: the compiler's cache, which holds few shapes, is one for each code
+            code = forward.__code__.replace(co_name=f"forward_{len(compiled)}")
+            own = FunctionType(code, forward.__globals__, closure=forward.__closure__)
+            compiled[kind] = torch.compile(own, dynamic=False)
+        layer.forward = MethodType(compiled[kind], layer)

@@ -50,11 +50,15 @@ def key(*parts: int) -> Key:
     return _key(_mixed(0, *parts))
 
 
-def keys(parts: tuple[int, ...], sites: int) -> tuple[Key, ...]:
-    """`key(*parts, site)` for each site below `sites`."""
-    *shared, tensor = parts
-    state = _mixed(_shared(*shared), tensor)
-    return tuple([_key(_mixed(state, site)) for site in range(sites)])
+def shared(*parts: int) -> int:
+    """Seed and step, which all tensors of a step share, mixed: the `state` of `keys_of`."""
+    return _mixed(0, *parts)
+
+
+def keys_of(state: int, tensor: int, sites: int) -> list[Key]:
+    """`key(*parts, tensor, site)` for each site below `sites`, with the `shared` parts."""
+    whole = _mixed(state & MASK, tensor)
+    return [_key(_mixed(whole, site)) for site in range(sites)]
 
 
 def _key(state: int) -> Key:
@@ -65,12 +69,6 @@ def _mixed(state: int, *parts: int) -> int:
     for part in parts:
         state = _splitmix(state ^ (part & MASK))
     return state
-
-
-@lru_cache(maxsize=64)
-def _shared(*parts: int) -> int:
-    """Seed and step, which all tensors of a step share."""
-    return _mixed(0, *parts)
 
 
 def _splitmix(state: int) -> int:
@@ -148,14 +146,14 @@ def spans(start: int, count: int) -> Iterator[Span]:
         begin = end
 
 
-def signed(word: int) -> int:
-    """A 32-bit word as the int32 with the same bits."""
-    return word - 2**32 if word >= 2**31 else word
+def signed(word: int, bits: int = 32) -> int:
+    """A word as the signed integer with the same bits."""
+    return word - 2**bits if word >= 2 ** (bits - 1) else word
 
 
 def shift_right(word: Tensor, by: int) -> Tensor:
     """int32 words shifted right with zeros coming in (torch's shift repeats the sign)."""
-    return (word >> by) & ((1 << (32 - by)) - 1)
+    return (word >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
@@ -165,12 +163,12 @@ def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     high = signed(high) if isinstance(high, int) else high
     # The constants of Wellons' triple32 ("hash-prospector", 2018). Two keys: with one, the
     # sequences of two tensors or steps would be shifted copies of each other.
-    word = (index ^ low) * signed(0xED5AD4BB)
-    word = word ^ shift_right(word, 11)
-    word = (word ^ high) * signed(0xAC4C1B51)
+    word = (index ^ low).mul_(signed(0xED5AD4BB))
+    word.bitwise_xor_(shift_right(word, 11))
+    word.bitwise_xor_(high).mul_(signed(0xAC4C1B51))
     # Three products: with two, the bits of elements 3072 apart are correlated
-    word = (word ^ shift_right(word, 15)) * 0x31848BAB
-    return word ^ shift_right(word, 14)
+    word.bitwise_xor_(shift_right(word, 15)).mul_(0x31848BAB)
+    return word.bitwise_xor_(shift_right(word, 14))
 
 
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu", start: int = 0) -> Tensor:

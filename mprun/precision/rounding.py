@@ -17,10 +17,8 @@ same bits. The addition of random bits itself is `formats.add_and_truncate`.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,17 +132,17 @@ def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     bits. The lower 16 bits of `bits` (int32) decide; rounding to 16 bits uses the upper ones.
     """
     back = difference - a
-    rest = (a - (difference - back)) + (-b - back)  # exact (Knuth, "The Art ...", volume 2, 4.2.2)
+    rest = (a - (difference - back)).sub_(back.add_(b))  # exact (Knuth, "The Art ...", 2, 4.2.2)
     word = difference.view(torch.int32)
-    apart = ((rest.view(torch.int32) ^ word) >> 31) & 1  # of unlike signs: the magnitude shrinks
-    # The next pattern is the next number in size, across exponents too
-    neighbour = (word + (1 - 2 * apart)).view(torch.float32)
+    # -1 or 1: of unlike signs the magnitude shrinks. The next pattern is the next number in size
+    by = (rest.view(torch.int32) ^ word).bitwise_right_shift_(31).bitwise_or_(1)
     # The middles of 2^16 equal parts of 0 to 1: no bias, and never 0 or 1
-    drawn = (bits & 0xFFFF).float() * 2.0**-16 + 2.0**-17
-    return torch.where(rest.abs() > drawn * (neighbour - difference).abs(), neighbour, difference)
+    drawn = (bits & 0xFFFF).float().mul_(2.0**-16).add_(2.0**-17)
+    drawn.mul_((word + by).view(torch.float32).sub_(difference).abs_())
+    return by.mul_(rest.abs_().gt_(drawn).int()).add_(word).view(torch.float32)  # `where` is slow
 
 
-# The dtypes as the kernels' macros name them
+# The dtypes as the kernels name them
 C_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Elements that PyTorch works on at a time without a compiler: a few such blocks fit a cache
 EAGER_BLOCK = 2**16
@@ -173,14 +171,12 @@ def stochastic(
     rounded = torch.empty_like(x, dtype=dtype)
     flat, out = x.view(-1), rounded.view(-1)
     in_c = x.device.type == "cpu" and kernels.why_not() is None
-    library = _library(dtype, overflow) if in_c else None
     for begin, end, block, first in spans(start, flat.numel()):
         part, to, own = flat[begin:end], out[begin:end], key.at(block)
-        if library is None:
-            _eagerly(part, to, own, overflow, first)
+        if in_c:
+            _in_c(part, to, None, own, overflow, first)
         else:
-            pointers, count = (part.data_ptr(), to.data_ptr()), part.numel()
-            library.stochastic(*pointers, count, first, *own, threads_for(count))
+            _eagerly(part, to, own, overflow, first)
     return rounded.permute([order.index(d) for d in range(len(order))])
 
 
@@ -194,36 +190,22 @@ def round_twice(
 
     Returns:
         The rounded numbers in the layout of `x`, with the bits of `stochastic` or `round_nearest`;
-        None where there is no compiler, and `wide` is unchanged.
+        None where there are no kernels, and `wide` is unchanged.
     """
-    library = _library(dtype, overflow) if kernels.why_not() is None else None
-    if library is None:
+    if kernels.why_not() is not None:
         return None
     rounded = torch.empty_like(x, dtype=dtype)
-    count = x.numel()
-    pointers = x.data_ptr(), rounded.data_ptr(), wide.data_ptr()
-    if key is None:
-        library.nearest_twice(*pointers, count, threads_for(count))
-    else:
-        library.stochastic_twice(*pointers, count, *key, threads_for(count))
+    _in_c(x, rounded, wide, key, overflow)
     return rounded
 
 
-class _Kernels(NamedTuple):
-    """The functions of `round.c`."""
-
-    stochastic: Callable[..., None]
-    stochastic_twice: Callable[..., None]
-    nearest_twice: Callable[..., None]
-
-
-@lru_cache
-def _library(dtype: torch.dtype, overflow: str) -> _Kernels | None:
-    defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
-    if overflow == "saturate":
-        defines["SATURATE"] = None
-    made = kernels.functions_or_warn("round.c", defines)
-    return None if made is None else _Kernels(*made)
+def _in_c(
+    x: Tensor, to: Tensor, wide: Tensor | None, key: Key | None, overflow: str, first: int = 0
+) -> None:
+    words = None if key is None else (ctypes.c_uint32 * 2)(*key)
+    pointers = [None if y is None else y.data_ptr() for y in (x, to, wide)]
+    how = kernels.FORMATS.index(C_TYPES[to.dtype]), overflow == "saturate", threads_for(x.numel())
+    kernels.call("round", *pointers, x.numel(), first, words, *how)
 
 
 def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str, first: int) -> None:

@@ -85,7 +85,8 @@ class BackendRow:
     speed_trial: str | None = None
     """The result of the trial of `speed=auto`, a sentence; None where the table chose."""
     compile_s: float | None = None
-    """Seconds that the first step took longer than the median one; None if nothing is compiled."""
+    """Seconds of compiling, before the first step and in it; None if nothing is compiled."""
+    optimizer_in_backward: bool = False
 
 
 @dataclass(kw_only=True)
@@ -516,7 +517,7 @@ class SavedChoices:
     execution: Literal["native", "emulated"] | None = None
     memory_format: Literal["contiguous", "channels_last"]
     optimizer_impl: Literal[
-        "forloop", "foreach", "fused", "c", "inductor", "eager", "masters", "own"
+        "forloop", "foreach", "fused", "c", "triton", "inductor", "eager", "masters", "own"
     ]
     fp32_fallback: Literal["none", "backward", "all"] | None = None
     effective_batch: Annotated[int, msgspec.Meta(ge=1)] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -116,6 +117,8 @@ class TrainingComponents:
     readback: MetricReadback
     layout: Layout = field(default_factory=Layout)
     """What this process holds of the model, and how it meets the others."""
+    backward: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context around the backward passes of a step."""
 
 
 class _Pending(NamedTuple):
@@ -413,7 +416,7 @@ class Trainer:
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
         forward, weight = partial(parts.recipe.forward, parts.model), batch.whole_weight
-        with parts.precision.step_region():
+        with parts.precision.step_region(), parts.backward():
             for number, part in enumerate(batch.parts, 1):
                 loss, output = forward_backward(
                     parts.precision,

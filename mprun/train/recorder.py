@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 
 from mprun import __version__
+from mprun.optim import engines
 from mprun.precision import devices
+from mprun.precision._torch import compiling_s
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.files import write_json
 from mprun.records.run_folder import (
@@ -180,13 +182,9 @@ class Recorder(Callback):
         self._events: list[dict[str, Any]] = []
         self._validated_at = 0
         """The step of the last validation inside an epoch."""
-        self._first_ms: float | None = None
-        """The time of this process's first step, in which the model is compiled."""
 
     def on_steps(self, lines: list[StepLine]) -> None:
         summary = self._summary
-        if self._first_ms is None:
-            self._first_ms = lines[0].step_time_ms
         for line in lines:
             if line.timed and self._timed:
                 self._statistics.add(line.step_time_ms, line.data_time_ms, line.page_faults)
@@ -260,12 +258,19 @@ class Recorder(Callback):
     def on_averaged(self, scores: AveragedScores, step: int) -> None:
         self._summary.averaged = scores
 
+    _earlier_s: ClassVar[float] = 0.0  # Of compiling for the runs that have ended in this process
+
+    def _compiling_s(self) -> float:
+        # From the start: memory is counted and kernels are tried before the run
+        return compiling_s() + sum(engines.FIRST_LAUNCH_S.values()) - Recorder._earlier_s
+
     def on_end(self, status: Status) -> None:
         if self._events:  # of a step that was not finished
             with contextlib.suppress(OSError):  # a full disk is reported where the summary is
                 self._folder.lines(self._events)
             self._events = []
         self._update_summary()
+        Recorder._earlier_s += self._compiling_s()
 
     def _update_summary(self) -> None:
         summary, statistics = self._summary, self._statistics
@@ -273,9 +278,7 @@ class Recorder(Callback):
         summary.history = self._history.epochs()
         summary.metrics = metric_rows(self._history.last, summary.test)
         summary.step_time_ms = statistics.step_times()
-        if summary.backend.compile and self._first_ms and summary.step_time_ms.median:
-            # the first step compiles and trains
-            summary.backend.compile_s = (self._first_ms - summary.step_time_ms.median) / 1e3
+        summary.backend.compile_s = self._compiling_s() or None
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()

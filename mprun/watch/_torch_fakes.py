@@ -62,9 +62,14 @@ def _group_norm_backward_on_cpu(
 
 
 def _batch_norm_on_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    training: bool, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = any(p is not None and p.dtype is torch.float32 for p in (weight, bias, mean, var))
     dtype = torch.float32 if wide else x.dtype
     saved = torch.empty(x.shape[1] if training else 0, dtype=dtype, device=x.device)

@@ -64,7 +64,7 @@ The result of a fake tensor has the memory of a scalar.
 WORKSPACES = {"mkldnn_rnn_layer": 3}
 """Ops to the number of the result in which the kernel keeps numbers for its backward pass.
 
-Its size is the library's secret, which fake tensors do not know: it is not counted.
+Its size is the library's secret, which fake tensors do not know: a predicted count is without it.
 """
 
 # Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks
@@ -280,12 +280,13 @@ def record_memory(
 class MemoryRecorder(OpWatcher, StepListener):
     """Registers the storage of every tensor that an op makes, and notes when the storage dies.
 
-    `record_memory(model, optimizer)` makes one. Tensors on other devices are not counted.
+    `record_memory(model, optimizer)` makes one. Tensors on other devices are not counted, nor are
+    `WORKSPACES` unless asked for.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, workspaces: bool = False) -> None:
         super().__init__()
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._workspaces = model, optimizer, workspaces
         self._devices = {p.device for p in model.parameters()}
         self._storages: list[LiveStorage] = []
         self._alive: dict[int, LiveStorage] = {}
@@ -352,7 +353,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         category, owner = "temporary" if later else "activations", context.module
         if owner is None:
             owner = OPTIMIZER if context.phase == "optimizer" else LOSS
-        counted = result[: WORKSPACES[name]] if name in WORKSPACES else result
+        left_out = name in WORKSPACES and not self._workspaces
+        counted = result[: WORKSPACES[name]] if left_out else result
         for x in tensors_of(counted):
             if not self._is_of_before(x, (args, kwargs)):
                 self._register(x, category, owner)

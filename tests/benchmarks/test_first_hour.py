@@ -54,6 +54,13 @@ def test_every_part_answers(tmp_path: Path) -> None:
     assert set(found["parts"]["commands"]) == {"memory", "trace"}
     assert found["parts"]["machine"]["modes"]["fp32"] == "native"
     assert found["parts"]["optimizers"]
+    steps = found["parts"]["steps"]
+    assert set(steps) == {"linear, fp32", "linear, bf16_sr"}
+    for row in steps.values():
+        assert 0 < row["host_ms"] <= row["ms"]
+        assert row["synchronizations"] == 0
+        assert row["first_step_s"] > 0
+    assert set(found["parts"]["compile"]) == {"bf16_sr, empty cache", "bf16_sr, filled cache"}
 
 
 def hour(tmp_path: Path, left_s: float) -> Hour:
@@ -64,11 +71,13 @@ def hour(tmp_path: Path, left_s: float) -> Hour:
 
 def test_a_piece_that_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
     own = hour(tmp_path, 60)
-    broken = own.piece("a fault", ["-c", "print(1); raise SystemExit('planted')"], 50)
+    broken = own.rows("a fault", ["-c", "print(1); raise SystemExit('planted')"], 50)[-1]
     assert broken == {"failed": "failed: planted"}
-    late = own.piece("a hang", ["-c", "import time; print('begun', flush=True); time.sleep(99)"], 5)
+    late = own.rows("a hang", ["-c", "import time; print('begun', flush=True); time.sleep(99)"], 5)[
+        -1
+    ]
     assert late["failed"].startswith("too long")
-    fine = own.piece("fine", ["-c", "print('RESULT {\"x\": 1}')"], 50)
+    fine = own.rows("fine", ["-c", "print('RESULT {\"x\": 1}')"], 50)[-1]
     assert fine == {"x": 1}
     assert own.mend == ["a fault failed: planted", f"a hang {late['failed']}"]
     text = page(own)

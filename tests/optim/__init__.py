@@ -108,6 +108,6 @@ def unlike(a: LowPrecisionOptimizer, b: LowPrecisionOptimizer) -> list[str]:
 def widen(state: dict[str, Tensor], size: int | None = None, part: slice = slice(None)) -> None:
     """Give moments, of a part of `size` numbers, values of every size: infinities too."""
     for number, (entry, kept) in enumerate(sorted(state.items())):
-        if entry not in ("step", "remainder"):
+        if entry not in ("step", "remainder") and kept.dtype in DTYPES and "_scale" not in entry:
             values = wide(kept.dtype, kept.numel() if size is None else size, seed=7 + number)[part]
             kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())

@@ -1,46 +1,37 @@
-"""The C engine calls the library of the installation, which needs no compiling.
-
-Its loops are those of the kernels that are compiled here, half a second for each combination of
-dtypes. All tests here have it; the marker `compiled` is on those that compile all the same.
-"""
+"""Processes that start fast, and the Triton kernel where there is no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+import importlib.util
+import sys
+from collections.abc import Iterator
 from multiprocessing import context, get_context
 from typing import Any
 
 import pytest
-from torch._inductor import config as inductor_config
-
-from mprun.optim import engines
-from mprun.optim.formulas import Storage
-from mprun.precision.kernels import prebuilt
 
 
-@cache
-def installed(storage: Storage) -> Callable[..., None]:
-    (update,) = prebuilt.updates(engines._defines(storage))
-    return update
-
-
-@pytest.fixture(autouse=True)
-def kernels_of_the_installation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is none, or one of other sources, the kernels are compiled."""
-    compiled: Any = request.node.get_closest_marker("compiled")
-    if compiled is None and not isinstance(prebuilt.library(), str):
-        monkeypatch.setattr(engines, "_library", installed)
-        monkeypatch.setattr(engines, "_compiles", lambda storage: True)
+@pytest.fixture(scope="session")
+def interpreted() -> Any:
+    """A copy of the kernel that Triton's interpreter runs on the CPU; as on a GPU, bit for bit."""
+    pytest.importorskip("triton")
+    spec = importlib.util.find_spec("mprun.optim.triton_kernel")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+        spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
-def vectors_that_are_trusted() -> Iterator[None]:
-    """Inductor would compile a program for each width of vectors, to see that it runs: 8 s."""
-    with inductor_config.patch({"cpp.vec_isa_ok": True}):
-        yield
+def triton(interpreted: Any) -> Iterator[Any]:
+    """For the time of a test the engine triton is that copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mprun.optim.triton_kernel", interpreted)
+        patch.setattr("mprun.optim.triton_kernel", interpreted, raising=False)
+        yield interpreted
 
 
 @pytest.fixture(scope="session")

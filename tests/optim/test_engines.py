@@ -1,9 +1,7 @@
-"""The engines against each other: C, PyTorch block by block and Inductor give the same bits."""
+"""The engines against each other: C, Triton and PyTorch block by block give the same bits."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from mprun.optim import LowPrecisionOptimizer, engines
 from mprun.precision import kernels
-from mprun.precision.kernels import prebuilt
 from tests.optim import (
     BRAIN,
     DTYPES,
@@ -68,8 +65,7 @@ def moments_of(
     """Dtypes of the moments for one kind of storage and one rule.
 
     Every first moment, with the second one of a Latin square: over all storages and rules each
-    combination of three of storage, rule, first and second moment comes up (a library may be
-    compiled for each of these, half a second).
+    combination of three of storage, rule, first and second moment comes up.
     """
     for number, first in enumerate(DTYPES):
         yield first, DTYPES[(number + row + rule) % 3]
@@ -100,40 +96,6 @@ every_storage = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", MAKE)
 def test_c_and_eager_give_the_same_bits_for_every_storage_and_rule(name: str, row: int) -> None:
     assert_c_has_the_bits_of_eager(name, row)
-
-
-@needs_c
-@pytest.mark.exhaustive
-@pytest.mark.compiled
-@every_storage
-@pytest.mark.parametrize("name", MAKE)
-def test_so_do_compiled_kernels_for_every_storage_and_rule(name: str, row: int) -> None:
-    assert_c_has_the_bits_of_eager(name, row)
-
-
-@needs_c
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("name", "stored", "rule", "moments"),
-    [
-        ("adamw", (BRAIN, BRAIN), ("stochastic", "infinity"), (HALF, BRAIN)),
-        ("adamw", (HALF, FLOAT), ("split", "infinity"), (FLOAT, HALF)),
-        ("rmsprop_momentum", (HALF, HALF), ("kahan", "infinity"), (BRAIN, HALF)),
-        ("sgd", (FLOAT, FLOAT), ("nearest", "infinity"), (FLOAT, FLOAT)),
-        ("sgd_nesterov", (BRAIN, FLOAT), ("stochastic", "saturate"), (HALF, FLOAT)),
-    ],
-)
-def test_a_compiled_kernel_gives_the_bits_of_eager(
-    name: str,
-    stored: tuple[torch.dtype, torch.dtype],
-    rule: tuple[str, str],
-    moments: tuple[torch.dtype, torch.dtype],
-) -> None:
-    """Every formula and rule once."""
-    options: dict[str, Any] = {"rounding": rule[0], "overflow": rule[1]}
-    options |= moment_options(name, *moments)
-    a, b = (ran(name, e, stored, options, (1003,)) for e in ("c", "eager"))
-    assert unlike(a, b) == []
 
 
 @pytest.fixture
@@ -194,45 +156,6 @@ def test_any_seed_scale_rate_and_size_give_the_same_bits(
     assert unlike(*found) == []
 
 
-def compiles_for_torch() -> bool:
-    """Whether Inductor finds a C++ compiler."""
-    return any(shutil.which(x) for x in (os.environ.get("CXX", ""), "g++", "clang++") if x)
-
-
-BY_INDUCTOR: list[tuple[str, tuple[torch.dtype, torch.dtype], dict[str, Any]]] = [
-    (
-        "adamw",
-        (HALF, HALF),
-        {"rounding": "kahan", "momentum_dtype": HALF, "variance_dtype": BRAIN},
-    ),
-    (
-        "adamw",
-        (BRAIN, BRAIN),
-        {"rounding": "stochastic", "momentum_dtype": HALF, "variance_dtype": HALF},
-    ),
-    ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
-    (
-        "sgd_nesterov",
-        (BRAIN, FLOAT),
-        {"rounding": "nearest", "overflow": "saturate", "momentum_dtype": BRAIN},
-    ),
-]
-"""Of the first one all that rounds is in it: nearest with a remainder, and drawn bits."""
-
-
-# Each case is compiled once, some ten seconds the first one; sizes are dynamic.
-@pytest.mark.representative(0)
-@pytest.mark.usefixtures("vectors_that_are_trusted")
-@pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
-@pytest.mark.parametrize(("name", "stored", "options"), BY_INDUCTOR)
-def test_inductor_gives_the_bits_of_eager(
-    name: str, stored: tuple[torch.dtype, torch.dtype], options: dict[str, Any]
-) -> None:
-    sizes = (1003, 2**15 + 3)
-    a, b = (ran(name, engine, stored, options, sizes) for engine in ("inductor", "eager"))
-    assert unlike(a, b) == []
-
-
 def test_every_element_and_site_and_step_and_tensor_gets_bits_of_its_own() -> None:
     """Alike elements, tensors and steps are rounded apart: no two of them share their bits."""
     made = parameters([torch.ones(2000, dtype=BRAIN)] * 2)
@@ -255,43 +178,16 @@ def test_cpu_engine_is_c_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     assert engines.fastest(torch.device("cpu"), "adamw") == "c"
     assert engines.fastest(torch.device("cpu"), "formula_without_c") == "eager"
-    monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(kernels, "why_not", lambda: "no kernels")
     assert engines.fastest(torch.device("cpu"), "adamw") == "eager"
-    assert engines.fastest(torch.device("cuda"), "adamw") == "inductor"
+    assert engines.fastest(torch.device("cuda"), "adamw") == "triton"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert engines.fastest(torch.device("cuda"), "adamw") == "eager"
 
 
-@pytest.fixture
-def no_update(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A place where update.c cannot be compiled, though round.c could; what was tried."""
-    tried: list[str] = []
-
-    def load(source: str, defines: Any) -> Any:
-        tried.append(source)
-        raise kernels.NoCompilerError(f"cannot compile {source}")
-
-    monkeypatch.setattr(kernels, "why_not", lambda: None)
-    monkeypatch.setattr(kernels, "load", load)
-    monkeypatch.setattr(prebuilt, "library", lambda: "hidden")
-    for cached in (engines._compiles, engines._library):
-        cached.cache_clear()
-    yield tried
-    for cached in (engines._compiles, engines._library):
-        cached.cache_clear()
-
-
-@pytest.mark.compiled
-def test_a_step_whose_kernel_cannot_be_compiled_is_taken_by_pytorch(no_update: list[str]) -> None:
-    options: dict[str, Any] = {"momentum_dtype": BRAIN}
-    with pytest.warns(RuntimeWarning, match=r"cannot compile update\.c; PyTorch does its work"):
-        found = ran("adamw", None, (BRAIN, BRAIN), options, (17, 1003))
-    assert no_update == ["update.c"]
-    assert unlike(found, ran("adamw", "eager", (BRAIN, BRAIN), options, (17, 1003))) == []
-
-
-@pytest.mark.compiled
-@pytest.mark.usefixtures("no_update")
-def test_an_engine_that_was_named_is_not_replaced() -> None:
-    with pytest.raises(kernels.NoCompilerError, match=r"cannot compile update\.c"):
+def test_an_engine_that_was_named_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda: "none here")
+    with pytest.raises(kernels.NoKernelsError, match="none here"):
         ran("adamw", "c", (BRAIN, BRAIN), {}, (17,))
 
 

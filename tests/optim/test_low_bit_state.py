@@ -158,28 +158,11 @@ def test_c_and_eager_give_the_same_bits_with_moments_in_8_bits(name: str, roundi
 
 
 @needs_c
-@pytest.mark.exhaustive
-@pytest.mark.compiled
-@every_rounding
-@every_name
-def test_so_do_compiled_kernels_with_moments_in_8_bits(name: str, rounding: str) -> None:
-    assert_c_has_the_bits_of_eager(name, rounding)
-
-
-@needs_c
 def test_tensors_of_several_parts_get_the_same_bits_with_moments_in_8_bits() -> None:
     """PyTorch takes `EAGER_BLOCK` numbers at a time, threads of C share more than `SERIAL`."""
     options: dict[str, Any] = {"rounding": "stochastic", **moment_options("adamw", CODED, CODED)}
     sizes = (EAGER_BLOCK + 5003,)
     a, b = (plain_run("adamw", e, (BRAIN, BRAIN), options, sizes) for e in ("c", "eager"))
-    assert unlike(a, b) == []
-
-
-@needs_c
-@pytest.mark.compiled
-def test_a_compiled_kernel_gives_the_bits_of_eager_with_moments_in_8_bits() -> None:
-    options: dict[str, Any] = {"rounding": "split", **moment_options("adamw", CODED, CODED)}
-    a, b = (plain_run("adamw", e, (HALF, FLOAT), options) for e in ("c", "eager"))
     assert unlike(a, b) == []
 
 
@@ -327,17 +310,28 @@ def test_remainders_of_kahan_and_split_become_each_other(dtype: torch.dtype) -> 
     assert torch.equal(rest_beside(merge_master(parameter, rest), parameter), rest)
 
 
-@pytest.mark.parametrize("values", [SIGNED, ROOTS], ids=["signed", "roots"])
-def test_at_most_one_value_of_the_map_is_behind_a_start(values: Tensor) -> None:
-    """For numbers from -1 to 1: what the C kernels rely on."""
-    upper = torch.arange(2**16, dtype=torch.int64)
-    largest = upper * 2**16 + torch.where(upper < 2**15, 2**16 - 1, 0)
-    numbers = (largest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(FLOAT)
-    within = numbers.abs() <= 1.01
-    ends = (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0)
-    steps = (ends - formulas.starts(values).long())[within]
-    assert steps.min() == 0
-    assert steps.max() == 1
+@needs_c
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["sgd_momentum", "rmsprop"])
+def test_c_finds_the_place_of_each_value_of_the_map_and_of_its_neighbours(
+    name: str, rounding: str
+) -> None:
+    """The C kernels compute places from decades; the first moment is the gradient, or its size."""
+    values = SIGNED if name == "sgd_momentum" else ROOTS
+    words = values.view(torch.int32)
+    near = torch.cat([(words + by).view(FLOAT) for by in range(-2, 3)]).nan_to_num(1.0)
+    rows = near.repeat(4).view(-1, 128)
+    gradient = torch.cat([rows, torch.ones_like(rows)], 1).view(-1)  # the scale of a block is 1
+    options: dict[str, Any] = {"rounding": rounding, **moment_options(name, CODED, CODED)}
+    options |= {"alpha": 0.0} if name == "rmsprop" else {}
+    found = []
+    for engine in ("c", "eager"):
+        (p,) = parameters([torch.zeros_like(gradient)])
+        give(p, gradient)
+        found.append(MAKE[name]([p], **options, seed=5, engine=engine))
+        found[-1].param_groups[0]["weight_decay"] = 0.0
+        found[-1].step()
+    assert unlike(*found) == []
 
 
 @pytest.mark.parametrize(("decades", "most"), [(0, 1.6), (2, 1.0), (5, 1.0)])

@@ -693,7 +693,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (SGD, {"rounding": "up"}, "rounding='up'; legal: 'nearest', 'stochastic', 'kahan', 'split'"),
     (AdamW, {"variance_dtype": "float16"}, "variance_dtype='float16'; legal: torch.float32, torc"),
     (RMSprop, {"overflow": "wrap"}, "overflow='wrap'; legal: 'infinity', 'saturate'"),
-    (SGD, {"engine": "cuda"}, "engine='cuda'; legal: None, 'c', 'inductor', 'eager'"),
+    (SGD, {"engine": "cuda"}, "engine='cuda'; legal: None, 'c', 'triton', 'eager'"),
     (
         *(AdamW, {"rounding": "kahan", "overflow": "saturate"}),
         "overflow='saturate' with rounding='kahan'; legal is 'infinity'",

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(
         not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo here"
     ),
-    pytest.mark.usefixtures("kernels_of_the_installation"),
 ]
 
 

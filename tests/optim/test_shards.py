@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.optim import AdamW, MasterWeights, engines, mark_shard, name_parameters
+from mprun.optim import AdamW, MasterWeights, mark_shard, name_parameters
 from mprun.optim.masters import masters_of
 from mprun.precision import random_bits as random_bits_module
 from mprun.precision.random_bits import BLOCK, START, key, random_bits, tensor_number
@@ -28,7 +28,7 @@ from tests.optim import (
     wide,
     widen,
 )
-from tests.optim.test_engines import BY_INDUCTOR, compiles_for_torch, moments_of, needs_c
+from tests.optim.test_engines import moments_of, needs_c
 
 SIZE = 1003
 CUTS = (0, 0, 1, 66, 391, 391, SIZE)
@@ -55,8 +55,7 @@ def stepped(
     for step in range(STEPS):
         gradient = wide(grad_dtype, size, seed=100 * step)
         for p, optimizer, part in zip(shards, optimizers, parts, strict=True):
-            # Inductor compiles apart for a gradient that is a view.
-            give(p, gradient[part].clone() if engine == "inductor" else gradient[part])
+            give(p, gradient[part])
             optimizer.step()
             if step == 0:
                 widen(optimizer.state[p], size, part)
@@ -87,23 +86,6 @@ def test_shards_get_the_bits_of_the_whole_for_every_storage_and_rule(
 
 
 LOW_ADAMW: dict[str, Any] = {"momentum_dtype": BRAIN, "variance_dtype": HALF}
-
-
-# Compiled twice each, a few seconds: for whole parameters, and for shards.
-@pytest.mark.representative(0)
-@pytest.mark.usefixtures("vectors_that_are_trusted")
-@pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
-@pytest.mark.parametrize(("name", "stored", "options"), BY_INDUCTOR)
-def test_shards_get_the_bits_of_the_whole_from_inductor(
-    name: str, stored: tuple[torch.dtype, torch.dtype], options: dict[str, Any]
-) -> None:
-    whole = stepped(name, "eager", stored, options, (0, SIZE))
-    shards = stepped(name, "inductor", stored, options, (0, 391, 391, 700, SIZE))
-    assert unlike_entries(shards, whole) == []
-    for start in FAR:
-        if start % BLOCK + SIZE <= BLOCK:  # it compiles apart for a part of a parameter
-            found = (far(start, name, engine, stored, options) for engine in ("inductor", "eager"))
-            assert unlike_entries(*found) == [], start
 
 
 # ---- parameters of more than 2^31 elements ----
@@ -150,8 +132,7 @@ def test_shards_far_into_a_parameter(start: int, dtype: torch.dtype, engine: str
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys for 200 elements instead of 2^31."""
-    for module in (random_bits_module, engines):
-        monkeypatch.setattr(module, "BLOCK", 200)
+    monkeypatch.setattr(random_bits_module, "BLOCK", 200)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from mprun.precision import Precision
 from mprun.precision.formats import NVFP4, quantise
@@ -17,6 +21,7 @@ from mprun.precision.gemms import (
     Gemm,
     LinearGemms,
     StepBits,
+    compile_layers,
     convert_gemms,
     convert_natively,
     formatted_layers,
@@ -79,6 +84,31 @@ def test_float8_layers_are_those_of_torchao(
         strict=True,
     ):
         assert torch.equal(ours, theirs), name
+
+
+def test_layers_of_8_bits_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler that keeps the ops, so that the results are those of the layers as they are."""
+    compiled = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._dynamo.reset()
+    counters.clear()
+    sizes = [32, 64, 64, 64, 48, 48, 48]  # four shapes of layers, two of them twice
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    model = nn.Sequential(*layers)
+    names = [str(n) for n in range(len(layers))]
+    convert_natively(model, names, "fp8_rowwise", emulate=True)
+    twin = copy.deepcopy(model)
+    compile_layers(twin)
+    x = torch.randn(16, 32)
+    for own in (model, twin, copy.deepcopy(twin)):
+        own.zero_grad()
+        own(x).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 4
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
 
 
 @each("dtype", [torch.float32, torch.bfloat16])

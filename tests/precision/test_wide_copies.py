@@ -16,7 +16,7 @@ from tests.precision import normal
 
 LOW = [torch.float16, torch.bfloat16]
 COMPILED = pytest.mark.skipif(
-    kernels.why_not() is not None, reason="copies come from a C loop, which nothing compiles here"
+    kernels.why_not() is not None, reason="copies come from a C loop, which is not here"
 )
 
 

@@ -11,7 +11,6 @@ import torch
 
 from mprun.cli.main import main
 from mprun.precision import kernels
-from mprun.precision.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from mprun.train.machine.machine import has_amx
 from tests.run.test_resume import assert_same_run, trained
@@ -233,20 +232,14 @@ def test_float16_partials_are_emulated_and_reported() -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Call it, and for the rest of the test there are no compiled kernels."""
     if kernels.why_not() is not None:
-        pytest.skip("there is no C compiler here, so kernels are never compiled")
-
-    def forget() -> None:
-        kernels.why_not.cache_clear()
-        kernels._load.cache_clear()
-        prebuilt.library.cache_clear()
+        pytest.skip(f"no compiled kernels: {kernels.why_not()}")
 
     def take_away() -> None:
         monkeypatch.setenv("MPRUN_NO_KERNELS", "1")
-        forget()
+        kernels.library.cache_clear()
 
     yield take_away
-    monkeypatch.delenv("MPRUN_NO_KERNELS", raising=False)
-    forget()
+    kernels.library.cache_clear()
 
 
 VARIANTS: dict[str, list[str]] = {

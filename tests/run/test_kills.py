@@ -1,9 +1,8 @@
 """Runs killed at random moments: every folder stays readable, every run resumes bit for bit.
 
 A kill is SIGKILL, which no process can prepare for. Some come at a random time after the start of
-the process. The others wait for what is over in a moment: a compiler at work, a checkpoint or a
-summary half written. A process kills itself at the latter, or the disk is slow, so that kills from
-outside meet it.
+the process. The others wait for what is over in a moment: a checkpoint or a summary half written. A
+process kills itself at the latter, or the disk is slow, so that kills from outside meet it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from tests.train.test_long_runs import TINY
 
 KILLS = 100
 LENGTH = ["train.max_steps=40", "train.checkpoint_every_steps=5", "precision=half_sr"]
-"""The mode needs a compiled kernel."""
 EPOCHS_OF_A_STEP = [*TINY, *LENGTH]
 VALIDATED = [*MNIST, *LENGTH]
-COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 
 
 class Victim:
@@ -39,7 +36,6 @@ class Victim:
     def __init__(self, processes: Forking, words: list[str], name: str) -> None:
         self._processes, self._words = processes, words
         self.folder = Path.cwd() / name
-        self.cache = Path.cwd() / f"{name}-cache"
 
     def run(self, moment: Callable[[], bool] | None = None, writing: str | None = None) -> bool:
         """Begin or resume the run, and kill it at a moment; whether it was killed.
@@ -52,8 +48,7 @@ class Victim:
         if not begun:
             shutil.rmtree(self.folder, ignore_errors=True)  # nothing was recorded
         words = [f"run.resume={self.folder}"] if begun else [*self._words, f"run.dir={self.folder}"]
-        environment = {"XDG_CACHE_HOME": str(self.cache)}
-        environment |= {"KILL_WRITING": writing} if writing else {"SLOW_DISK": "yes"}
+        environment = {"KILL_WRITING": writing} if writing else {"SLOW_DISK": "yes"}
         pid = self._processes.start(words, Path.cwd(), environment)
         while moment is not None and not _has_ended(pid):
             if moment():
@@ -63,9 +58,6 @@ class Victim:
         status = self._processes.wait()
         assert status in (0, -signal.SIGKILL), Path("log.txt").read_text(encoding="utf-8")
         return status != 0
-
-    def is_compiling(self) -> bool:
-        return any(self.cache.glob("mprun/kernels/compiling-*/*"))
 
     def is_saving(self) -> bool:
         return any(self.folder.glob("checkpoints/.last.pt.*"))
@@ -79,7 +71,6 @@ class Victim:
     def check_whole(self, other: Victim) -> None:
         """It is the other run, bit for bit, and nothing else is left in its folder."""
         assert_same_run(self.folder, other.folder)
-        # a compiler's folder in the cache goes by its age: tests/precision/kernels/test_kernels.py
         assert not [*self.folder.rglob(".*.tmp")]
 
     def check_readable(self) -> None:
@@ -116,7 +107,7 @@ def kill_often(processes: Forking, words: list[str], kills: int) -> None:
         victim = Victim(processes, words, f"run-{left}")
         for _ in range(min(left, chance.randint(1, 4))):
             seconds = chance.uniform(0, longest_s)
-            moments = [victim.is_compiling, victim.is_replacing, victim.is_recording]
+            moments = [victim.is_replacing, victim.is_recording]
             moment = chance.choice([*moments, *[after(seconds)] * len(moments)])
             if not victim.run(moment):
                 break
@@ -128,25 +119,20 @@ def kill_often(processes: Forking, words: list[str], kills: int) -> None:
     assert "Traceback" not in Path("log.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 def test_a_run_killed_while_it_writes_resumes_bit_for_bit(forking: Forking) -> None:
     whole = Victim(forking, EPOCHS_OF_A_STEP, "whole")
     victim = Victim(forking, EPOCHS_OF_A_STEP, "run")
-    assert victim.run(victim.is_compiling)
-    victim.check_readable()
     # The first checkpoint, one that replaces another, a summary at the start and one at the end.
     for writing in (".last.pt. 1", ".last.pt. 2", ".summary.json. 1", ".summary.json. 2"):
         assert victim.run(writing=writing)
         victim.check_readable()
     victim.run()
-    whole.cache = victim.cache  # the kernel is compiled once
     whole.run()
     victim.check_whole(whole)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 @pytest.mark.parametrize("words", [EPOCHS_OF_A_STEP, VALIDATED], ids=["unvalidated", "validated"])
 def test_a_hundred_kills_lose_nothing(forking: Forking, words: list[str]) -> None:
     kill_often(forking, words, KILLS // 2)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -32,7 +33,7 @@ from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
 from mprun.errors import UsageError
 from mprun.optim import engines
 from mprun.optim.optimizers import low_precision, with_masters
-from mprun.precision import Policy
+from mprun.precision import Policy, disable_casts
 from mprun.precision._torch import eager_optimizer
 from mprun.precision.layers import convert, layer_precisions
 from mprun.precision.policy import torch_dtype
@@ -216,6 +217,68 @@ def build_optimizer(
     if recipe.makes_optimizer:
         return _recipes_optimizer(recipe, model)
     return made_by_name(trained(model), config, lr, engine)
+
+
+SHARE = 8  # Parts of the gradients of which one is held at a time
+
+
+class StepsInBackward:
+    """Updates parameters while the backward pass goes on, and frees their gradients.
+
+    Each parameter takes one step with its whole gradient, so the bits are those of a step at the
+    end. Gradients are collected to an eighth of all: a call for each would cost the host more
+    (torchtune's `optimizer_in_bwd` makes one). What is left is for the step at the end.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._is_on = optimizer, False
+        self._pending: list[Tensor] = []
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._most_bytes = sum(p.nbytes for p in params) / SHARE
+        for p in params:
+            p.register_post_accumulate_grad_hook(self._add)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A context around the one backward pass of a step."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on, self._pending = False, []
+
+    def _add(self, p: Tensor) -> None:
+        if not self._is_on:
+            return
+        self._pending.append(p)
+        if sum(x.nbytes for x in self._pending) < self._most_bytes:
+            return
+        with disable_casts():
+            self._optimizer.step()
+        for group in self._optimizer.param_groups:
+            if "attempts" in group:  # of a step: its random bits are numbered once
+                group["attempts"] -= 1
+        for x in self._pending:
+            x.grad = None
+        self._pending = []
+
+
+def check_in_backward(
+    config: Config, recipe: Recipe, scale: str, accumulate: int, execution: str
+) -> None:
+    """Raise `UsageError` where parameters are to be updated in the backward pass and cannot be."""
+    reasons = {
+        "train.clip_norm needs the norm of all gradients": config.train.clip_norm is not None,
+        "a step with a loss scale may be skipped": scale != "none",
+        f"gradients of {accumulate} passes are added up": accumulate > 1,
+        "several processes exchange gradients": config.parallel.world_size > 1,
+        "emulated arithmetic would round the updates": execution == "emulated",
+        "debug.fp_exceptions inspects gradients": config.debug.fp_exceptions != "off",
+        "the recipe's own optimizer may need all gradients": recipe.makes_optimizer,
+    }
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if config.speed.optimizer_in_backward and reason is not None:
+        raise UsageError(f"speed.optimizer_in_backward=true: {reason}; legal is false")
 
 
 def check_trainable(model: nn.Module, recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ buffers, the optimizer, the caster, the arithmetic, the backend switches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,12 @@ from mprun.records.run_record import (
     PrecisionRow,
     Summary,
 )
-from mprun.train.assemble.optimizer import build_optimizer, build_schedule, unused_by
+from mprun.train.assemble.optimizer import (
+    StepsInBackward,
+    build_optimizer,
+    build_schedule,
+    unused_by,
+)
 from mprun.train.assemble.plan import Plan
 from mprun.train.callbacks import Messages
 from mprun.train.checkpoint import seed_process
@@ -182,6 +187,7 @@ def build_parts(
     train, order = build_batches(
         plan, splits.train, per_process, plan.batch.micro, splits.shuffle, split
     )
+    early = config.speed.optimizer_in_backward
     return TrainingComponents(
         recipe=recipe,
         model=model,
@@ -195,6 +201,7 @@ def build_parts(
         clock=clock_for(device),
         readback=readback_for(device),
         layout=layout,
+        backward=StepsInBackward(optimizer).backward if early else nullcontext,
     )
 
 
@@ -384,6 +391,7 @@ def initial_summary(
             memory_format=plan.speed.memory_format,
             optimizer_impl=plan.speed.optimizer_impl,
             compile=plan.speed.compile,
+            optimizer_in_backward=plan.config.speed.optimizer_in_backward,
             threads=torch.get_num_threads(),
             allocator=allocator(),
             speed_trial=plan.speed_reason,

@@ -34,6 +34,7 @@ from mprun.train.assemble.dtype_choices import (
     with_formats,
 )
 from mprun.train.assemble.optimizer import (
+    check_in_backward,
     check_optimizer,
     check_warmup,
     stores_low_precision,
@@ -195,6 +196,8 @@ def make_plan(
     if fallback is None:
         fallback = choose_fp32_fallback(config.speed.name, policy, carrier.name, device)
     not_compiled = why_not_compiled(config, carrier.name, fallback)
+    scale, accumulate = loss_scale_kind(config, layers.values()), data.batch.accumulate
+    check_in_backward(config, recipe, scale, accumulate, carrier.name)
     # op lists for another version of PyTorch may have hundreds
     unknown = [] if op_lists is None else op_lists.unknown
     notices = [

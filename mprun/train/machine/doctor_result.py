@@ -114,6 +114,8 @@ class Machine:
     """Why a GPU that seems to be present is not examined; null if none seems to be."""
     optimizer_kernels: str | None = None
     """Where the CPU kernels of optimizers and of rounding come from, or why there are none."""
+    compiled_code: str | None = None
+    """The folders in which PyTorch's compiler and Triton keep what they compiled."""
 
 
 @dataclass(kw_only=True)
@@ -277,6 +279,7 @@ def machine_table(examination: Examination) -> FittedTable:
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine.onednn),
         "optimizer kernels": machine.optimizer_kernels or "-",
+        "compiled code": machine.compiled_code or "-",
     }
     if cuda is not None:
         units = cuda.tensor_cores

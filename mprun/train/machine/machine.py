@@ -5,6 +5,8 @@ A run records hardware, versions and the code's commit from here, too.
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import math
 import os
@@ -12,6 +14,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -152,7 +155,18 @@ def examine_machine(device: torch.device) -> Machine:
         cuda=cuda(device) if device.type == "cuda" else None,
         gpu_unused=None if device.type == "cuda" else gpu_unused(),
         optimizer_kernels=kernels.origin(),
+        compiled_code=compiled_code(),
     )
+
+
+def compiled_code() -> str:
+    """The folders in which PyTorch's compiler and Triton keep what they compiled."""
+    with contextlib.suppress(OSError, KeyError):  # a user without a name
+        inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        triton = Path("~/.triton/cache").expanduser()
+        names = {"TORCHINDUCTOR_CACHE_DIR": inductor, "TRITON_CACHE_DIR": triton}
+        return ", ".join(os.environ.get(name, str(folder)) for name, folder in names.items())
+    return "unknown"
 
 
 def onednn() -> OneDnn:

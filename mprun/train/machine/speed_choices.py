@@ -13,6 +13,7 @@ shape in the user's cache folder. A damaged file counts as none.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from mprun.precision import kernels
+from mprun.optim import engines
 from mprun.records.files import write_atomic
 
 
@@ -32,7 +33,7 @@ class SpeedChoice:
 
     memory_format: str  # contiguous or channels_last
     optimizer_impl: str
-    """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
+    """forloop, foreach or fused, PyTorch's; c, triton or eager, those of `mprun.optim`."""
     compile: bool = False  # Whether `torch.compile` compiles the model
 
     def __str__(self) -> str:
@@ -65,7 +66,11 @@ def choose(
     if device_type != "cpu":
         # on an H100 fused AdamW takes 2 to 6 % off a step, and 22 % with a loss scale, for whose
         # decision the host need not wait; channels-last gained nothing
-        return replace(default, optimizer_impl="fused") if optimizer == "adamw" else default
+        if device_type == "cuda" and optimizer == "rmsprop" and compute_dtype == "float16":
+            # PyTorch's has no fused kernel
+            return replace(default, optimizer_impl=engines.fastest(torch.device("cuda"), optimizer))
+        waits = compute_dtype == "float16" or optimizer == "adamw"
+        return replace(default, optimizer_impl="fused") if waits else default
     # channels-last gained for float32 convolutions, and for bfloat16 unless the CPU has AMX, where
     # it lost a tenth to a quarter
     last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
@@ -79,7 +84,7 @@ def choose(
 MAX_BYTES = 64 * 1024  # Of a file that is read: anything may lie in the cache folder
 LOCK_TIMEOUT_S = 300.0  # A trial that takes longer is made once more
 FORMATS = ("contiguous", "channels_last")
-IMPLEMENTATIONS = ("forloop", "foreach", "fused", "c", "inductor", "eager", "masters")
+IMPLEMENTATIONS = ("forloop", "foreach", "fused", "c", "triton", "eager", "masters")
 
 
 @dataclass(frozen=True)
@@ -119,4 +124,13 @@ def write_choice(key: str, saved: SavedChoice) -> None:
 
 
 def _path(key: str) -> Path:
-    return kernels.cache_folder() / f"speed_{key}.json"
+    return cache_folder() / f"speed_{key}.json"
+
+
+def cache_folder() -> Path:
+    """Where the results of trials are kept: in XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path("~/.cache").expanduser()) / "mprun"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder

@@ -188,7 +188,7 @@ class StepProbes(StepListener):
             if not self._is_compiled:
                 self._stack.enter_context(self._casts.next_call(entries(self._model)))
         if records:
-            self._recorder = MemoryRecorder(self._model, self._optimizers[0])
+            self._recorder = MemoryRecorder(self._model, self._optimizers[0], True)
             # hooks of the optimizer cannot be added here, while it calls them
             self._stack.enter_context(self._recorder.recording())
 

@@ -16,6 +16,7 @@ from mprun.train.machine.doctor_result import Cuda, Machine
 from mprun.train.machine.machine import (
     INSTRUCTIONS,
     architecture,
+    compiled_code,
     cpu_quota,
     examine_machine,
     onednn,
@@ -192,3 +193,13 @@ def test_there_is_one_thread_and_never_more_than_pytorch_s(
 ) -> None:
     where = machine(threads=threads, cores_total=cores, load_average=load, cpu_quota=quota)
     assert 1 <= threads_to_measure(where) <= threads
+
+
+def test_folders_of_compiled_code_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/here")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/there")
+    assert compiled_code() == "/here, /there"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert compiled_code().endswith("/.triton/cache")
+    assert "torchinductor_" in compiled_code()

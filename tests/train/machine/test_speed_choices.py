@@ -16,6 +16,9 @@ from mprun.train.machine.speed_choices import SpeedChoice, choose
         ("plain", "cuda", "float32", "adamw", False, "contiguous", "foreach"),
         ("auto", "cuda", "float32", "adamw", False, "contiguous", "fused"),
         ("auto", "cuda", "bfloat16", "sgd", False, "contiguous", "foreach"),
+        # What reads on the device whether a step is skipped
+        ("auto", "cuda", "float16", "sgd", False, "contiguous", "fused"),
+        ("auto", "cuda", "float16", "rmsprop", False, "contiguous", "triton"),
         ("auto", "cpu", "float32", "adamw", True, "channels_last", "fused"),
         ("auto", "cpu", "bfloat16", "adamw", True, "contiguous", "fused"),
         ("auto", "cpu", "bfloat16", "adamw", False, "channels_last", "fused"),
