@@ -131,7 +131,8 @@ def show_sweep(folder: Path) -> int:
     from mprun.records.run_folder import TRACKERS
 
     summaries: dict[str, Summary | None] = {}
-    runs = [p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS]
+    folders = [p for p in folder.iterdir() if p.is_dir() and p.name != TRACKERS]
+    runs = [p for p in folders if not p.name.startswith(".")]  # a launcher's own
     for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):  # 2 before 10
         name = str(run.relative_to(folder))
         try:

@@ -268,7 +268,7 @@ def _or_legal(key: str) -> str:
     """The keys that are meant, else the fields of the section, else the help."""
     if key in GONE:
         return "; optimizer(model) of a recipe makes any optimizer"
-    known = (*GROUPS, *leaves())
+    known = (*GROUPS, *leaves(), "seeds_limit", "first_seed")  # the last two of studies
     near = did_you_mean(keys_called(key, known)) or hint(key, known)
     section = key.rpartition(".")[0]
     if near:

@@ -125,8 +125,9 @@ def _noted(kind: Any, note: type[T]) -> T | None:
 def describe_type(kind: Any) -> str:
     """The values of a field's type, as text."""
     if get_origin(kind) is Annotated:
-        legal = _noted(kind, Legal)
-        return "one of " + ", ".join(legal.values) if legal else describe_type(get_args(kind)[0])
+        if (legal := _noted(kind, Legal)) is None:
+            return describe_type(get_args(kind)[0])
+        return ("one of " if len(legal.values) > 1 else "") + ", ".join(legal.values)
     if get_origin(kind) in (Union, UnionType):
         inner = [describe_type(a) for a in get_args(kind) if a is not NoneType]
         return " or ".join(inner) + (", or null" if NoneType in get_args(kind) else "")

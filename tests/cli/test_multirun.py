@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
+from mprun.cli.train_command import show_sweep
 from mprun.records.run_record import Summary, read_summary
 from tests.cli.processes import Forking
 from tests.schema import conforms
@@ -46,6 +47,8 @@ def test_a_run_for_every_combination(
     assert out.partition("sweep in outputs")[2].count("completed") == 4
     assert err.count("batch.lr_rule has no effect") == 4
     assert not list(Path().rglob(".hydra"))
+    (runs()[0].parent / ".submitit").mkdir()  # a launcher's own, and no run
+    assert show_sweep(runs()[0].parent) == 0
 
 
 def test_a_run_that_fails_leaves_the_others_whole(capsys: pytest.CaptureFixture[str]) -> None:

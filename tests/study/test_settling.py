@@ -112,7 +112,8 @@ def test_a_foreign_run_and_other_code_close_the_same_variants() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("seeds=often", "seeds is a whole number or one of auto, or null"),
+        ("seeds=often", "seeds is a whole number or auto, or null"),
+        ("seed_limit=5", "there is no field 'seed_limit'; did you mean 'seeds_limit'"),
         ("seeds=0", "legal is 1 or more"),
         ("seeds_limit=1", "legal is 2 or more and at most 1000"),
     ],

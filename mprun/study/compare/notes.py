@@ -137,6 +137,9 @@ def comparison_notes(
         yield "the metric is of the training samples: new samples may give another result"
         yield from _last_parts(summaries)
     yield from _incomplete(summaries, split)
+    lacking = sum(summary.averaged is None for summary in summaries)
+    if not averaged and 0 < lacking < len(summaries):
+        yield f"the last weights are judged: {lacking} of {len(summaries)} runs averaged none"
     yield from _seeds(base, () if looks else others, split, averaged)
     if looks is not None:
         places = listed([str(look.pairs) for look in looks.looks], len(looks.looks))

@@ -65,6 +65,12 @@ def test_last_weights_are_judged_as_if_there_were_no_others(weights: str) -> Non
     assert found.variants[1].verdict.word == "inconclusive"
 
 
+def test_a_note_says_that_runs_without_averaged_weights_make_the_last_ones_judged() -> None:
+    note = "the last weights are judged: 3 of 8 runs averaged none"
+    assert note in judged(runs(left_out=3)).notes
+    assert not [x for x in judged(runs(left_out=8)).notes if "averaged" in x]
+
+
 def test_averaged_is_refused_where_runs_lack_them() -> None:
     text = "3 of 8 runs have no test metric of averaged weights; legal: auto, last"
     with pytest.raises(UsageError, match=text):
