@@ -9,6 +9,9 @@ those of the other engines. Triton keeps what it compiled on disk (`TRITON_CACHE
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +28,10 @@ _REBIAS = tl.constexpr(112 << 23)  # Between the exponents of float32 and float1
 
 def update(chunks: int, *tensors: Tensor, **storage: str | bool) -> None:
     """Update the numbers of `chunks`; the arguments are those of `_step`."""
-    _step[(chunks,)](*tensors, **storage, enable_fp_fusion=False)
+    device = tensors[0].device
+    # Triton launches on the current device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _step[(chunks,)](*tensors, **storage, enable_fp_fusion=False)
 
 
 @triton.jit
