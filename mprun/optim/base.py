@@ -18,6 +18,7 @@ for its `unscale_`. `scaled_step` also checks them for infinities and clips them
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class _Update(NamedTuple):
         return [self.p.detach(), *(None if x is None else self.state[x] for x in self.entries)]
 
     def row(self, place: int, flat: Sequence[Tensor | None]) -> Row:
-        """Of a batch, with `tensors` in one piece each."""
+        """Of a list, with `tensors` in one piece each."""
         return Row(place, Operands(*flat), self.number, self.start)  # type: ignore[arg-type]
 
 
@@ -122,7 +123,7 @@ class _Part:
     updates: list[_Update]
     on_host: bool  # Whether numbers can be read at once
     steps: Tensor  # [updates]; `step` in the state of each is a view of it
-    batches: list[TensorList]
+    lists: list[TensorList]
     groups: dict[int, slice]  # The updates of each
     strided: list[int]  # Updates with a tensor that is not in one piece: they are copied at a step
     version: int = -1  # Of `steps` when `taken` was true; -1: it is not known
@@ -349,7 +350,8 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
         groups = self.param_groups
         params = [p for group in groups for p in group["params"]]
         gradients = [p.grad for p in params]
-        entries = [x for state in self.state.values() for x in state.values()]
+        held = [x for state in self.state.values() for x in state.values()]
+        entries = [x for x in held if isinstance(x, Tensor)]
         if params and is_fake(params[0]):
             return [object()]
         return [
@@ -430,9 +432,9 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
             gradients[i] = gradients[i].contiguous()
             pieces[i] = [x if x is None else x.contiguous() for x in updates[i].tensors]
         step = Step(gradients, hypers, [states[u.group] for u in updates], skip)
-        for batch in [*part.batches, *_batches(updates, pieces)]:
-            if is_real or batch.engine == "eager":  # nothing else allocates
-                engines.run(batch, step)
+        for tensors in [*part.lists, *_lists(updates, pieces)]:
+            if is_real or tensors.engine == "eager":  # nothing else allocates
+                engines.run(tensors, step)
         if is_real:  # written to behind autograd's back
             torch.autograd.graph.increment_version([u.p for u in updates if u.engine != "eager"])
         for i, whole in pieces.items():
@@ -441,10 +443,11 @@ class LowPrecisionOptimizer(GradScaledOptimizer):
                     tensor.copy_(updated)
 
     def _engine(self, p: Tensor, storage: Storage) -> str:
-        legal = "'eager'" if p.is_cpu else "'triton', 'eager'"
-        if self.engine == "c" and not p.is_cpu:
+        legal, other = ("'c', 'eager'", "triton") if p.is_cpu else ("'triton', 'eager'", "c")
+        is_interpreted = other == "triton" and os.environ.get("TRITON_INTERPRET")
+        if self.engine == other and not is_interpreted:
             raise ValueError(
-                f"engine='c' for a parameter on {p.device}; legal there: None, {legal}"
+                f"engine={other!r} for a parameter on {p.device}; legal there: None, {legal}"
             )
         return self.engine or engines.fastest(p.device, storage.formula)
 
@@ -527,10 +530,10 @@ def _part(updates: list[_Update]) -> _Part:
     of = [u.group for u in updates]
     groups = {n: slice(of.index(n), of.index(n) + of.count(n)) for n in dict.fromkeys(of)}
     on_host = is_on_host(updates[0].p)
-    return _Part(updates, on_host, steps, _batches(updates, pieces), groups, strided)
+    return _Part(updates, on_host, steps, _lists(updates, pieces), groups, strided)
 
 
-def _batches(
+def _lists(
     updates: Sequence[_Update], pieces: Mapping[int, Sequence[Tensor | None]]
 ) -> list[TensorList]:
     """Those of the updates that have `pieces`, their tensors in one piece each."""

@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A tensor of a batch."""
+    """A tensor of a list."""
 
     place: int  # Among all tensors of the step
     operands: Operands
@@ -124,25 +124,25 @@ def fastest(device: torch.device, formula: str) -> str:
     return "c" if in_c else "eager"
 
 
-def run(batch: TensorList, step: Step) -> None:
-    """Update the tensors of a batch.
+def run(tensors: TensorList, step: Step) -> None:
+    """Update the tensors of a list.
 
     Raises:
         NoKernelsError: engine c, without compiled kernels.
     """
-    if batch.count:
-        _ENGINES[batch.engine](batch, step)
+    if tensors.count:
+        _ENGINES[tensors.engine](tensors, step)
 
 
-def _in_c(batch: TensorList, step: Step) -> None:
-    maps = formulas.maps(step.hypers).data_ptr() if batch.storage.coded else None
+def _in_c(tensors: TensorList, step: Step) -> None:
+    maps = formulas.maps(step.hypers).data_ptr() if tensors.storage.coded else None
     kernels.call(
         "update",
-        _storage_words(batch.storage),
-        batch.table.data_ptr(),
-        len(batch.table),
+        _storage_words(tensors.storage),
+        tensors.table.data_ptr(),
+        len(tensors.table),
         *(step.words.data_ptr(), step.hypers.data_ptr(), maps),
-        rounding.threads_for(batch.count),
+        rounding.threads_for(tensors.count),
     )
 
 
@@ -185,13 +185,13 @@ def _storage_words(storage: Storage) -> ctypes.Array[ctypes.c_int32]:
 FIRST_LAUNCH_S: dict[tuple[Storage, bool], float] = {}
 
 
-def _by_triton(batch: TensorList, step: Step) -> None:
+def _by_triton(tensors: TensorList, step: Step) -> None:
     from mprun.optim import triton_kernel  # imports the compiler
 
-    storage, skip, hypers, began = batch.storage, step.skip, step.hypers, time.perf_counter()
+    storage, skip, hypers, began = tensors.storage, step.skip, step.hypers, time.perf_counter()
     triton_kernel.update(
-        len(batch.chunks),
-        *(batch.table, batch.chunks, step.words, hypers, hypers if skip is None else skip),
+        len(tensors.chunks),
+        *(tensors.table, tensors.chunks, step.words, hypers, hypers if skip is None else skip),
         formulas.maps(hypers) if storage.coded else hypers,
         **formats(storage),
         FORMULA=storage.formula,
@@ -204,9 +204,9 @@ def _by_triton(batch: TensorList, step: Step) -> None:
     FIRST_LAUNCH_S.setdefault((storage, skip is not None), time.perf_counter() - began)
 
 
-def _eagerly(batch: TensorList, step: Step) -> None:
-    maps = formulas.maps(step.hypers) if batch.storage.coded else None
-    for row in batch.rows:
+def _eagerly(tensors: TensorList, step: Step) -> None:
+    maps = formulas.maps(step.hypers) if tensors.storage.coded else None
+    for row in tensors.rows:
         grad = step.gradients[row.place].contiguous().view(-1)
         hyper, state = step.hypers[row.place], step.states[row.place]
         for begin, end, block, first in spans(row.start, grad.numel()):
@@ -215,7 +215,7 @@ def _eagerly(batch: TensorList, step: Step) -> None:
                 stop = min(end, at + rounding.EAGER_BLOCK)
                 part, of_part = row.operands.part(at, stop), grad[at:stop]
                 index = _indices(of_part, first + at - begin)
-                _update(batch.storage, part, of_part, hyper, words, index, step.skip, maps)
+                _update(tensors.storage, part, of_part, hyper, words, index, step.skip, maps)
 
 
 def _indices(x: Tensor, first: int) -> Tensor:

@@ -265,6 +265,11 @@ def _store_words(address, at, words, mask):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _store_moment(
     address,
     scales,
@@ -282,58 +287,37 @@ def _store_moment(
     if FORMAT == "F32":
         tl.store(address.to(tl.pointer_type(tl.float32)) + at, x, mask=mask)
     elif FORMAT == "C8":
-        _store_codes(address, scales, map, at, x, word, mask, inside, DRAWN, ROOT)
+        # Codes and scales: `formulas.encode`
+        bits = tl.where(inside, _pattern(x), 0).to(tl.uint32)
+        magnitude = bits & _MAGNITUDE
+        groups: tl.constexpr = _CHUNK // _GROUP
+        largest = tl.reduce(tl.reshape(magnitude, [groups, _GROUP]), 1, _larger)
+        above = tl.where(bits >> 31 == 0, magnitude, 0).to(tl.uint32)
+        positive = tl.reduce(tl.reshape(above, [groups, _GROUP]), 1, _larger)
+        size = tl.where(largest > positive, largest | 0x80000000, largest)
+        size = _number(tl.where(largest >= _INFINITE, 0x7FC00000, size).to(tl.uint32))
+        wide = tl.reshape(tl.broadcast_to(size[:, None], [groups, _GROUP]), [_CHUNK])
+        ratio = tl.div_rn(x, wide)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
+        code = tl.full([_CHUNK], 0, tl.int32)
+        for power in tl.static_range(7, -1, -1):
+            further = code + (1 << power)
+            code = tl.where(ratio >= tl.load(map + further), further, code)
+        low = tl.load(map + code)
+        gap = tl.load(map + tl.minimum(code + 1, 255)) - low
+        if DRAWN:
+            drawn = (word >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05 + 7.62939453125e-06
+            up = ratio - low > drawn * gap
+        else:
+            up = ratio - low >= gap * 0.5
+        code = tl.where(up & (code < 255), code + 1, code)
+        if ROOT:  # a positive one never becomes 0
+            code = tl.where(ratio > 0.0, tl.maximum(code, 1), code)
+        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, code.to(tl.uint8), mask=mask)
+        # All numbers of a group write its scale, which is the same
+        tl.store(scales.to(tl.pointer_type(tl.float32)) + at // _GROUP, wide, mask=mask)
     elif FORMAT != "NONE":
         _store_words(address, at, _rounded(x, word, DRAWN, FORMAT, SATURATE), mask)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _store_codes(
-    address,
-    scales,
-    map,
-    at,
-    x,
-    word,
-    mask,
-    inside,
-    DRAWN: tl.constexpr,
-    ROOT: tl.constexpr,
-):
-    """Codes and scales: `formulas.encode`."""
-    bits = tl.where(inside, _pattern(x), 0).to(tl.uint32)
-    magnitude = bits & _MAGNITUDE
-    groups: tl.constexpr = _CHUNK // _GROUP
-    largest = tl.reduce(tl.reshape(magnitude, [groups, _GROUP]), 1, _larger)
-    above = tl.where(bits >> 31 == 0, magnitude, 0).to(tl.uint32)
-    positive = tl.reduce(tl.reshape(above, [groups, _GROUP]), 1, _larger)
-    size = tl.where(largest > positive, largest | 0x80000000, largest)
-    size = _number(tl.where(largest >= _INFINITE, 0x7FC00000, size).to(tl.uint32))
-    wide = tl.reshape(tl.broadcast_to(size[:, None], [groups, _GROUP]), [_CHUNK])
-    ratio = tl.div_rn(x, wide)
-    ratio = tl.where(ratio == ratio, ratio, 0.0)
-    code = tl.full([_CHUNK], 0, tl.int32)
-    for power in tl.static_range(7, -1, -1):
-        further = code + (1 << power)
-        code = tl.where(ratio >= tl.load(map + further), further, code)
-    low = tl.load(map + code)
-    gap = tl.load(map + tl.minimum(code + 1, 255)) - low
-    if DRAWN:
-        drawn = (word >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05 + 7.62939453125e-06
-        up = ratio - low > drawn * gap
-    else:
-        up = ratio - low >= gap * 0.5
-    code = tl.where(up & (code < 255), code + 1, code)
-    if ROOT:  # a positive one never becomes 0
-        code = tl.where(ratio > 0.0, tl.maximum(code, 1), code)
-    tl.store(address.to(tl.pointer_type(tl.uint8)) + at, code.to(tl.uint8), mask=mask)
-    # All numbers of a group write its scale, which is the same
-    tl.store(scales.to(tl.pointer_type(tl.float32)) + at // _GROUP, wide, mask=mask)
 
 
 # ---- the step ----

@@ -31,6 +31,7 @@ def triton(interpreted: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "mprun.optim.triton_kernel", interpreted)
         patch.setattr("mprun.optim.triton_kernel", interpreted, raising=False)
+        patch.setenv("TRITON_INTERPRET", "1")
         yield interpreted
 
 

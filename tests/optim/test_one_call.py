@@ -229,6 +229,22 @@ def test_a_sparse_gradient_is_refused_at_any_step() -> None:
 
 
 @needs_c
+def test_what_others_keep_in_the_state_is_left_alone() -> None:
+    made, optimizer = many(2)
+    optimizer.state[made[0]]["note"] = "mine"  # type: ignore[assignment]
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.state[made[0]]["note"] == "mine"
+
+
+def test_the_engine_of_gpus_is_refused_on_a_cpu() -> None:
+    _, optimizer = many(1, engine="triton")
+    text = "engine='triton' for a parameter on cpu; legal there: None, 'c', 'eager'"
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
+
+
+@needs_c
 def test_parameters_are_known_to_have_changed() -> None:
     made, optimizer = many(2)
     for _ in range(2):

@@ -233,6 +233,7 @@ class StepsInBackward:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._is_on = optimizer, False
         self._pending: list[Tensor] = []
+        self._pending_bytes = 0
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._most_bytes = sum(p.nbytes for p in params) / SHARE
         for p in params:
@@ -245,13 +246,14 @@ class StepsInBackward:
         try:
             yield
         finally:
-            self._is_on, self._pending = False, []
+            self._is_on, self._pending, self._pending_bytes = False, [], 0
 
     def _add(self, p: Tensor) -> None:
         if not self._is_on:
             return
         self._pending.append(p)
-        if sum(x.nbytes for x in self._pending) < self._most_bytes:
+        self._pending_bytes += p.nbytes
+        if self._pending_bytes < self._most_bytes:
             return
         with disable_casts():
             self._optimizer.step()
@@ -260,7 +262,7 @@ class StepsInBackward:
                 group["attempts"] -= 1
         for x in self._pending:
             x.grad = None
-        self._pending = []
+        self._pending, self._pending_bytes = [], 0
 
 
 def check_in_backward(
