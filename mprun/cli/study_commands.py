@@ -59,12 +59,7 @@ def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
     request = _request_of(ADVISE, args, CHOSEN)
     budget = _budget_of(request, request.settings.advise.budget_min)
-    from mprun.study.advise import (
-        advise,
-        alarms_by_variant,
-        new_advise_study,
-        without_result,
-    )
+    from mprun.study.advise import advise, alarms_by_variant, new_advise_study, without_result
     from mprun.study.hydra_launch import Screening
     from mprun.study.report.answer import advice_lines
 
@@ -75,16 +70,13 @@ def advise_command(args: Sequence[str]) -> int:
     study = _study_of(request, new_advise_study)
     ran = _run_study(study, launcher, budget, screening, request.verbose)
     outcomes = ran.outcomes
-    dropped = screening.drop(study)(outcomes)
+    dropped = screening.drop(study, outcomes)
     settings = _for_choice(request, study, outcomes)
     # Without variants that were dropped: each would take power from Holm's tests of the rest
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)
     alarms = alarms_by_variant(comparison)
-    not_tried = {
-        **study.plan.not_tried,
-        **without_result(study, ran, dropped, budget.text),
-    }
+    not_tried = {**study.plan.not_tried, **without_result(study, ran, dropped, budget.text)}
     advice = advise(comparison, alarms, objective, dropped, not_tried)
     advice = replace(advice, notes=(*_budget_note(study, ran, budget), *advice.notes))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
@@ -305,7 +297,16 @@ def _report_study(
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose: bool) -> None:
-    from mprun.study.advise import copy_options, preset_text, recipe_files, write_preset
+    """Write the advised mode as a preset, and as code for other training loops."""
+    from mprun.records.files import write_files
+    from mprun.study.advise import (
+        advised_answer,
+        copy_options,
+        preset_text,
+        recipe_files,
+        write_preset,
+    )
+    from mprun.study.report.snippets import snippets
 
     advised = next(v for v in comparison.variants if v.label == advice.label)
     trial = next(t for t in study.trials if t.name == advised.runs[0].path.name)
@@ -323,16 +324,7 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice, verbose:
     words = ["--config-dir", str(study.folder), f"preset={PRESET}", *recipe_files(overrides)]
     written = f"written: {path}; " if verbose else ""
     print_line(stdout_console(), f"{written}use it: mprun {shlex.join(words)}")
-    _write_snippets(study, overrides, comments)
-
-
-def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> None:
-    """Write the advised mode as code for other training loops."""
-    from mprun.records.files import write_files
-    from mprun.study.advise import advised_answer
-    from mprun.study.report.snippets import snippets
-
-    answer = advised_answer(study, overrides, notes)
+    answer = advised_answer(study, overrides, comments)
     first, *others = map(Path, write_files(study.folder, snippets(answer)))
     names = ", ".join([str(study.folder / first), *(path.name for path in others)])
     print_line(stdout_console(), f"in your own loop: {names}")

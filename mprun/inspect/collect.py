@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,9 +108,8 @@ class LargestGradients(StepListener):
         with ExitStack() as stack:
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    measure = self._measure(name, PARAMETER)
-                    hook = p.register_hook(lambda g, measure=measure: measure((g,)))
-                    stack.callback(hook.remove)
+                    measure = partial(self._measure, name, PARAMETER)
+                    stack.enter_context(p.register_hook(lambda g, measure=measure: measure((g,))))
             try:
                 yield
             finally:
@@ -134,7 +134,7 @@ class LargestGradients(StepListener):
                 continue  # a parameter's, or made before: of another call
             op = node.name().rpartition("Backward")[0] or node.name()  # Addmm of AddmmBackward0
             where = _parameter_behind(node, self._names) or (self._module(number), op)
-            node.register_prehook(self._measure(*where))  # dies with the node
+            node.register_prehook(partial(self._measure, *where))  # dies with the node
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
@@ -144,15 +144,12 @@ class LargestGradients(StepListener):
         module = self.tracker.module_of(number, own_thread=True)
         return "the loss" if module is None else module or ROOT
 
-    def _measure(self, module: str, op: str) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def measure(gradients: tuple[Tensor | None, ...]) -> None:
-            if not self._active:
-                return
-            for gradient in gradients:
-                if gradient is not None and gradient.numel() and gradient.is_floating_point():
-                    self._add(GradientSource(module, op, gradient.dtype), gradient)
-
-        return measure
+    def _measure(self, module: str, op: str, gradients: tuple[Tensor | None, ...]) -> None:
+        if not self._active:
+            return
+        for gradient in gradients:
+            if gradient is not None and gradient.numel() and gradient.is_floating_point():
+                self._add(GradientSource(module, op, gradient.dtype), gradient)
 
     def _add(self, source: GradientSource, gradient: Tensor) -> None:
         with outside_of_modes():
@@ -273,8 +270,8 @@ class Statistics(StepListener):
             stack.enter_context(self.largest.parameter_hooks(self._model))
             for p, name in self._names.items():
                 if p.requires_grad:
-                    hook = self._gradient_hook("weight_gradients", name)
-                    stack.callback(p.register_hook(hook).remove)
+                    hook = partial(self._on_gradient, "weight_gradients", name)
+                    stack.enter_context(p.register_hook(hook))
             try:
                 yield self
             finally:
@@ -313,14 +310,11 @@ class Statistics(StepListener):
         if not in_backward():  # a recomputation's values were measured
             self._add("activations", path, x)
         if x.requires_grad:
-            x.register_hook(self._gradient_hook("activation_gradients", path))
+            x.register_hook(partial(self._on_gradient, "activation_gradients", path))
 
-    def _gradient_hook(self, kind: str, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self._active:
-                self._add(kind, name, gradient, self.scales[-1])
-
-        return hook
+    def _on_gradient(self, kind: str, name: str, gradient: Tensor) -> None:
+        if self._active:
+            self._add(kind, name, gradient, self.scales[-1])
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._updates = {}

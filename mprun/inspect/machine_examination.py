@@ -266,10 +266,7 @@ PRODUCTS_OF_8_BITS: tuple[SpeedVerdict, str] = (
     "native products of 8 bits: whether they pay depends on the layers' sizes and on compiling "
     "(speed.compile=true); `mprun doctor recipe=...` measures them layer by layer",
 )
-EMULATED: tuple[SpeedVerdict, str] = (
-    "not for speed",
-    "emulated here: for accuracy, not for speed",
-)
+EMULATED: tuple[SpeedVerdict, str] = ("not for speed", "emulated here: for accuracy, not for speed")
 
 
 def judge(rate: Rate) -> SpeedVerdict:
@@ -397,12 +394,9 @@ def _shared_cores(machine: Machine, threads: int) -> Iterator[tuple[str, str]]:
 
 def why_slow(format_: Format, machine: Machine) -> str:
     """The reason in a few words."""
-    if machine.cuda is not None:
-        cuda = machine.cuda
-        if cuda.tensor_cores is not None and format_ not in cuda.tensor_cores:
-            return f"compute capability {cuda.compute_capability} has no tensor cores for it"
-        return "the reason is not known"
-    needed = NEEDED.get(machine.architecture, {}).get(format_, ())
-    if needed and all(machine.instructions.get(name) is False for name in needed):
+    cuda, needed = machine.cuda, NEEDED.get(machine.architecture, {}).get(format_, ())
+    if cuda is not None and cuda.tensor_cores is not None and format_ not in cuda.tensor_cores:
+        return f"compute capability {cuda.compute_capability} has no tensor cores for it"
+    if cuda is None and needed and all(machine.instructions.get(name) is False for name in needed):
         return f"this CPU has no {' or '.join(needed)}"
     return "the reason is not known"

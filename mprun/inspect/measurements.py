@@ -62,10 +62,8 @@ RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"
 
 def range_or_precision(fp16: bool, bf16: bool) -> str:
     """The verdict, from whether each of the two formats suffices."""
-    if fp16 and bf16:
-        return EITHER
     if bf16:
-        return RANGE
+        return EITHER if fp16 else RANGE
     return PRECISION if fp16 else FP32
 
 

@@ -160,7 +160,7 @@ def memory_parts(record: MemoryRecord) -> Iterator[FittedTable | str]:
     yield _header(record)
     if (sentence := answer(record)) is not None:
         yield sentence
-    yield peak_table(record)
+    yield category_table(record) if len(record.modes) <= COLUMNS else mode_table(record)
     for mode in detailed_modes(record):
         yield module_table(mode, record.modes[0])
     yield from _notes(record)
@@ -169,17 +169,12 @@ def memory_parts(record: MemoryRecord) -> Iterator[FittedTable | str]:
 def _header(record: MemoryRecord) -> str:
     batch = record.modes[0].batch
     parts = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
+    ways = {"fake tensors" if mode.why_real is None else "a real step" for mode in record.modes}
+    counted = " or ".join(sorted(ways, reverse=True))  # fake tensors first
     return (
         f"recipe {record.recipe}, batch {batch.effective}{parts}, "
-        f"{record.modes[0].optimizer.name}, {record.device}; counted on {_kind(record)}"
+        f"{record.modes[0].optimizer.name}, {record.device}; counted on {counted}"
     )
-
-
-def _kind(record: MemoryRecord) -> str:
-    real = [mode.label for mode in record.modes if mode.why_real is not None]
-    if not real:
-        return "fake tensors"
-    return "a real step" if len(real) == len(record.modes) else "fake tensors or a real step"
 
 
 def _notes(record: MemoryRecord) -> Iterator[str]:
@@ -231,11 +226,6 @@ def answer(record: MemoryRecord) -> str | None:
     batch = f"batch {sizes.pop()}" if len(sizes) == 1 else "its batch"
     count = f"{len(fitting) or 'none'} of {len(modes)} modes fit in {record.limit} with {batch}"
     return f"{count}{': ' if fitting else ''}{', '.join(fitting)}; {smallest}"
-
-
-def peak_table(record: MemoryRecord) -> FittedTable:
-    """The memory of a step at its peak: few modes as columns, more as rows."""
-    return category_table(record) if len(record.modes) <= COLUMNS else mode_table(record)
 
 
 def detailed_modes(record: MemoryRecord) -> list[ModeMemory]:

@@ -308,8 +308,7 @@ def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
 
 def _floating(values: Iterable[TensorRecord]) -> list[str]:
     """Their distinct floating dtypes, in order."""
-    names = (_name(v.dtype) for v in values if v.dtype.is_floating_point)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(_name(v.dtype) for v in values if v.dtype.is_floating_point))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -254,11 +254,8 @@ def _notes(
         high = best.step_time_ratio.interval.high
         for v in candidates:
             if v is not best and _value(v, objective) < high:
-                memory = (
-                    ""
-                    if v.memory_ratio is None
-                    else f", with {v.memory_ratio:.2f} of the baseline's peak memory"
-                )
+                ratio = v.memory_ratio
+                memory = f", with {ratio:.2f} of the baseline's peak memory" if ratio else ""
                 yield f"{v.label} is as fast as {best.label} within the noise{memory}"
     if objective == "time" and judge_equal_quality(best) == "open":
         yield (

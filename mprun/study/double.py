@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mprun.config import Composed, compose
+from mprun.config import compose
 from mprun.config.settings import StudyRequest
 from mprun.errors import UsageError
 from mprun.study.advise import ratio_figure
@@ -39,7 +39,15 @@ def new_double_study(request: StudyRequest) -> Study:
                 f"{text!r}: mprun double sets the batch itself; train.batch_size is its base"
             )
     composed = compose([*overrides, "batch=double"], config_dir)
-    _check_length(composed)
+    train = composed.config.train
+    limits = {"train.max_steps": train.max_steps, "train.max_time_s": train.max_time_s}
+    wrong = [f"{key}={value}" for key, value in limits.items() if value is not None]
+    wrong += ["train.epochs=null"] if train.epochs is None else []
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}: mprun double compares after equal epochs; legal: train.epochs=N with "
+            "train.max_steps=null and train.max_time_s=null"
+        )
     planned = make_plan(composed.config, composed.given, load=load)
     # `samples` is None for a stream, which has any number
     samples, doubled = planned.splits.train.samples, planned.batch.effective
@@ -55,19 +63,6 @@ def new_double_study(request: StudyRequest) -> Study:
     trial = compose([*overrides, "batch=double", *of_trials], config_dir)
     of_trials += scored_more(trial, load)
     return new_study(request, listed, of_trials=of_trials, load=load)
-
-
-def _check_length(composed: Composed) -> None:
-    train = composed.config.train
-    limits = {"train.max_steps": train.max_steps, "train.max_time_s": train.max_time_s}
-    wrong = [f"{key}={value}" for key, value in limits.items() if value is not None]
-    if train.epochs is None:
-        wrong.append("train.epochs=null")
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]}: mprun double compares after equal epochs; legal: train.epochs=N with "
-            "train.max_steps=null and train.max_time_s=null"
-        )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from mprun.study.advise import screened
 from mprun.study.budget import Budget, BudgetSignals
 from mprun.study.compare.comparison import Run
 from mprun.study.compare.load import others_in
-from mprun.study.study import LOGS, Drop, Study, StudyResult
+from mprun.study.study import LOGS, Study, StudyResult
 from mprun.study.trials import Outcome, StudyProgress, settled_summary
 from mprun.train.assemble import DataCache
 from mprun.train.machine.machine import usable_cores
@@ -52,14 +53,10 @@ class Screening:
     objective: str
     pairs: int
 
-    def drop(self, study: Study) -> Drop:
-        """The function that a study calls."""
-
-        def dropped(outcomes: Sequence[Outcome]) -> Mapping[str, str]:
-            beside = _other_runs(study, outcomes)
-            return screened(outcomes, study.baseline, self.objective, self.pairs, beside)
-
-        return dropped
+    def drop(self, study: Study, outcomes: Sequence[Outcome]) -> Mapping[str, str]:
+        """The modes of a study that cannot win, to the reason."""
+        beside = _other_runs(study, outcomes)
+        return screened(outcomes, study.baseline, self.objective, self.pairs, beside)
 
 
 def _other_runs(study: Study, outcomes: Sequence[Outcome]) -> list[Run]:
@@ -117,7 +114,7 @@ class StudyJob:
     def _errors(self, stop: BudgetSignals, console: Console) -> list[str]:
         plan = self.study.plan
         progress = StudyProgress(console, list(plan.variants), len(plan.seeds), verbose=True)
-        drop = None if self.screening is None else self.screening.drop(self.study)
+        drop = None if self.screening is None else partial(self.screening.drop, self.study)
         outcomes = self.study.run(stop, progress, drop).outcomes
         return [str(o.error) for o in outcomes if o.by_machine or o.summary is None]
 
@@ -165,10 +162,7 @@ class StudyLauncher:
         if self.name == "joblib":
             defaults["n_jobs"] = self.count
         elif self.name == "submitit_local":
-            defaults = {
-                "timeout_min": MAX_MIN,
-                "gpus_per_node": torch.accelerator.device_count(),
-            }
+            defaults = {"timeout_min": MAX_MIN, "gpus_per_node": torch.accelerator.device_count()}
         elif self.name == "submitit_slurm":
             defaults["name"] = "mprun"
         own = [f"hydra.launcher.{key}={value}" for key, value in defaults.items()]
@@ -246,7 +240,7 @@ def run_launched(
         UsageError: as `check_launcher` and `Study.run`.
         SignalReceivedError: a signal ended it.
     """
-    drop = None if screening is None else screening.drop(study)
+    drop = None if screening is None else partial(screening.drop, study)
     if not launcher.name:
         return study.run(stop, progress, drop)
     # A job has another working folder, and is pickled: without the samples loaded here

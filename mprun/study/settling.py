@@ -14,13 +14,7 @@ from pathlib import Path
 from mprun.config.settings import CompareSettings
 from mprun.errors import UsageError
 from mprun.records.console.formatting import counted
-from mprun.records.run_folder import (
-    LookPlan,
-    StudyPlan,
-    file_names,
-    read_study_plan,
-    study_of_runs,
-)
+from mprun.records.run_folder import LookPlan, StudyPlan, file_names, read_study_plan, study_of_runs
 from mprun.study.compare.comparison import Comparison, Run, Variant
 from mprun.study.compare.decision import two_sides
 from mprun.study.compare.load import find_runs, others_in

@@ -308,7 +308,15 @@ def new_study(
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
     if not (path / FILE).exists():
         raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
-    return replace(_join(request, path, study_plan), load=load)
+    study = resumed_study(request.command, path, request.trust)  # this process helps with it
+    # Why a mode is not tried is a sentence with facts of the machine: it may differ elsewhere
+    if replace(study.plan, not_tried=study_plan.not_tried) != study_plan:
+        raise UsageError(
+            f"run.dir={path} has {FILE} of another study already; choose another folder, or "
+            f"resume that study: run.resume={path}"
+        )
+    note(f"{path} has this study already; its open runs are continued")
+    return replace(study, load=load)
 
 
 def _looks(request: StudyRequest, overrides: Sequence[str], load: DataCache) -> LookPlan | None:
@@ -331,19 +339,6 @@ def _foreign(folder: Path) -> str | None:
     names = {path.name for path in folder.iterdir()}
     # `write_study_plan` writes a draft of this name first, so that no process reads half a plan
     return next((name for name in sorted(names) if not name.startswith(f".{FILE}.")), None)
-
-
-def _join(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
-    """The study in a folder, if it is the one that was asked for: this process helps with it."""
-    study = resumed_study(request.command, folder, request.trust)
-    # Why a mode is not tried is a sentence with facts of the machine: it may differ elsewhere
-    if replace(study.plan, not_tried=plan.not_tried) != plan:
-        raise UsageError(
-            f"run.dir={folder} has {FILE} of another study already; choose another folder, or "
-            f"resume that study: run.resume={folder}"
-        )
-    note(f"{folder} has this study already; its open runs are continued")
-    return study
 
 
 def new_sweep(request: StudyRequest) -> Study:

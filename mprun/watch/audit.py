@@ -143,15 +143,11 @@ def _updates(optimizer: Optimizer | None, unsafe: Parameters) -> tuple[Updates, 
 
 def _kept_safe(optimizer: Optimizer | None) -> Parameters:
     """The parameters whose small updates the optimizer does not lose."""
-    if optimizer is None:
-        return set()
+    groups = [] if optimizer is None else optimizer.param_groups
     is_mastered = isinstance(optimizer, MasteredOptimizer)
-    safe = set()
-    for group in optimizer.param_groups:
-        rounds = isinstance(optimizer, ScaledOptimizer) and group.get("rounding") != "nearest"
-        if is_mastered or rounds:
-            safe.update(group["params"])
-    return safe
+    is_scaled = isinstance(optimizer, ScaledOptimizer)
+    kept = (g for g in groups if is_mastered or (is_scaled and g.get("rounding") != "nearest"))
+    return {p for group in kept for p in group["params"]}
 
 
 def _loaded(model: nn.Module, unsafe: Parameters, trained: Parameters) -> Iterator[AuditFinding]:

@@ -133,12 +133,9 @@ class CastCounts(_torch.DispatchMode):
 
         with ExitStack() as stack:
             for module in entries:
-                for handle in (
-                    module.register_forward_pre_hook(begin, prepend=True),
-                    # also where `forward` raises: the mode would stay entered
-                    module.register_forward_hook(end, always_call=True),
-                ):
-                    stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_pre_hook(begin, prepend=True))
+                # also where `forward` raises: the mode would stay entered
+                stack.enter_context(module.register_forward_hook(end, always_call=True))
             yield
 
     def repeated(self) -> list[RepeatedCast]:

@@ -321,8 +321,7 @@ class MemoryRecorder(OpWatcher, StepListener):
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
                     hook = partial(self._on_gradient, _owner(name))
-                    handle = parameter.register_post_accumulate_grad_hook(hook)
-                    stack.callback(handle.remove)
+                    stack.enter_context(parameter.register_post_accumulate_grad_hook(hook))
             stack.enter_context(self)
             yield
 

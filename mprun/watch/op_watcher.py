@@ -313,11 +313,8 @@ def numbers(x: Tensor) -> Tensor | None:
     if is_plain(x):
         return x if x.numel() and x.device.type != "meta" else None
     x = _torch.local_tensor(x)
-    if (
-        not (x.is_floating_point() or x.is_complex())
-        or _torch.is_fake(x)
-        or x.device.type == "meta"
-    ):
+    has_floats = x.is_floating_point() or x.is_complex()
+    if not has_floats or _torch.is_fake(x) or x.device.type == "meta":
         return None
     with _torch.no_dispatch(), torch.no_grad():
         x = _torch.stored_values(x)
@@ -427,9 +424,8 @@ class OpCall(NamedTuple):
         """The tensors it read; those it wrote to have the range of before."""
         spec = op_spec(self.func)
         unread = set() if spec.reads_written else {name for _, name in spec.written}
-        named = zip(
-            (a.name for a in _torch.schema_of(self.func).arguments), self.args, strict=False
-        )
+        names = (a.name for a in _torch.schema_of(self.func).arguments)
+        named = zip(names, self.args, strict=False)
         return [
             OpTensor(name, x, self.before.get(id(x)))
             for name, value in chain(named, self.kwargs.items())

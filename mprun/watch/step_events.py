@@ -116,24 +116,18 @@ class StepTracker:
     ) -> Iterator[None]:
         """Know the modules of `model` and the steps of `optimizers` while this is entered."""
         with ExitStack() as stack:
-            handles: list[Any] = []
+            enter = stack.enter_context
             for path, module in model.named_modules():
                 begin, end = self._module_hooks(path, listeners)
-                handles += (
-                    # first, so that ops of the module's other hooks are known to be its own
-                    module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-                    # also where `forward` raises: every path that is entered must be left
-                    module.register_forward_hook(end, always_call=True),
-                )
+                # first, so that ops of the module's other hooks are known to be its own
+                enter(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+                # also where `forward` raises: every path that is entered must be left
+                enter(module.register_forward_hook(end, always_call=True))
             before, after = self._step_hooks(listeners)
             for optimizer in optimizers:
                 if optimizer is not None:
-                    handles += (
-                        optimizer.register_step_pre_hook(before),
-                        optimizer.register_step_post_hook(after),
-                    )
-            for handle in handles:
-                stack.callback(handle.remove)
+                    enter(optimizer.register_step_pre_hook(before))
+                    enter(optimizer.register_step_post_hook(after))
             try:
                 yield
             finally:
@@ -258,27 +252,22 @@ class StepHooks:
     def attached(self) -> Iterator[None]:
         """Hooks are registered while this is entered."""
         with ExitStack() as stack:
-            handles: list[Any] = []
+            enter = stack.enter_context
             for module in entries(self._model):
                 begin = _outside_of_graphs(self._on_forward, module)
                 # first, so that the inputs are those that the loop gave
-                register = module.register_forward_pre_hook
-                handles.append(register(begin, prepend=True, with_kwargs=True))
+                enter(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                 if self._calls["on_forward_end"]:
                     end = _outside_of_graphs(self._on_forward_end, module)
-                    handles.append(module.register_forward_hook(end))
+                    enter(module.register_forward_hook(end))
             for optimizer in self._optimizers:
-                handles += (
-                    optimizer.register_step_pre_hook(self._on_update),
-                    optimizer.register_step_post_hook(self._on_updated),
-                )
-            for handle in handles:
-                stack.callback(handle.remove)
+                enter(optimizer.register_step_pre_hook(self._on_update))
+                enter(optimizer.register_step_post_hook(self._on_updated))
             # A scaler may not call the optimizer at all: that step is skipped
-            stack.enter_context(_torch.on_scaler_step(self._on_scaler_step))
+            enter(_torch.on_scaler_step(self._on_scaler_step))
             # What a scaler scales, else what `backward` is called on
-            stack.enter_context(_torch.on_loss(self._on_loss))
-            stack.enter_context(_torch.copied_without_hooks(self._model, "mprun"))
+            enter(_torch.on_loss(self._on_loss))
+            enter(_torch.copied_without_hooks(self._model, "mprun"))
             yield
 
     def _notify(self, event: str, *args: Any) -> None:
@@ -345,9 +334,8 @@ class StepHooks:
             self._end_update(optimizer, taken=False)
 
     def _on_loss(self, loss: Tensor) -> None:
-        if (
-            self._in_step and not _torch.in_backward()
-        ):  # reentrant checkpointing goes backward inside
+        # reentrant checkpointing goes backward inside
+        if self._in_step and not _torch.in_backward():
             self._notify("on_loss", loss)
 
     def _end_update(self, optimizer: Optimizer, taken: bool) -> None:

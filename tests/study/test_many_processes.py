@@ -193,10 +193,10 @@ def test_a_run_of_another_process_that_lasts_keeps_modes_from_being_screened_by_
     slower = [o for o in rest if o.trial.variant != made.baseline]
     for outcome in slower:
         outcome.summary.step_time_ms.median = 1e6
-    drop = Screening("time", 1).drop(made)
-    assert set(drop(rest)) == {slower[0].trial.variant}
+    drop = Screening("time", 1).drop
+    assert set(drop(made, rest)) == {slower[0].trial.variant}
     path = Path("s") / first.trial.name / "summary.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content |= {"status": "running", "written_at": None}
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert drop(rest) == {}
+    assert drop(made, rest) == {}

@@ -81,16 +81,6 @@ class Configuration:
     peak_bytes: int = 0  # Of a step
 
 
-def target_findings(names: Sequence[str], wanted: Configuration) -> Iterator[Finding]:
-    """The findings of `refused_or_different`, each once, with the targets that it holds for."""
-    alike: dict[Finding, list[str]] = {}
-    for name in dict.fromkeys(names):
-        for x in refused_or_different(name, wanted):
-            alike.setdefault(x, []).append(name)
-    for x, targets in alike.items():
-        yield replace(x, text=f"on {', '.join(targets)}: {x.text}")
-
-
 def refused_or_different(name: str, wanted: Configuration) -> Iterator[Finding]:
     """What a configuration would not do on a target as it is asked for; nothing where it would."""
     target = TARGETS[name]
@@ -138,11 +128,18 @@ FORMATS = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp16": "float16", "bf16": "bfloa
 
 
 def on_targets(mode: CheckedMode) -> Iterator[Finding]:
-    """The findings for each of `check.targets`; a figure of each says what the mode does there."""
-    wanted = _configuration(mode)
-    for name in mode.settings.targets:
-        mode.checks.figures[f"target {name}"] = target_verdict(refused_or_different(name, wanted))
-    yield from target_findings(mode.settings.targets, wanted)
+    """The findings for `check.targets`, each once, with the targets that it holds for.
+
+    A figure of each target says what the mode does there.
+    """
+    wanted, alike = _configuration(mode), dict[Finding, list[str]]()
+    for name in dict.fromkeys(mode.settings.targets):
+        found = [*refused_or_different(name, wanted)]
+        mode.checks.figures[f"target {name}"] = target_verdict(found)
+        for x in found:
+            alike.setdefault(x, []).append(name)
+    for x, targets in alike.items():
+        yield replace(x, text=f"on {', '.join(targets)}: {x.text}")
 
 
 def _configuration(mode: CheckedMode) -> Configuration:

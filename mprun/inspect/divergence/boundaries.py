@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -98,24 +99,18 @@ def calls_followed(
     `end` returns that of the output, where it is not None.
     """
 
-    def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # checkpointing calls modules again in the backward pass
-            return None if _torch.in_backward() else begin(path, module, (args, kwargs))
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # checkpointing calls modules again in the backward pass
+        return None if _torch.in_backward() else begin(path, module, (args, kwargs))
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if _torch.in_backward() else end(path, output)
-
-        return before, after
+    def after(path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if _torch.in_backward() else end(path, output)
 
     with ExitStack() as stack:
         for path, module in modules:
-            before, after = hooks(path)
-            for handle in (
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after),
-            ):
-                stack.callback(handle.remove)
+            begins, ends = partial(before, path), partial(after, path)
+            stack.enter_context(module.register_forward_pre_hook(begins, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(ends))
         yield
 
 

@@ -179,7 +179,10 @@ def judge_ratio(ratio: Estimate) -> RatioVerdict:
     if ratio.interval is None:
         return RatioVerdict("open", True, None)
     low, high = ratio.interval
-    sample = _logarithms(ratio, high)
+    # Of the logarithms, in which the interval is symmetric. Their spread is not stored: it follows
+    # from the half width, which is proportional to it
+    unit, mean = half_width(Sample(ratio.n, 0.0, 1.0)), math.log(ratio.value)
+    sample = Sample(ratio.n, mean, max(0.0, math.log(high) - mean) / unit)
     is_wide = high > WIDE * ratio.value  # the lower end is as far away, in logarithms
     if low > 1 or high < 1:
         word: Direction = "higher" if low > 1 else "lower"
@@ -190,14 +193,6 @@ def judge_ratio(ratio: Estimate) -> RatioVerdict:
     if low > 1 / SAME and high < SAME:
         return RatioVerdict("same", is_wide, None)
     return RatioVerdict("open", is_wide, fewest_further(sample, _is_settled))
-
-
-def _logarithms(ratio: Estimate, high: float) -> Sample:
-    """The logarithms behind a ratio, whose interval is symmetric in them."""
-    # The spread is not stored: it follows from the half width, which is proportional to it
-    unit = half_width(Sample(ratio.n, 0.0, 1.0))
-    mean = math.log(ratio.value)
-    return Sample(ratio.n, mean, max(0.0, math.log(high) - mean) / unit)
 
 
 def _is_settled(logarithms: Sample) -> bool:

@@ -442,12 +442,7 @@ def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: A
 
 # ---- all plots -----------------------------------------------------------------------------------
 
-PLOTS = {
-    "metric-time": against_time,
-    "difference": differences,
-    "looks": looks,
-    "loss": losses,
-}
+PLOTS = {"metric-time": against_time, "difference": differences, "looks": looks, "loss": losses}
 NAMES = tuple(PLOTS)  # Every plot there may be, in the report's order
 
 

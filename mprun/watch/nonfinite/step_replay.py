@@ -18,6 +18,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,16 +211,11 @@ def go_backward(arrived: dict[Tensor, Tensor]) -> None:
     # started the backward pass, it would count twice
     below = _nodes_below([x.grad_fn for x in arrived if x.grad_fn is not None])
     last = [x for x in arrived if x.grad_fn not in below]
-    handles = [
-        x.register_hook(_put_in_place(arrived[x]))
-        for x in arrived
-        if x.grad_fn in below  # outputs that others are computed from
-    ]
-    try:
+    with ExitStack() as stack:
+        for x in arrived:
+            if x.grad_fn in below:  # outputs that others are computed from
+                stack.enter_context(x.register_hook(partial(_put_in_place, arrived[x])))
         torch.autograd.backward(last, [arrived[x] for x in last])
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _nodes_below(roots: Sequence[Node]) -> set[Node | None]:
@@ -234,14 +230,11 @@ def _nodes_below(roots: Sequence[Node]) -> set[Node | None]:
     return seen
 
 
-def _put_in_place(saved: Tensor) -> Callable[[Tensor], Tensor | None]:
-    def hook(g: Tensor) -> Tensor | None:
-        with outside_of_modes():
-            # NaN equals NaN. An equal gradient stays, as the watcher knows its origins
-            same = bool(torch.isclose(g, saved, rtol=0, atol=0, equal_nan=True).all())
-        return None if same else saved
-
-    return hook
+def _put_in_place(saved: Tensor, g: Tensor) -> Tensor | None:
+    with outside_of_modes():
+        # NaN equals NaN. An equal gradient stays, as the watcher knows its origins
+        same = bool(torch.isclose(g, saved, rtol=0, atol=0, equal_nan=True).all())
+    return None if same else saved
 
 
 @contextmanager
