@@ -224,7 +224,7 @@ def mprun(task: Task, turns: Turns, speed: str) -> None:
         f"train.batch_size={task.batch_size}",
         "train.epochs=1000000",
     ]
-    with mock.patch.multiple(StopSignals, requested=requested, check=lambda _: None):
+    with mock.patch.object(StopSignals, "requested", requested):
         main(arguments)
 
 

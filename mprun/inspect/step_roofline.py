@@ -135,7 +135,7 @@ def count_step(planned: PlannedRun) -> StepCount:
     if plan.execution == "native" and plan.policy.gemms != "none":
         plan = as_native(plan)  # torchao's layers would hide their shapes
     # a compiled step has kernels instead of the ops that the counter knows
-    plan = replace(plan, speed=replace(plan.speed, compile=False))
+    plan = replace(plan, speed=replace(plan.speed, compile=False, linear_impl="blas"))
     counter, rows = _flop_counter(), dict[str, int]()
     with real_step(replace(planned, plan=plan)) as (parts, batch), ExitStack() as stack:
         layers = gemms.linear_layers(parts.model)

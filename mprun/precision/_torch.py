@@ -344,6 +344,12 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
         return None
 
 
+def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows [N, K] times the transpose of [M, K], plus a bias, in float32, by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return product
+
+
 @functools.cache
 def onednn_has_lstm(dtype: torch.dtype) -> bool:
     """Whether autocast on the CPU can train an LSTM in a dtype: tried on one of a single number."""

@@ -87,6 +87,14 @@ class BackendRow:
     compile_s: float | None = None
     """Seconds of compiling, before the first step and in it; None if nothing is compiled."""
     optimizer_in_backward: bool = False
+    linear_impl: str = "blas"  # Or onednn: whose products large linear layers have
+
+
+def backend_text(choice: Any) -> str:
+    """The choices of a `BackendRow` or of a plan, for people."""
+    parts = [choice.memory_format, f"{choice.optimizer_impl} optimizer"]
+    parts += ["linear layers by oneDNN"] * (choice.linear_impl == "onednn")
+    return ", ".join(parts + ["compiled"] * choice.compile)
 
 
 @dataclass(kw_only=True)
@@ -519,6 +527,7 @@ class SavedChoices:
     optimizer_impl: Literal[
         "forloop", "foreach", "fused", "c", "triton", "inductor", "eager", "masters", "own"
     ]
+    linear_impl: Literal["blas", "onednn"] = "blas"
     fp32_fallback: Literal["none", "backward", "all"] | None = None
     effective_batch: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Samples of a step over all processes."""

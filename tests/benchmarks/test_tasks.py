@@ -48,6 +48,14 @@ def test_raw_loops_and_the_tutorials_way_train_each_recipe(recipe: str, precisio
                 PEERS[name].train(task, turns())  # type: ignore[arg-type]
 
 
+def test_mprun_gives_others_a_turn_after_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PEERS["mprun speed=plain"].train(Task.parse("mnist 4 fp32"), turns())  # type: ignore[arg-type]
+    assert "the run failed: EnoughError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe", CASES)
 def test_the_loss_is_the_recipes_in_float32(recipe: str) -> None:
     task = Task(recipe, 64, "bf16_mixed")

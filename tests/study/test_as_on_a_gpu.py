@@ -71,6 +71,8 @@ def test_commands_answer(command: list[str]) -> None:
 @pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "bf16_sr", "half_sr"])
 def test_a_run_is_the_same(mode: str, as_on_a_gpu: pytest.MonkeyPatch) -> None:
     words = [*SMALL, f"precision={mode}", "train.max_steps=8", "execution=emulated"]
+    # without kernels, as on this GPU, RMSprop in float32 is PyTorch's
+    words.insert(0, "train.optimizer.name=sgd")
     words = words[:-1] if mode == "fp32" else words
     assert main([*words, "run.dir=late"]) == 0
     as_on_a_gpu.undo()

@@ -25,7 +25,7 @@ from mprun.records.console.fitted_table import FittedTable
 from mprun.records.console.formatting import counted
 from mprun.records.files import jsonable, write_atomic
 from mprun.records.result import Result
-from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.records.run_record import MEMORY_CATEGORIES, backend_text
 from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.study.report import answer, cells, tables
 from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
@@ -137,8 +137,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
         ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
         (
             "backend",
-            f"{backend.memory_format}, {backend.optimizer_impl} optimizer, "
-            f"{counted(backend.threads, 'thread')}{', compiled' if backend.compile else ''}",
+            f"{backend_text(backend)}, {counted(backend.threads, 'thread')}",
         ),
     ]
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -15,6 +15,7 @@ from mprun.records.run_record import (
     Scores,
     StepTimes,
     Summary,
+    backend_text,
 )
 
 MIN_SHARE = 0.005  # A smaller share of the wall time is not shown: it would be printed as 0
@@ -32,8 +33,7 @@ def header(summary: Summary) -> list[str]:
         f"{_count(data.validation_samples)} validation, {_count(data.test_samples)} test samples",
         f"batch: {batch.micro} x {batch.accumulate}{_times(summary.parallel)} = {batch.effective}",
         f"device: {hardware.device}, {hardware.name}, {counted(backend.threads, 'thread')}; "
-        f"{backend.memory_format}, {backend.optimizer_impl} optimizer"
-        f"{', compiled' if backend.compile else ''}",
+        f"{backend_text(backend)}",
     ]
 
 

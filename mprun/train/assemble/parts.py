@@ -72,6 +72,7 @@ from mprun.train.loggers import build_loggers
 from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.machine.conditions import allocator
+from mprun.train.machine.speed_choices import use_onednn
 from mprun.train.parallel.layouts import Layout
 from mprun.train.parallel.ranks import Ranks
 from mprun.train.recorder import new_summary, of_all_processes
@@ -273,6 +274,8 @@ def build_model(
     model = model_of(plan.recipe)
     plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
+    if plan.speed.linear_impl == "onednn":
+        use_onednn(model)
     layout.arrange(model, plan.policy)
     with layout.trainable(model):
         section, given = config.train.optimizer, (plan.lr, plan.policy, plan.speed, config.seed)
@@ -391,6 +394,7 @@ def initial_summary(
             memory_format=plan.speed.memory_format,
             optimizer_impl=plan.speed.optimizer_impl,
             compile=plan.speed.compile,
+            linear_impl=plan.speed.linear_impl,
             optimizer_in_backward=plan.config.speed.optimizer_in_backward,
             threads=torch.get_num_threads(),
             allocator=allocator(),

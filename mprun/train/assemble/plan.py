@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ class Plan:
             "memory_format": self.speed.memory_format,
             "optimizer_impl": self.speed.optimizer_impl,
             "compile": self.speed.compile,
+            "linear_impl": self.speed.linear_impl,
             "fp32_fallback": self.fp32_fallback,
             "effective_batch": self.batch.effective,
         }
@@ -330,14 +331,14 @@ def choose_speed(
     low = stores_low_precision(policy, layers, optimizer)
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer.name, has_amx())
     if earlier:
-        names = (earlier["memory_format"], earlier["optimizer_impl"])
-        speed = SpeedChoice(*names, earlier["compile"])
+        known = [f.name for f in fields(SpeedChoice) if f.name in earlier]
+        speed = SpeedChoice(**{name: earlier[name] for name in known})
     else:
         # "auto" is decided by the trial of `with_fastest`, and does not compile without one
         speed = replace(speed, compile=config.speed.compile is True)
     if recipe.makes_optimizer:
         return replace(speed, optimizer_impl="masters" if low else "own")
-    if not low:
+    if not low and speed.optimizer_impl not in engines.ENGINES:
         return speed
     # All engines give the same bits on one device; eager needs no compiler.
     if config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager":

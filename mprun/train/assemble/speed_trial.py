@@ -101,9 +101,9 @@ def _tried(plan: Plan) -> tuple[SpeedChoice, str] | None:
     steps, limit_s = plan.planned_steps, plan.limits.max_time_s
     known = [s for s in (None if steps is None else steps * step_s, limit_s) if s is not None]
     planned_s = min(known, default=0.0)  # of training
-    rest = [c for c in candidates(plan, first, planned_s) if c != plan.speed]
-    cost_s = (ROUNDS + WARM_UP) * step_s * (len(rest) + 1)
-    if not rest or cost_s > SHARE * planned_s:
+    affordable = int(SHARE * planned_s / ((ROUNDS + WARM_UP) * step_s)) - 1
+    rest = [c for c in candidates(plan, first, planned_s) if c != plan.speed][: max(affordable, 0)]
+    if not rest:
         return None
     steppers = [first, *(Stepper(plan, choice) for choice in rest)]
     return choose_by_times(times(steppers, ROUNDS))
@@ -143,6 +143,11 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
     if images and any(p.dim() == 4 for p in parameters):
         other = "contiguous" if own.memory_format == "channels_last" else "channels_last"
         yield replace(own, memory_format=other)
+    in_fp32 = (plan.policy.name, plan.execution, plan.device.type) == ("fp32", "native", "cpu")
+    layers = [m.weight.numel() for m in first.model.modules() if type(m) is torch.nn.Linear]
+    is_large = 2 * plan.batch.micro * max(layers, default=0) >= speed_choices.MIN_FLOPS
+    if in_fp32 and is_large and plan.config.parallel.world_size == 1:
+        yield replace(own, linear_impl="onednn")
     if config.compile == "auto" and planned_s >= COMPILE_FROM_S and plan.why_not_compiled is None:
         yield replace(own, compile=True)
 

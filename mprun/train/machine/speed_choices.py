@@ -17,14 +17,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.optim import engines
+from mprun.precision._torch import onednn_linear
 from mprun.records.files import write_atomic
+from mprun.records.run_record import backend_text
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,10 @@ class SpeedChoice:
     optimizer_impl: str
     """forloop, foreach or fused, PyTorch's; c, triton or eager, those of `mprun.optim`."""
     compile: bool = False  # Whether `torch.compile` compiles the model
+    linear_impl: Literal["blas", "onednn"] = "blas"  # Whose products large linear layers have
 
     def __str__(self) -> str:
-        parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
-        return ", ".join([*parts, "compiled"] if self.compile else parts)
+        return backend_text(self)
 
     @property
     def torch_memory_format(self) -> torch.memory_format:
@@ -74,11 +77,63 @@ def choose(
     # channels-last gained for float32 convolutions, and for bfloat16 unless the CPU has AMX, where
     # it lost a tenth to a quarter
     last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
-    return SpeedChoice(
-        "channels_last" if last else "contiguous",
-        # fused AdamW gained on every model; fused SGD and foreach RMSprop did not
-        "fused" if optimizer == "adamw" else "forloop",
-    )
+    # fused AdamW gained on every model; fused SGD and foreach RMSprop did not; mprun's C kernels for
+    # RMSprop did
+    implementation = "fused" if optimizer == "adamw" else "forloop"
+    if optimizer == "rmsprop" and engines.fastest(torch.device("cpu"), optimizer) == "c":
+        implementation = "c"
+    return SpeedChoice("channels_last" if last else "contiguous", implementation)
+
+
+MIN_FLOPS = 6e7  # Of a product; smaller ones lose more in Python than oneDNN gains
+
+
+class _Product(torch.autograd.Function):
+    """A [N, K] matrix times the transpose of a [M, K] one, plus a bias [M], by oneDNN.
+
+    Its gradients are such products too, of any order.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        return onednn_linear(left, right, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (left, right), needed = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            _Product.apply(gradient, right.t(), None) if needed[0] else None,
+            _Product.apply(gradient.t(), left.t(), None) if needed[1] else None,
+            gradient.sum(0) if needed[2] else None,
+        )
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer in float32 whose large products are oneDNN's.
+
+    MKL, the BLAS library of PyTorch, takes up to twice their time for a few rows and a large weight
+    on AMD's CPUs, and less time for square ones.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, self.in_features)
+        if input.dtype != torch.float32 or 2 * len(rows) * self.weight.numel() < MIN_FLOPS:
+            return super().forward(input)
+        output: Tensor = _Product.apply(rows, self.weight, self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Give the large linear layers of a model oneDNN's products."""
+    for layer in model.modules():
+        if type(layer) is nn.Linear:  # a subclass may compute something else
+            layer.__class__ = OneDnnLinear
 
 
 MAX_BYTES = 64 * 1024  # Of a file that is read: anything may lie in the cache folder

@@ -161,6 +161,33 @@ def test_the_candidates(more: tuple[str, ...], planned_s: float, expected: list[
     assert ("compiled" in texts[-1]) == ("compiled" in expected[-1])
 
 
+@pytest.mark.parametrize(
+    ("more", "has"),
+    [
+        ((), False),  # 2 x 4 samples x 4 million weights are too few FLOPs
+        (("train.batch_size=8",), True),
+        (("train.batch_size=8", "precision=bf16_mixed"), False),  # oneDNN's own already
+        (("train.batch_size=8", "precision=tf32", "execution=emulated"), False),
+    ],
+)
+def test_large_linear_layers_in_float32_are_tried_by_onednn(
+    more: tuple[str, ...], has: bool
+) -> None:
+    plan = planned(*more)
+    rows = [*candidates(plan, Stepper(plan, plan.speed), 60.0)]
+    assert (replace(plan.speed, linear_impl="onednn") in rows) == has
+
+
+def test_a_short_run_tries_as_many_as_it_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three candidates, ten steps each: 4 % of 750 steps."""
+    onednn = replace(LAST, linear_impl="onednn")
+    stepped = with_times(monkeypatch, {LAST: 30.0, FIRST: 30.0, onednn: 20.0})
+    assert with_fastest(planned("train.batch_size=8", steps=749)).speed == LAST
+    assert onednn not in stepped
+    monkeypatch.setattr(speed_choices, "read_choice", lambda key: None)
+    assert with_fastest(planned("train.batch_size=8", steps=750)).speed == onednn
+
+
 def tried(choice: SpeedChoice, *ms: float) -> Tried:
     return Tried(choice, ms)
 
@@ -212,3 +239,7 @@ def test_compile_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     resumed: dict[str, Any] = {**planned("speed.compile=true").choices}
     words = ["recipe=fashion_mnist", *SMALL]
     assert make_plan(compose(words).config, (), resumed).speed.compile
+    resumed |= {"linear_impl": "onednn"}
+    assert make_plan(compose(words).config, (), resumed).speed.linear_impl == "onednn"
+    del resumed["linear_impl"]  # a checkpoint of an earlier version
+    assert make_plan(compose(words).config, (), resumed).speed.linear_impl == "blas"
