@@ -3,7 +3,7 @@
 `speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
 implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that
 were faster in a trial on this machine (`assemble/speed_trial.py`); everything else stays plain.
-Results are equal up to the order of additions. The table is from measurements on two AVX512-BF16
+Results are equal up to float32's rounding. The table is from measurements on two AVX512-BF16
 cores with PyTorch 2.15, and on one H100; benchmarks/README.md has the figures.
 
 The result of a trial is saved for later runs, in a small JSON file for each machine, model and
@@ -77,8 +77,8 @@ def choose(
     # channels-last gained for float32 convolutions, and for bfloat16 unless the CPU has AMX, where
     # it lost a tenth to a quarter
     last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
-    # fused AdamW gained on every model; fused SGD and foreach RMSprop did not; mprun's C kernels for
-    # RMSprop did
+    # fused AdamW gained on every model; fused SGD and foreach RMSprop did not; RMSprop by mprun's C
+    # kernels did
     implementation = "fused" if optimizer == "adamw" else "forloop"
     if optimizer == "rmsprop" and engines.fastest(torch.device("cpu"), optimizer) == "c":
         implementation = "c"
