@@ -56,7 +56,7 @@ class CompareSettings:
     relative_margin: RelativeMargin = RELATIVE_MARGIN
     """For losses and all other metrics, as a share of the baseline's."""
     baseline: str | None = None
-    """Label or hash of the variant the others are compared with; null for fp32."""
+    """Label or hash of the variant the others are compared with; null for fp64, else fp32."""
     split: Annotated[str, Legal("auto", "test", "validation", "train")] = "auto"
     """Which samples the metric is computed on: auto, test, validation or train."""
     weights: Annotated[str, Legal("auto", "last", "averaged")] = "auto"
@@ -405,7 +405,8 @@ def with_every_mode(overrides: Sequence[str], config_dir: Path | None = None) ->
 
 
 def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Variants:
-    """The variants of a study with these overrides; without `precision`, every mode is included.
+    """The variants of a study with these overrides; without `precision`, every mode but
+    fp64 is included.
 
     Raises:
         UsageError: an override is invalid in every combination, or in the only one.
@@ -419,7 +420,9 @@ def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Varian
             )
     has_precision = any(o.key_or_group == "precision" for o in parsed)
     if not has_precision:
-        parsed = [parse(f"precision={','.join(modes(config_dir))}"), *parsed]
+        # float64 answers another question, whether float32 is enough, at twice the price
+        every = [name for name in modes(config_dir) if name != "fp64"]
+        parsed = [parse(f"precision={','.join(every)}"), *parsed]
     varied = [i for i, o in enumerate(parsed) if o.is_sweep_override()]
     varied = varied or [i for i, o in enumerate(parsed) if o.key_or_group == "precision"]
     valid: dict[str, tuple[str, ...]] = {}

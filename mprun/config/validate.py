@@ -20,7 +20,7 @@ from mprun.config.reference import leaves
 from mprun.config.schema import BETAS, DEVICES, OPTIMIZERS, Config, LoggerConfig, TrainConfig
 from mprun.errors import UsageError, hint
 from mprun.records.layer_values import computes_float16, layer_dtypes
-from mprun.records.policy_columns import COMPENSATED
+from mprun.records.policy_columns import COMPENSATED, LOW_DTYPES, WIDE_DTYPES
 from mprun.records.run_config import OWN_TAGS
 
 STORE = r"databricks(://.*)?|(sqlite|https?|postgresql|mysql|mssql)(\+\w+)?://.*"
@@ -143,7 +143,7 @@ def _check_op_lists(config: Config) -> None:
     lists, precision = config.op_lists, config.precision
     by_lists = precision.casting == "op_lists"
     low, mixed = precision.compute_dtype, precision.param_dtype == "float32"
-    if by_lists and (low == "float32" or not mixed or precision.gemms != "none"):
+    if by_lists and (low not in LOW_DTYPES or not mixed or precision.gemms != "none"):
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
             "float32 parameters and a 16-bit dtype, without formats of products; legal: "
@@ -303,7 +303,7 @@ def _overflow_reasons(config: Config, low: set[str], nothing: str) -> Iterator[t
     # whether 16-bit arithmetic may be emulated: float16 partials depend on the device
     partials = config.execution == "auto" and row.has_low_partials
     wanted = config.execution == "emulated" or row.rounding_scope == "all"
-    may_emulate_low = row.compute_dtype != "float32" and (wanted or partials)
+    may_emulate_low = row.compute_dtype in LOW_DTYPES and (wanted or partials)
     if "parameters" in low or may_emulate_low:
         return
     if not low:
@@ -319,10 +319,10 @@ def stored_low(config: Config) -> set[str]:
     """
     row = config.precision
     moments = config.train.optimizer.stored_moments
-    low = {moment for moment in moments if getattr(row, f"{moment}_dtype") != "float32"}
+    low = {moment for moment in moments if getattr(row, f"{moment}_dtype") not in WIDE_DTYPES}
     layers = filter(None, (layer_dtypes(value, row.casting) for value in row.layers.values()))
     stored = {row.param_dtype, *(dtype for dtype, _ in layers)}
-    if stored != {"float32"} or row.layers_file is not None:
+    if not stored <= {*WIDE_DTYPES} or row.layers_file is not None:
         low.add("parameters")
     return low
 

@@ -149,7 +149,7 @@ def boundary_error(
         dtype=rounding.name if isinstance(rounding, BlockFormat) else dtype_name(rounding),
         arising=relative_rms(theirs, exact),
         inherited=inherited,
-        bias=float((theirs - exact).mean()) / scale if scale and theirs.numel() else 0.0,
+        bias=float((theirs - exact).detach().mean()) / scale if scale and theirs.numel() else 0.0,
         explained=margin * largest,
     )
 

@@ -26,6 +26,7 @@ from mprun.optim.formulas import QUOTIENTS, Results, formula, root
 from mprun.optim.masters import MasterWeights, masters_of
 from mprun.precision.policy import Policy, dtype_name, policy_of, torch_dtype
 from mprun.precision.products import LOW
+from mprun.records.policy_columns import WIDE_DTYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on
@@ -214,7 +215,7 @@ def for_policy(
     dtypes = {p.dtype for group in groups for p in group["params"]}
     if not dtypes:
         raise ValueError("no parameter is trained (requires_grad=False, or none was given)")
-    if row.param_dtype != "float32" and not dtypes & {*LOW}:
+    if row.param_dtype != "float32" and not dtypes & {*LOW, torch.float64}:
         raise ValueError(
             f"precision={row.name} stores parameters in {row.param_dtype}, and these are float32: "
             "call precision.prepare(model) before, then pass model.parameters()"
@@ -263,7 +264,7 @@ def low_moments(mode: Policy, kind: type[Optimizer], options: Mapping[str, Any])
     first = bool(options.get("momentum", "momentum" not in inspect.signature(kind).parameters))
     second = NAMESAKES[kind].second is not None
     stored = [mode.momentum_dtype] * first + [mode.variance_dtype] * second
-    return any(dtype != "float32" for dtype in stored)
+    return any(dtype not in WIDE_DTYPES for dtype in stored)
 
 
 def trained_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
@@ -302,10 +303,11 @@ def rounding_columns(optimizer: Optimizer, stored: Sequence[torch.dtype]) -> dic
     """The dtypes of an optimizer's moments, and its rounding to 16 or 8 bits.
 
     A moment is in uint8 if that of one parameter is: small ones keep float32. PyTorch's optimizers
-    compute and store the moments in float32 here.
+    compute and store the moments in float32 here, or in float64 like the parameters.
     """
     row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
-    row |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
+    wide = "float64" if torch.float64 in stored else "float32"
+    row |= {"momentum_dtype": wide, "variance_dtype": wide}
     if isinstance(optimizer, MasterWeights):
         return row | {"rounding": optimizer.rounding, "overflow": optimizer.overflow}
     if not isinstance(optimizer, LowPrecisionOptimizer):

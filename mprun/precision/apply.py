@@ -128,7 +128,7 @@ class Precision:
         self._layers = named
         # Without casts a 16-bit layer takes inputs of its own dtype alone. A run, which makes its
         # caster, has batches of that dtype.
-        casts_inputs = row.is_low and not row.casts and not isinstance(op_lists, Caster)
+        casts_inputs = row.input_dtype != "float32" and not isinstance(op_lists, Caster)
         self._input_dtype = torch_dtype(row.input_dtype) if casts_inputs else None
         self._output_dtype = torch_dtype(row.output_dtype)
         self._guards: dict[nn.Module, BufferGuard] = {}
@@ -342,8 +342,13 @@ class Precision:
         """
         self.loss_scale.unscale(optimizer, self._clip.combine)
 
-    def step(self, optimizer: Optimizer) -> Tensor | None:
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
         """Unscale the gradients if `unscale` did not, clip them, update the parameters.
+
+        With a `closure`, which computes loss and gradients anew and returns the loss, the optimizer
+        steps as it is (L-BFGS): nothing is scaled or clipped.
 
         Warns once, in a single process, where gradients are divided and no loss was scaled before.
 
@@ -358,10 +363,12 @@ class Precision:
         self._check_parameters(optimizer)
         self._warn_of_unscaled(optimizer)
         self._stepped = True
+        if closure is not None:
+            optimizer.step(closure)  # type: ignore[arg-type]
         self.arithmetic.end_step()
         self._caster.end_step()
         with disable_casts():  # an optimizer may step inside the caller's own region
-            skipped = self.loss_scale.step(optimizer, self._clip)
+            skipped = None if closure else self.loss_scale.step(optimizer, self._clip)
         for guard in self._guards.values():
             guard.after(skipped)
         return skipped
@@ -415,6 +422,11 @@ class Precision:
             )
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer computes the loss itself, several times in a step."""
+    return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def forward_backward(

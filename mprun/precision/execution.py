@@ -112,6 +112,10 @@ def executions(
         return (both, "") if has_tf32(device) else (emulated, no)
     if policy.is_low:
         return both, ""
+    if policy.param_dtype == "float64" and device.type == "mps":
+        raise ValueError(
+            f"precision={policy.name} with device=mps, which has no float64; legal: device=cpu"
+        )
     no = f"precision={policy.name} runs natively on every device and has no emulation"
     return ("native",), no
 

@@ -134,7 +134,8 @@ def convert(
     for path, module in model.named_modules():
         wanted = dtype_of(path, layers or {}, dtype)
         every = {"recurse": False, "remove_duplicate": False}  # each name of a tied one too
-        wide = torch.float32 if keeps_wide_statistics(module) else wanted
+        narrow = wanted != torch.float64 and keeps_wide_statistics(module)
+        wide = torch.float32 if narrow else wanted
         for name, tensor in [*module.named_parameters(**every), *module.named_buffers(**every)]:
             target = wide if name in STATISTICS else wanted
             setattr(module, name, to_target(tensor, target, f"{path}.{name}"))
@@ -187,7 +188,7 @@ def dtype_of(path: str, layers: Mapping[str, T], default: T) -> T:
 def accumulate_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the gradients of 16-bit parameters in `dtype` where that is wider than their own."""
     for p in model.parameters():
-        if p.requires_grad and p.dtype != torch.float32 and dtype == torch.float32:
+        if p.requires_grad and p.dtype.itemsize < dtype.itemsize:
             # By this field autograd takes a gradient of another dtype
             p.grad_dtype = dtype
 

@@ -28,11 +28,10 @@ from mprun.records.policy_columns import (
     COMPENSATED,
     FLOAT_DTYPES,
     FORMAT_MODES,
+    LOW_DTYPES,
     PolicyColumns,
     legal_values,
 )
-
-LOW_DTYPES = ("bfloat16", "float16")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -82,7 +81,7 @@ class Policy(PolicyColumns):
     @property
     def is_low(self) -> bool:
         """Whether anything is computed in 16 bits."""
-        return self.compute_dtype != "float32"
+        return self.compute_dtype in LOW_DTYPES
 
     @property
     def input_dtype(self) -> str:
@@ -104,7 +103,8 @@ class Policy(PolicyColumns):
         everywhere = self.is_low and self.rounding == "stochastic"
         # Products may have formats of their own where nothing else decides how they run
         plain = not self.has_low_partials and self.rounding_scope == "update" and not self.tf32
-        formats = ("layers", *FORMAT_MODES) if plain and self.casting != "op_lists" else ()
+        plain &= self.casting != "op_lists" and self.param_dtype != "float64"
+        formats = ("layers", *FORMAT_MODES) if plain else ()
         legal = legal_values() | {
             "param_dtype": parameters,
             "compute_dtype": computes,
@@ -115,10 +115,14 @@ class Policy(PolicyColumns):
             "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
             # mprun rounds partials to float16 alone
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
-            "tf32": (False, not self.casts and not self.is_low),
+            "tf32": (False, self.compute_dtype == "float32"),
             "gemms": ("none", *formats),
             "hadamard": (False, self.gemms != "none"),
         }
+        columns = ("accum", "momentum", "variance", "reduce", "partials")
+        for key in (f"{x}_dtype" for x in columns):  # float64 is kept in nothing narrower
+            both = [x for x in legal[key] if (x == "float64") == (self.param_dtype == "float64")]
+            legal[key] = tuple(both) or ("float64",)
         named = _fixed_by_name(self.name, legal) if self.name in SHIPPED_MODES else {}
         return {**legal, **named}
 
@@ -169,12 +173,13 @@ def _yaml(value: str | bool) -> str:
 # Short to long name of a dtype in a policy's text
 LETTERS = {"p": "params", "c": "compute", "o": "output"}
 DTYPE_NAMES = {
+    **dict.fromkeys(("float64", "fp64", "f64", "double"), "float64"),
     **dict.fromkeys(("float32", "fp32", "f32", "float", "full"), "float32"),
     **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
 # The modes that a text of dtypes can mean: none of two has the same parameters and computation
-BY_DTYPES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true")
+BY_DTYPES = ("fp64", "fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true")
 
 
 @cache
@@ -238,4 +243,4 @@ def _of_dtypes(text: str) -> Policy:
             f"no mode has parameters in {params} and computes in {compute} ('{text}'); legal: "
             + ", ".join(f"{x.notation} ({x.name})" for x in modes)
         )
-    return replace(fitting[0], output_dtype=given.get("o", "float32"))
+    return replace(fitting[0], output_dtype=given.get("o", fitting[0].output_dtype))

@@ -24,7 +24,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Formats of products; `fp8` is what the mode fp8_tensorwise has
 FORMATS = ("fp8", "float8_e4m3fn", "float8_e5m2")
 # Modes that a layer may have. fp32 is a dtype; TF32 is switched for the whole process.
-LAYER_MODES = tuple(name for name in SHIPPED_MODES if name not in ("fp32", "tf32"))
+LAYER_MODES = tuple(name for name in SHIPPED_MODES if name not in ("fp64", "fp32", "tf32"))
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 LEGAL = (*DTYPES, *FORMATS, *LAYER_MODES, *OWN_ALIASES)
 OF_A_PRODUCT = (*DTYPES, *FORMATS, *FORMAT_MODES)

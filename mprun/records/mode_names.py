@@ -21,7 +21,7 @@ from mprun.records.reader import load_yaml
 
 # The modes of conf/precision, in the order of tables
 SHIPPED_MODES = (
-    *("fp32", "tf32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true"),
+    *("fp64", "fp32", "tf32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true"),
     *("bf16_sr", "half_sr", "half_sr_full", *FORMAT_MODES),
 )
 
@@ -37,6 +37,7 @@ def mode_row(name: str) -> Mapping[str, Any]:
 
 OWN_ALIASES = {"fp16_sr": "half_sr"}  # As bf16_sr is named
 LIGHTNING_NAMES = {
+    "64-true": "fp64",
     "32-true": "fp32",
     "bf16-mixed": "bf16_mixed",
     "16-mixed": "fp16_mixed",
@@ -44,6 +45,7 @@ LIGHTNING_NAMES = {
     "16-true": "fp16_true",
 }
 KERAS_NAMES = {
+    "float64": "fp64",
     "float32": "fp32",
     "mixed_bfloat16": "bf16_mixed",
     "mixed_float16": "fp16_mixed",
@@ -56,6 +58,7 @@ ALIASES = {**OWN_ALIASES, **LIGHTNING_NAMES, **KERAS_NAMES}
 MEANT = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), ("bf16_mixed", "bf16_true", "bf16_sr")),
     **dict.fromkeys(("fp16", "half", "torch.float16"), ("fp16_mixed", "fp16_true", "half_sr")),
+    **dict.fromkeys(("double", "torch.float64"), ("fp64",)),
     "torch.float32": ("fp32", "tf32"),
     **dict.fromkeys(("amp", "mixed"), ("bf16_mixed", "fp16_mixed")),
     **dict.fromkeys(("fp8", "int8"), ("fp8_tensorwise", "fp8_rowwise", "mxfp8")),

@@ -13,7 +13,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from msgspec import Meta
 
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+LOW_DTYPES = ("bfloat16", "float16")
+WIDE_DTYPES = ("float64", "float32")
+FLOAT_DTYPES = (*WIDE_DTYPES, "float16", "bfloat16")
 MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
 """Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`."""
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
@@ -73,7 +75,7 @@ class PolicyColumns:
     """Dtype of the optimizer's second moment; in 16 or 8 bits its square root is stored."""
     reduce_dtype: FloatDtype = "float32"
     """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
-    partials_dtype: Annotated[str, Legal("float32", "float16")] = "float32"
+    partials_dtype: Annotated[str, Legal(*WIDE_DTYPES, "float16")] = "float32"
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
@@ -85,7 +87,7 @@ class PolicyColumns:
     @property
     def has_low_partials(self) -> bool:
         """Whether matmuls and convolutions accumulate in 16 bits."""
-        return self.partials_dtype != "float32"
+        return self.partials_dtype == "float16"
 
     def with_partials(self: Row, dtype: str) -> Row:
         """The same row, with this dtype of the accumulation inside matmuls and convolutions."""

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mprun.errors import RunFailedError
 from mprun.precision import Precision
 from mprun.precision._torch import is_fake
-from mprun.precision.apply import forward_backward
+from mprun.precision.apply import forward_backward, needs_closure
 from mprun.precision.nested import map_tensors
 from mprun.recipe import Recipe
 from mprun.records.run_record import AveragedScores, Epoch, Scores
@@ -136,6 +136,21 @@ class StepResult(NamedTuple):
     outputs: list[Any]  # The model's outputs, one for each part of the batch
     skipped: Tensor | None  # 1 if the step was not taken, else 0; None if no step is ever skipped
     parts: dict[str, Tensor]  # The named parts of the loss
+
+
+class Closure:
+    """The loss of a step, which an optimizer such as L-BFGS asks for several times.
+
+    The first time it is that of the pass that was made; then gradients are computed anew.
+    """
+
+    def __init__(self, made: StepResult, again: Callable[[], StepResult]) -> None:
+        self._made: StepResult | None = made
+        self._again = again
+
+    def __call__(self) -> Tensor:
+        result, self._made = self._made or self._again(), None
+        return result.loss
 
 
 class Trainer:
@@ -411,10 +426,21 @@ class Trainer:
 
     def optimizer_step(self, batch: Batch) -> StepResult:
         """One optimizer step on a batch, in micro-batches."""
+        parts = self.parts
+        parts.precision.begin_step(self.step + 1)
+        result = self._pass(batch)
+        again = partial(self._pass, batch)
+        closure = Closure(result, again) if needs_closure(parts.optimizer) else None
+        skipped = parts.precision.step(parts.optimizer, closure)
+        parts.precision.update()
+        parts.scheduler.step(skipped)
+        return result._replace(skipped=skipped)
+
+    def _pass(self, batch: Batch) -> StepResult:
+        """The gradients of a batch, forward and backward."""
         parts, losses, outputs = self.parts, [], []
         terms: dict[str, Tensor] = {}
         parts.optimizer.zero_grad()
-        parts.precision.begin_step(self.step + 1)
         forward, weight = partial(parts.recipe.forward, parts.model), batch.whole_weight
         with parts.precision.step_region(), parts.backward():
             for number, part in enumerate(batch.parts, 1):
@@ -437,11 +463,8 @@ class Trainer:
                 # with their graph, the outputs would hold the activations of every micro-batch
                 outputs.append(map_tensors(Tensor.detach, output))
         parts.layout.end_backward()
-        skipped = parts.precision.step(parts.optimizer)
-        parts.precision.update()
-        parts.scheduler.step(skipped)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return StepResult(loss, outputs, skipped, terms)
+        return StepResult(loss, outputs, None, terms)
 
     def _flush(self) -> None:
         """Read pending metrics off the device and emit them; raise if training is hopeless.

@@ -54,7 +54,8 @@ def test_names_stand_for_the_dtypes_that_their_libraries_give_them() -> None:
     """By the words in a name: `true` and plain dtypes store 16 bits, `mixed` stores float32."""
     for name in (*LIGHTNING_NAMES, *KERAS_NAMES):
         row, low = policy(name), "bfloat16" if "bf" in name else "float16"
-        compute = "float32" if "32" in name else low
+        wide = {"32": "float32", "64": "float64"}
+        compute = next((wide[bits] for bits in wide if bits in name), low)
         assert row.compute_dtype == compute
         assert row.param_dtype == ("float32" if "mixed" in name else compute)
 

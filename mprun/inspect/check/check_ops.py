@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
+from mprun.inspect.check.check_batches import depends_on_batch, not_repeatable
 from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import LOSS, CheckedMode, Region, batches_of
 from mprun.inspect.float32_check import float32_loss, is_good_enough
@@ -83,6 +84,8 @@ def robust(mode: CheckedMode) -> Iterator[Finding]:
     yield from _first_of_each(_spoiled(step.ops, mode.plan.policy.is_low))
     yield from _headroom(mode, step)
     yield from mode.once("float32_is_wrong", lambda: [*_float32_is_wrong(mode)])
+    yield from mode.once("depends_on_batch", lambda: [*depends_on_batch(mode)])
+    yield from not_repeatable(mode)
 
 
 def _first_of_each(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -93,7 +93,8 @@ def compare(
             plus and minus this do not matter.
         relative_margin: the same for losses and all else, as a share of the baseline's mean; also
             how near the baseline's best validation loss counts as reached.
-        baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
+        baseline: a variant's label or hash; None for the fp64 or else fp32 variant with the fewest
+            changes.
         split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
         weights: which of a run: last, averaged, or auto: averaged if every run has them.
@@ -177,9 +178,9 @@ def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
             )
         return by_label[own]
     complete = [group for group in groups if group.completed]  # a failed run has no figures
-    plain = [group for group in complete if group.first.summary.precision == "fp32"]
-    # Without fp32 there is no natural baseline: the variant that was named first.
-    return min(plain or complete[:1], key=_changes)
+    by_mode = [[g for g in complete if g.first.summary.precision == x] for x in ("fp64", "fp32")]
+    # Without fp64 and fp32 there is no natural baseline: the variant that was named first.
+    return min(by_mode[0] or by_mode[1] or complete[:1], key=_changes)
 
 
 def _changes(group: RunGroup) -> int:

@@ -146,7 +146,7 @@ class Snippet:
                 "no equivalent: rounding of every result; only the stored parameters are rounded "
                 'stochastically. mprun.Precision("half_sr_full") alone rounds every result'
             )
-        if self.columns["partials_dtype"] != "float32":
+        if self.columns["partials_dtype"] == "float16":
             yield "no equivalent: partial sums in float16; here they are float32"
         if self.scale.name == "static":
             yield "no equivalent: GradScaler halves a static loss scale at an overflow"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.console.formatting import counted, size_text, substitution_label
+from mprun.records.policy_columns import WIDE_DTYPES
 from mprun.records.run_record import (
     AveragedScores,
     Number,
@@ -51,10 +52,10 @@ def policy(row: PrecisionRow) -> str:
     scope = {"update": "updates", "all": "every result"}[row.rounding_scope]
     unusual = {
         "tf32": row.tf32,
-        f"gradients {row.accum_dtype}": row.param_dtype != "float32",
-        f"momentum {row.momentum_dtype}": row.momentum_dtype != "float32",
-        f"variance {row.variance_dtype}": row.variance_dtype != "float32",
-        f"partials {row.partials_dtype}": row.partials_dtype != "float32",
+        f"gradients {row.accum_dtype}": row.param_dtype not in WIDE_DTYPES,
+        f"momentum {row.momentum_dtype}": row.momentum_dtype not in WIDE_DTYPES,
+        f"variance {row.variance_dtype}": row.variance_dtype not in WIDE_DTYPES,
+        f"partials {row.partials_dtype}": row.has_low_partials,
         f"{row.rounding} rounding of {scope}": row.rounding != "nearest",
         "saturating": row.overflow == "saturate",
     }

@@ -30,15 +30,18 @@ from torch.optim.lr_scheduler import (
 from mprun import optim
 from mprun.config import Config
 from mprun.config.schema import OPTIMIZERS, OptimizerConfig, TrainConfig
+from mprun.config.validate import loss_scale_kind
 from mprun.errors import UsageError
 from mprun.optim import engines
 from mprun.optim.optimizers import low_precision, with_masters
 from mprun.precision import Policy, disable_casts
 from mprun.precision._torch import eager_optimizer
+from mprun.precision.apply import needs_closure
 from mprun.precision.layers import convert, layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.layer_values import layer_dtypes
+from mprun.records.policy_columns import WIDE_DTYPES
 from mprun.train.loop import Schedule
 from mprun.train.machine.speed_choices import SpeedChoice
 from mprun.train.user_code import outline_of
@@ -142,7 +145,7 @@ def stores_low_precision(
     """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
     moments = {getattr(policy, f"{moment}_dtype") for moment in config.stored_moments}
     own = filter(None, (layer_dtypes(value, policy.casting) for value in layers.values()))
-    return {policy.param_dtype, *moments, *(stored for stored, _ in own)} != {"float32"}
+    return not {policy.param_dtype, *moments, *(x for x, _ in own)} <= {*WIDE_DTYPES}
 
 
 OPTIMIZER_KEYS = (
@@ -189,11 +192,29 @@ def check_optimizer(
             convert(model, device, torch_dtype(policy.param_dtype), layers=stored)
             section = config.train.optimizer
             optimizer = build_optimizer(section, recipe, model, lr, policy, speed, config.seed)
+            if needs_closure(optimizer):
+                check_closure(config, layers, type(optimizer).__name__)
             build_schedule(config.train, recipe, optimizer, steps=None)
     except UsageError:
         raise
     except Exception:  # the user's model or optimizer may need values: then the run reports it
         return
+
+
+def check_closure(config: Config, layers: Mapping[str, str], name: str) -> None:
+    """Refuse what an optimizer that computes the loss several times in a step cannot have."""
+    scale, clip_norm = loss_scale_kind(config, layers.values()), config.train.clip_norm
+    refused = {
+        f"train.clip_norm={clip_norm}": clip_norm is not None,
+        f"loss_scale={scale}": scale != "none",
+        f"parallel={config.parallel.name}": config.parallel.world_size > 1,
+        f"debug.fp_exceptions={config.debug.fp_exceptions}": config.debug.fp_exceptions != "off",
+    }
+    for text in (text for text, is_set in refused.items() if is_set):
+        raise UsageError(
+            f"{text} with {name}, which computes the loss several times in a step; legal: without "
+            "it, or another optimizer"
+        )
 
 
 def build_optimizer(
@@ -304,11 +325,6 @@ def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         raise UsageError(
             f"{name} gave a {type(optimizer).__name__}; legal is a torch.optim.Optimizer"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):  # its step needs a closure
-        raise UsageError(
-            f"{name}: {type(optimizer).__name__} calls the loss several times in a step, and mprun "
-            "calls it once; legal is every other optimizer"
-        )
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in known for p in held):
@@ -334,6 +350,11 @@ def _with_masters(recipe: Recipe, model: nn.Module, policy: Policy, seed: int) -
             )
     with optim.float32_masters(model) as masters:
         inner = _recipes_optimizer(recipe, model)
+    if needs_closure(inner):
+        raise UsageError(
+            f"precision={policy.name} with {type(inner).__name__}, which searches along a line: "
+            "parameters in 16 bits would round each trial; legal: precision=fp64, fp32, bf16_mixed"
+        )
     if isinstance(inner, optim.LowPrecisionOptimizer):
         name = type(inner).__name__
         raise UsageError(

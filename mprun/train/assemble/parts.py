@@ -28,7 +28,7 @@ from mprun.precision.caster import caster_of
 from mprun.precision.execution import arithmetic_for
 from mprun.precision.layers import dtype_of
 from mprun.precision.loss_scale import ALONE, Combine, loss_scale_of_kind
-from mprun.precision.nested import all_tensors, map_tensors
+from mprun.precision.nested import all_tensors, map_tensors, to_dtype
 from mprun.precision.op_lists import CastLog, Watcher
 from mprun.precision.policy import dtype_name, most_used, torch_dtype
 from mprun.records.run_config import variant_hash
@@ -258,10 +258,12 @@ def batch_form(plan: Plan) -> BatchForm:
         *inputs, target = content
         return (*map_tensors(one, tuple(inputs)), target)
 
-    count = checked_count(recipe)
+    form = BatchForm(recipe.prepare, convert, checked_count(recipe))
+    if dtype == torch.float64:
+        return replace(form, widen=partial(to_dtype, dtype=dtype))
     if recipe.loss_reads_inputs:
-        return BatchForm(recipe.prepare, convert, count)
-    return BatchForm(lambda inputs: map_tensors(one, recipe.prepare(inputs)), count=count)
+        return form
+    return BatchForm(lambda inputs: map_tensors(one, recipe.prepare(inputs)), count=form.count)
 
 
 def build_model(
@@ -351,7 +353,7 @@ def effective(
     row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
     if plan.config.parallel.world_size == 1:  # no gradient is sent, so none is sent in 16 bits
-        row["reduce_dtype"] = "float32"
+        row["reduce_dtype"] = "float64" if plan.policy.name == "fp64" else "float32"
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
     return PrecisionRow(**row)
@@ -378,7 +380,7 @@ def initial_summary(
     action = config.debug.fp_exceptions
     return new_summary(
         plan.device,
-        [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else [],
+        [plan.policy.compute_dtype] if plan.policy.is_low else [],
         elapsed_s,
         sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
         recipe=config.recipe.name,

@@ -70,7 +70,8 @@ def as_native(plan: Plan) -> Plan:
     Products with formats of their own are bfloat16's: native ones keep the same tensors between
     forward and backward pass, and rounded factors live no longer than their product.
     """
-    policy = plan.policy.with_partials("float32")
+    policy = plan.policy
+    policy = policy.with_partials("float32") if policy.has_low_partials else policy
     is_native = (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none")
     if is_native and policy.gemms == "none":
         return plan

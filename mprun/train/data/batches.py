@@ -323,10 +323,12 @@ class BatchForm:
     # Makes of a batch what the model takes: the mode's input dtype, a memory format
     convert: Convert = lambda content: content
     count: Callable[[Any], float] | None = None  # What its loss averages over; None: its samples
+    # Of a prepared batch with its targets: float64 in `precision=fp64`
+    widen: Convert = lambda content: content
 
     def prepared(self, content: Any) -> Any:
         """A batch of stored samples with its inputs prepared."""
-        return _with_inputs(content, self.prepare)
+        return self.widen(_with_inputs(content, self.prepare))
 
     def micro_batch(self, content: Any, inputs: Any, size: int) -> MicroBatch:
         """A micro-batch of `size` samples that are converted already."""
@@ -406,7 +408,7 @@ class TensorBatches(Batches):
         else:
             index = order[start:stop]
             content = map_tensors(lambda x: x.index_select(0, index), self.data.content)
-        content = _with_inputs(content, self._prepared)
+        content = self._form.widen(_with_inputs(content, self._prepared))
         return _to(content, self.device) if self._moves else content
 
     def _prepared(self, inputs: Any) -> Any:

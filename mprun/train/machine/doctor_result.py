@@ -21,7 +21,7 @@ from mprun.records.run_record import Hardware, StepTimes
 
 SCHEMA_VERSION = 3  # 3: rates are of matmuls alone
 
-Format = Literal["float32", "tf32", "bfloat16", "float16"]
+Format = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
 GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
 SpeedVerdict = Literal["worth trying", "no gain", "not for speed", "not known"]
 

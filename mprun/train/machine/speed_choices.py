@@ -80,7 +80,8 @@ def choose(
     # fused AdamW gained on every model; fused SGD and foreach RMSprop did not; RMSprop by mprun's C
     # kernels did
     implementation = "fused" if optimizer == "adamw" else "forloop"
-    if optimizer == "rmsprop" and engines.fastest(torch.device("cpu"), optimizer) == "c":
+    has_kernels = optimizer == "rmsprop" and compute_dtype != "float64"
+    if has_kernels and engines.fastest(torch.device("cpu"), optimizer) == "c":
         implementation = "c"
     return SpeedChoice("channels_last" if last else "contiguous", implementation)
 

@@ -452,7 +452,9 @@ class WatchedPrecision(Precision):
         with self._watched():  # a scale can be too large for the loss itself
             return super()._scaled(loss)
 
-    def step(self, optimizer: Optimizer) -> Tensor | None:
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
         """Take the step, judge it, and respond.
 
         Raises:
@@ -462,7 +464,9 @@ class WatchedPrecision(Precision):
         factor = None if scale is None else float(scale)
         monitor, response = self._exceptions.monitor, self._exceptions.response
         monitor.check_gradients()
-        skipped = super().step(optimizer)  # not watched: what it wrote is checked afterwards
+        skipped = super().step(
+            optimizer, closure
+        )  # what it wrote is checked afterwards
         by_scale = skipped is not None and bool(skipped) and self.loss_scale.kind == "dynamic"
         outcome = monitor.end_step(by_scale, factor)
         self._following.close()

@@ -58,7 +58,9 @@ def found(folder: Path, mode: str, *more: str, **parts: str) -> list[Finding]:
     path.write_text(RECIPE.format(**lines))
     (checked,) = plan_check([f"recipe={path}", f"precision={mode}", *more], None, CheckSettings())
     with checked.planned.executing():
-        return [*dtypes(checked), *robust(checked)]
+        all_found = [*dtypes(checked), *robust(checked)]
+    # some of these models add means over the batch to their outputs
+    return [x for x in all_found if x.kind != "depends_on_batch"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,9 +138,8 @@ def test_fault_in_the_loss(tmp_path, mode, loss, kind):
 
 
 def test_a_mean_that_is_rounded_once_is_what_the_mode_means(tmp_path):
-    forward = "self.loss = y.square().mean()"
-    added = "import gc; part = [x for x in gc.get_objects() if type(x) is Part][-1]"
-    loss = f"{added}; return F.cross_entropy(output, batch[1]) + part.loss"
+    forward = "self.loss = y.square().mean(); Part.last = self"
+    loss = "return F.cross_entropy(output, batch[1]) + Part.last.loss"
     assert found(tmp_path, "bf16_mixed", forward=forward, loss=loss) == []
 
 

@@ -204,7 +204,6 @@ def test_a_recipes_own_optimizer_gets_masters() -> None:
     ("makes", "text"),
     [
         ("nothing", "optimizer(model) of Own gave a NoneType"),
-        ("lbfgs", "LBFGS calls the loss several times"),
         ("foreign", "holds no parameter of the model"),
         ("text", "schedule(optimizer) of Own gave a str"),
     ],
