@@ -39,7 +39,14 @@ from mprun.inspect.histograms import (
     recommend,
 )
 from mprun.inspect.numerics import KINDS, Histogram, ScaleVerdict
-from mprun.precision._torch import in_backward, node_number, outside_of_modes, viewed, write_count
+from mprun.precision._torch import (
+    in_backward,
+    is_transformed,
+    node_number,
+    outside_of_modes,
+    viewed,
+    write_count,
+)
 from mprun.precision.formats import BlockFormat, Format
 from mprun.watch.op_watcher import tensors_of
 from mprun.watch.step_events import StepListener, StepTracker
@@ -296,7 +303,8 @@ class Statistics(StepListener):
     def on_module_end(self, path: str, outputs: Any) -> None:
         if self._active:
             for x in _floating(outputs):
-                self._output(path or ROOT, x)
+                if not is_transformed(x):  # inside `torch.func` there are no numbers to read
+                    self._output(path or ROOT, x)
 
     def _output(self, path: str, x: Tensor) -> None:
         # `nn.Flatten` returns a view of all numbers, which are counted already

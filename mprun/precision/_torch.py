@@ -144,6 +144,18 @@ def is_transformed(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
+def is_zero(x: Tensor) -> bool:
+    """Whether a tensor is zeros without memory, as forward-mode derivatives make them."""
+    return bool(x._is_zerotensor())
+
+
+def has_zeros(func: OpOverload, args: Any) -> bool:
+    """Whether an op makes or reads such zeros, or outlines of them: there are no numbers to see."""
+    if any(isinstance(x, Tensor) and (is_zero(x) or x.is_meta) for x in args):
+        return True
+    return func is torch.ops.aten._efficientzerotensor.default
+
+
 def function_modes() -> list[TorchFunctionMode]:
     """The function modes calls of this thread go through, the outermost first.
 
@@ -225,7 +237,7 @@ def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     ones.
     """
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = device_type.upper()
+    own = "Meta" if device_type == "meta" else device_type.upper()
     # "Implicit" kernels are made of differentiable ops, "explicit" ones have a formula of their own
     keys = [] if has(op.name(), own) else ["CompositeImplicitAutograd"]
     if backend:

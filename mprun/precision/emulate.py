@@ -30,6 +30,7 @@ from mprun.precision._torch import (
     aten_packets,
     dispatch_modes,
     in_recomputation,
+    is_zero,
     kernel_key,
     schema_of,
     storage_key,
@@ -37,7 +38,7 @@ from mprun.precision._torch import (
     write_count,
 )
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
-from mprun.precision.fused import FUSED, FusedKernels
+from mprun.precision.fused import FUSED, fused_kernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
     COMMUNICATION,
@@ -167,7 +168,7 @@ def is_whole(x: Tensor) -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether `x` is a CPU tensor with memory of its own, which a C kernel can read."""
     kind = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return kind and x.is_cpu and x.layout is torch.strided
+    return kind and x.is_cpu and x.layout is torch.strided and not is_zero(x)
 
 
 class Emulated16(Arithmetic):
@@ -260,7 +261,7 @@ class Emulated16(Arithmetic):
         cuda: Any = torch.backends.cuda
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
         cuda.allow_fp16_bf16_reduction_math_sdp(self._partials)
-        kernels = nullcontext() if self._partials else FusedKernels(self.round)
+        kernels = nullcontext() if self._partials else fused_kernels(self.round)
         try:
             with unfused(), kernels, _EmulationMode(self, self._partials):
                 yield
@@ -434,6 +435,8 @@ class _EmulationMode(DispatchMode):
                 return stored[id(x)]
             if not is_float32(x) or dtype not in LOW:
                 return x
+            if is_zero(x):
+                return x.to(dtype)
             return self._round_and_keep(x, dtype, ours=storage_key(x) not in inputs)
 
         if func.overloadpacket in NORMS:

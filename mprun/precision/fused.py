@@ -16,16 +16,16 @@ as their kernels do it; with float16 partials nothing is fused, as their sums ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from mprun.precision._torch import aten_packets, no_dispatch
+from mprun.precision._torch import aten_packets, is_transformed, no_dispatch
 
 Round = Callable[[Tensor, torch.dtype], Tensor]  # Rounds a float32 tensor to a 16-bit dtype
 
@@ -35,9 +35,18 @@ ARGUMENTS = 9  # Of `torch.lstm`, as `nn.LSTM` calls it
 ON_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-class FusedKernels(TorchFunctionMode):
-    """Lets attention on a CPU be one op, and a layer of an LSTM in bfloat16 too."""
+@contextmanager
+def fused_kernels(round_: Round) -> Iterator[None]:
+    """Inside, attention on a CPU is one op, and a layer of an LSTM in bfloat16 too.
 
+    Code inside that asks for `SDPBackend.MATH` gets the chain of ops, as natively: the fused kernel
+    has no second derivative.
+    """
+    with sdpa_kernel(ON_CPU), _FusedKernels(round_):
+        yield
+
+
+class _FusedKernels(TorchFunctionMode):
     def __init__(self, round_: Round) -> None:
         super().__init__()
         self._round = round_
@@ -46,8 +55,8 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         query = args[0] if args else kwargs.get("query")
-        if name in WITH_ATTENTION and isinstance(query, Tensor) and query.is_cpu:
-            with sdpa_kernel(ON_CPU):
+        if name in WITH_ATTENTION and isinstance(query, Tensor) and not query.is_cpu:
+            with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         if name == "lstm" and len(args) == ARGUMENTS and has_kernel(*args):
             with torch.autocast("cpu", enabled=False):
@@ -58,6 +67,8 @@ class FusedKernels(TorchFunctionMode):
 def has_kernel(x: Tensor, states: Any, parameters: Any, *options: Any) -> bool:
     """Whether oneDNN has a kernel for this call of `torch.lstm`."""
     if isinstance(states, Tensor) or x.device.type != "cpu":  # a packed sequence's batch sizes
+        return False
+    if any(map(is_transformed, (x, *parameters))):  # `torch.func` goes through the chain of ops
         return False
     has_biases, layers, _dropout, _train, bidirectional, _batch_first = options
     per_layer = (4 if has_biases else 2) * (2 if bidirectional else 1)
@@ -136,14 +147,17 @@ class LstmLayer(torch.autograd.Function):
                 outputs.append(low)
                 h, c = low.float(), all_cells[-1].float()
             output, gates = torch.stack(outputs), round_(torch.stack(all_gates), dtype)
-        ctx.save_for_backward(x, hidden, of_inputs, of_hidden, output, gates, *all_cells)
+        ctx.save_for_backward(x, hidden, of_inputs, of_hidden, output, gates, *biases, *all_cells)
         ctx.round, ctx.biases = round_, len(biases)
         return output, all_cells[-1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_output: Tensor, of_last: Tensor) -> Any:
         x, hidden, of_inputs, of_hidden, output, gates, *cells = ctx.saved_tensors
+        biases, cells = cells[: ctx.biases], cells[ctx.biases :]
+        if torch.is_grad_enabled():  # these gradients are differentiated again
+            given = (x, hidden, cells[0], of_inputs, of_hidden, *biases)
+            return None, *_lstm_gradients(given, (of_output, of_last), ctx.needs_input_grad[1:])
         dtype, round_ = x.dtype, ctx.round
         with no_dispatch():
             recurrent = of_hidden.float()
@@ -176,6 +190,22 @@ class LstmLayer(torch.autograd.Function):
                 *[flat.sum(0)] * ctx.biases,
             )
             return None, *(round_(result, dtype) for result in results)
+
+
+def _lstm_gradients(
+    given: tuple[Tensor, ...], arrived: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """As `LstmLayer.backward`, with a graph: of the chain of ops in float32, rounded at its end."""
+    with torch.autocast("cpu", enabled=False):
+        x, hidden, cell, *weights = (y.float() for y in given)
+        states = (hidden.unsqueeze(0), cell.unsqueeze(0))
+        options = (len(weights) > 2, 1, 0.0, False, False, False)
+        output, _, last = torch.lstm(x, states, weights, *options)
+        wide = [y.float() for y in arrived]
+        wanted = [y for y, is_needed in zip(given, needed, strict=True) if is_needed]
+        made = torch.autograd.grad((output, last.squeeze(0)), wanted, wide, create_graph=True)
+    gradients = iter(made)
+    return [next(gradients) if is_needed else None for is_needed in needed]
 
 
 def attention(

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mprun.precision.formats import (
     FP8_ROWWISE,
@@ -173,9 +172,9 @@ def linear(
         bits: for stochastic rounding of gradients; None: all is rounded to nearest.
 
     Returns:
-        [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.
+        [..., out] in the dtype of `x`; it has derivatives of every order (`_LinearProduct`).
     """
-    output: Tensor = _Linear.apply(x, weight, gemms, bits)
+    output: Tensor = _LinearProduct.apply("forward", x, weight, gemms, bits, x.dtype)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -201,37 +200,79 @@ def product(
     return (left @ right.t()).to(dtype)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        gemms: LinearGemms,
-        bits: StepBits | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gemms, ctx.bits = gemms, bits
-        flat, dtype = x.reshape(-1, x.shape[-1]), x.dtype
-        output = product(flat, weight, gemms.forward, dtype)
-        return output.view(*x.shape[:-1], len(weight))
+class _LinearProduct(torch.autograd.Function):
+    """One of a linear layer's three products; the gradients of each are the other two.
+
+    A second derivative is thus made of products in the same formats: its factors are rounded like
+    those of the product whose name it has, and the rounding itself counts as the identity (a
+    straight-through estimate). What takes the place of the input, of the weight or of the output's
+    gradient is rounded as these are:
+
+        name         a         b       gradient of a        gradient of b
+        forward      input     weight  grad_input(h, b)     grad_weight(h, a)
+        grad_input   gradient  weight  forward(h, b)        grad_weight(a, h)
+        grad_weight  gradient  input   forward(b, h)        grad_input(a, h)
+
+    `h` is the gradient of the result.
+    """
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gemms: LinearGemms = ctx.gemms
-        flat, g = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, len(weight))
-        of_input = of_weight = None
-        if ctx.needs_input_grad[0]:
-            factors = g, weight.t(), gemms.grad_input
-            of_input = product(*factors, x.dtype, ctx.bits)
-            of_input = of_input.view(x.shape)
-        if ctx.needs_input_grad[1]:
-            factors = g.t(), flat.t(), gemms.grad_weight
-            of_weight = product(*factors, x.dtype, ctx.bits)
-            of_weight = of_weight.to(weight.dtype)
-        return of_input, of_weight, None, None
+    def forward(
+        name: str, a: Tensor, b: Tensor, gemms: LinearGemms, bits: StepBits | None, dtype: Any
+    ) -> Tensor:
+        gemm, rows = getattr(gemms, name), a.reshape(-1, a.shape[-1])
+        if name == "grad_weight":
+            return product(rows.t(), b.reshape(-1, b.shape[-1]).t(), gemm, dtype, bits)
+        right = b if name == "forward" else b.t()
+        return product(rows, right, gemm, dtype, bits).view(*a.shape[:-1], len(right))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.name, a, b, *ctx.rest = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        products = {
+            "forward": (("grad_input", h, b), ("grad_weight", h, a)),
+            "grad_input": (("forward", h, b), ("grad_weight", a, h)),
+            "grad_weight": (("forward", b, h), ("grad_input", a, h)),
+        }[ctx.name]
+        # In this order, which is that of the random bits
+        of_a, of_b = (
+            _LinearProduct.apply(*of_x, *ctx.rest).to(x.dtype) if needed else None
+            for of_x, x, needed in zip(products, (a, b), ctx.needs_input_grad[1:3], strict=True)
+        )
+        return None, of_a, of_b, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, a_moves: Tensor | None, b_moves: Tensor | None, *rest: None) -> Any:
+        """The derivative in a direction, for `torch.func.jvp`, `jacfwd` and `hessian`."""
+        a, b = ctx.saved_tensors
+        pairs = [(x, y) for x, y in ((a_moves, b), (a, b_moves)) if x is not None and y is not None]
+        return sum(_LinearProduct.apply(ctx.name, x, y, *ctx.rest) for x, y in pairs)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], name: str, a: Tensor, b: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        """For `torch.func.vmap`: what it maps over is a further dimension of samples.
+
+        Where the second factor has it too, each product is computed alone.
+        """
+        of_a, of_b = dims[1:3]
+        if of_a is not None and of_b is None and name != "grad_weight":
+            return _LinearProduct.apply(name, a.movedim(of_a, 0), b, *rest), 0
+        each_a, each_b = (
+            [x] * info.batch_size if dim is None else x.unbind(dim)
+            for x, dim in ((a, of_a), (b, of_b))
+        )
+        alone = [
+            _LinearProduct.apply(name, x, y, *rest) for x, y in zip(each_a, each_b, strict=True)
+        ]
+        return torch.stack(alone), 0
 
 
 DIVISOR = 16  # Features in and out of a converted layer are multiples of it, as 8-bit units need

@@ -1,4 +1,9 @@
-"""Evaluation: mean loss, accuracy and metrics over a set, in its stored order."""
+"""Evaluation: mean loss, accuracy and metrics over a set, in its stored order.
+
+Gradients are off, which saves memory. Forces, or the terms of a differential equation, are
+themselves derivatives: where PyTorch says that a graph is missing, the batch is computed again with
+gradients on, and so are all batches after it. The numbers are the same.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,16 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.precision import Precision
+from mprun.precision.nested import map_tensors
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
-from mprun.train.data import Batch, Batches
+from mprun.train.data import Batch, Batches, MicroBatch
 from mprun.train.loss_terms import LossTerms
 from mprun.train.parallel.ranks import Ranks
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric
@@ -26,6 +33,8 @@ from mprun.train.sums import (
     readback_for,
     with_metrics,
 )
+
+NO_GRAPH = "does not require grad"  # In PyTorch's error of a derivative without a graph
 
 
 class PartEnds:
@@ -55,6 +64,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._forward = partial(self.recipe.forward, self.model)
         self._loss = LossTerms(self.recipe)
+        self._with_graph = False
 
     def scores(self, batches: Batches) -> Scores:
         """Means over a set; None for an empty set."""
@@ -77,12 +87,25 @@ class Evaluator:
     def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> Batch:
         """Score this process's part of a batch, and return it; it is empty if there is none."""
         (part,) = batch.parts
-        # also for a part that only fills up: a forward pass of shards needs all processes
-        output = self.precision.forward(self._forward, part.inputs)
         own = batch.without_idle
+        try:
+            output, loss = self._pass(part, own)
+        except RuntimeError as error:
+            if self._with_graph or NO_GRAPH not in str(error):
+                raise
+            self._with_graph = True
+            output, loss = self._pass(part, own)
         if own.parts:
-            loss = self.precision.loss(self._loss, output, part.content)
             correct = count_correct(self.recipe, [output], own)
             readback.put(Scalars(loss, correct, parts=self._loss.take_parts()))
             metrics.add([output], own)
         return own
+
+    def _pass(self, part: MicroBatch, own: Batch) -> tuple[Any, Any]:
+        """The output, and the loss where this process has samples."""
+        with torch.set_grad_enabled(self._with_graph):
+            # also for a part that only fills up: a forward pass of shards needs all processes
+            output = self.precision.forward(self._forward, part.inputs)
+            loss = self.precision.loss(self._loss, output, part.content) if own.parts else None
+        # what metrics keep must not keep the graph
+        return map_tensors(Tensor.detach, (output, loss)) if self._with_graph else (output, loss)

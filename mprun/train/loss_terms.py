@@ -62,8 +62,8 @@ class LossTerms:
         It is for a process without samples of its own: the recipe's loss would be a mean over
         nothing.
         """
-        with torch.no_grad():  # only for the names of the parts, which all processes add up
-            self(output, batch)
+        # Only for the names of the parts, which all processes add up; a loss may differentiate
+        self(output, batch)
         self._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
         tensors = [x for x in all_tensors(output) if x.is_floating_point() and x.requires_grad]
         # every output: then each parameter gets its gradient of 0, which the others wait for

@@ -300,6 +300,21 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),
+    (
+        r"^derivative for aten::\w*attention\w* is not implemented",
+        "attention's fused kernels have no second derivative: call it inside of "
+        "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+    ),
+    (
+        r"^derivative for aten::_cudnn_rnn_backward is not implemented",
+        "cuDNN's recurrent layers have no second derivative: call the layer inside of "
+        "torch.backends.cudnn.flags(enabled=False)",
+    ),
+    (
+        r"differentiated Tensor.* not have been used in the graph",
+        "modes that store 16 bits hand the loss float32 copies of what forward returns, without a "
+        "path between them: take the derivative inside of forward",
+    ),
     (r"^Trying to resize storage that is not resizable", _FORMS),  # of shapes, in a worker
 )
 

@@ -251,6 +251,7 @@ class MovedWeights(Weights):
         move_weights([*model.parameters()], self.most, self.seed)
 
 
+@torch.no_grad()  # a model may ask for gradients of its inputs: moved ones must have no graph
 def with_moved_inputs(
     batches: Sequence[Batch], exact: Sequence[Batch], most: float, seed: int
 ) -> list[Batch]:

@@ -150,7 +150,11 @@ class Boundaries:
         boundary = self._open.pop()
         boundary.outputs = [_copied(x) for x in floating(output)]
         if boundary.place in self._derived:
-            self._drop(self._began[boundary.place])
+            first = self._began[boundary.place]
+            inside = [x.format for x in [*self.ended.values()][first:] if x.format is not None]
+            # the code of these calls is its own now
+            boundary.format = max(inside, key=lambda f: f.half_step, default=boundary.format)
+            self._drop(first)
         self.ended[boundary.place] = boundary
         return aliased(output, boundary.output_gradients, self._on_gradient)
 
@@ -195,7 +199,8 @@ def aliased(value: Any, gradients: dict[int, Tensor], arrived: Callable[[], None
     """`value` with an alias for each floating tensor; `gradients` gets what arrives at them."""
 
     def alias(number: int, x: Tensor) -> Tensor:
-        if not x.requires_grad:
+        # A leaf may be handed on to differentiate by: an alias of it would be no part of the graph
+        if not x.requires_grad or x.is_leaf:
             return x
         same = x.view_as(x)  # shares the memory, so no number changes
 
@@ -255,6 +260,8 @@ class Exact(_torch.DispatchMode):
             kwargs["dtype"] = torch.float64
         result = func(*args, **kwargs)
         if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
+            return result
+        if _torch.has_zeros(func, args):
             return result
         with _torch.no_dispatch(), torch.no_grad():
             return map_tensors(self._rounded, result)

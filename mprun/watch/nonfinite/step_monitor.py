@@ -464,9 +464,7 @@ class WatchedPrecision(Precision):
         factor = None if scale is None else float(scale)
         monitor, response = self._exceptions.monitor, self._exceptions.response
         monitor.check_gradients()
-        skipped = super().step(
-            optimizer, closure
-        )  # what it wrote is checked afterwards
+        skipped = super().step(optimizer, closure)  # what it wrote is checked afterwards
         by_scale = skipped is not None and bool(skipped) and self.loss_scale.kind == "dynamic"
         outcome = monitor.end_step(by_scale, factor)
         self._following.close()
