@@ -234,7 +234,8 @@ class Statistics(StepListener):
         self.rows: dict[tuple[str, str], LayerStatistics] = {}
         self.lost: dict[str, LostUpdates] = {}
         self.scales: list[float] = []  # of each measured forward pass
-        self.largest = LargestGradients(lambda: self.scales[-1])
+        # a hand-written backward pass may run layers of its own, before a forward pass is measured
+        self.largest = LargestGradients(lambda: self.scales[-1] if self.scales else 1.0)
         self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
         self._formats, self._kinds, self._further = formats, kinds, further
         self._names = {p: name for name, p in model.named_parameters()}
