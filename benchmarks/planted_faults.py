@@ -54,7 +54,7 @@ ties precision/formats.py Ties go away from zero, not to even.
 kahan-tie precision/rounding.py The remainder of a tie does not fit into 16 bits.
 nearest = (pattern + 0x8000) & -0x10000 => nearest = (pattern + 0x7FFF) & -0x10000
 weight-format precision/gemms.py Gradients of weights have the format of those of inputs.
-factors = g.t(), flat.t(), gemms.grad_weight => factors = g.t(), flat.t(), gemms.grad_input
+getattr(gemms, name), a.reshape => getattr(gemms, name.replace("weight", "input")), a.reshape
 same-bits precision/gemms.py Gradients are rounded with the same random bits in every step.
 key(self._seed, self._step, SITE, self._site) => key(self._seed, 0, SITE, self._site)
 scale-tracker precision/loss_scale.py An overflow does not begin the count of good steps anew.

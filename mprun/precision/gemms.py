@@ -228,7 +228,8 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.name, a, b, *ctx.rest = inputs
+        # `ctx.name` is the method that names the node of the graph
+        ctx.product, a, b, *ctx.rest = inputs
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
 
@@ -239,7 +240,7 @@ class _LinearProduct(torch.autograd.Function):
             "forward": (("grad_input", h, b), ("grad_weight", h, a)),
             "grad_input": (("forward", h, b), ("grad_weight", a, h)),
             "grad_weight": (("forward", b, h), ("grad_input", a, h)),
-        }[ctx.name]
+        }[ctx.product]
         # In this order, which is that of the random bits
         of_a, of_b = (
             _LinearProduct.apply(*of_x, *ctx.rest).to(x.dtype) if needed else None
@@ -252,7 +253,7 @@ class _LinearProduct(torch.autograd.Function):
         """The derivative in a direction, for `torch.func.jvp`, `jacfwd` and `hessian`."""
         a, b = ctx.saved_tensors
         pairs = [(x, y) for x, y in ((a_moves, b), (a, b_moves)) if x is not None and y is not None]
-        return sum(_LinearProduct.apply(ctx.name, x, y, *ctx.rest) for x, y in pairs)
+        return sum(_LinearProduct.apply(ctx.product, x, y, *ctx.rest) for x, y in pairs)
 
     @staticmethod
     def vmap(

@@ -298,7 +298,7 @@ class ProcessStepSums(StepSums):
         summed = []
         for step, figures in zip(steps, zip(*every, strict=True), strict=True):
             losses, counts, parts = zip(*figures, strict=True)
-            loss, sums = _float32(sum(losses)), _sums_by_name(parts)
+            loss, sums = _as_one(losses), _sums_by_name(parts)
             named = {name: _float32(total) for name, total in sums.items()}
             summed.append(step._replace(loss=loss, correct=_sum_of_counts(counts), parts=named))
         self._met_at = time.perf_counter()
@@ -321,6 +321,12 @@ def _sums_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _float32(value: float) -> float:
     """Rounded to float32, as the loss of one process is."""
     return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _as_one(losses: Sequence[float]) -> float:
+    """Their sum, in float32 if all are float32's: in `precision=fp64` they have more digits."""
+    total = sum(losses)
+    return _float32(total) if all(x == _float32(x) for x in losses if x == x) else total
 
 
 def step_sums(ranks: Ranks) -> StepSums:

@@ -89,7 +89,8 @@ def test_anything_else_is_refused_with_what_is_legal(text: str) -> None:
 def test_without_a_mode_every_mode_is_meant_and_float32_comes_first() -> None:
     listed = variants(["recipe=linear"])
     assert next(iter(listed.overrides)) == "fp32"
-    assert set(listed.overrides) == set(modes()) == {*options("precision")}
+    assert set(modes()) == {*options("precision")}
+    assert set(listed.overrides) == {*modes()} - {"fp64"}  # which answers another question
     assert listed.overrides["half_sr"] == ("precision=half_sr", "recipe=linear")
     assert listed.left_out == {}
 

@@ -117,7 +117,7 @@ def test_two_processes_train_as_one_with_two_micro_batches(
 
 EXECUTIONS = {
     **{mode: ["native", "emulated"] for mode in (*MODES, "bf16_true", "fp16_true")},
-    "fp32": ["native"],
+    **{mode: ["native"] for mode in ("fp64", "fp32")},
     **{mode: ["emulated"] for mode in ("tf32", "half_sr_full", "mxfp8", "nvfp4")},
     **{f"fp8_{kind}": ["emulated"] for kind in ("tensorwise", "rowwise", "rowwise_hp")},
 }
