@@ -298,8 +298,8 @@ class ProcessStepSums(StepSums):
         summed = []
         for step, figures in zip(steps, zip(*every, strict=True), strict=True):
             losses, counts, parts = zip(*figures, strict=True)
-            loss, sums = _as_one(losses), _sums_by_name(parts)
-            named = {name: _float32(total) for name, total in sums.items()}
+            loss, names = _as_one(losses), _sums_by_name(parts)
+            named = {name: _as_one([own.get(name, 0.0) for own in parts]) for name in names}
             summed.append(step._replace(loss=loss, correct=_sum_of_counts(counts), parts=named))
         self._met_at = time.perf_counter()
         return summed, any(stops)

@@ -39,14 +39,21 @@ def test_one_process_keeps_its_figures() -> None:
 
 
 def test_losses_and_counts_are_added_up() -> None:
-    sums = ProcessStepSums(TwoRanks((False, 1.0, [(0.2, 5, {}), (math.inf, 0, {})])))
-    both, stops = sums.over_processes([step(0.1, 3), step(1.0, 2)], stop=False)
+    ours, theirs = (torch.tensor(x).item() for x in (0.1, 0.2))  # float32's numbers
+    sums = ProcessStepSums(TwoRanks((False, 1.0, [(theirs, 5, {}), (math.inf, 0, {})])))
+    both, stops = sums.over_processes([step(ours, 3), step(1.0, 2)], stop=False)
     assert not stops
-    total = torch.tensor(0.1, dtype=torch.float64) + 0.2
+    total = torch.tensor(ours, dtype=torch.float64) + theirs
     assert both == [
         StepMetrics(total.float().item(), 8, 8.0, True),
         StepMetrics(math.inf, 2, 8.0, True),
     ]
+
+
+def test_losses_of_float64_keep_their_digits() -> None:
+    sums = ProcessStepSums(TwoRanks((False, 1.0, [(0.2, 5, {"a": 0.2})])))
+    (both,), _ = sums.over_processes([step(0.1, 3, a=0.1)], stop=False)
+    assert (both.loss, both.parts) == (0.1 + 0.2, {"a": 0.1 + 0.2})
 
 
 def test_all_stop_where_one_is_asked_to() -> None:
