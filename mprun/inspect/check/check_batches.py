@@ -100,6 +100,7 @@ def _far(whole: Tensor, alone: Tensor, n: int) -> bool:
 
 def _distance(x: Tensor, y: Tensor) -> float:
     """The largest difference over the largest magnitude."""
+    x, y = x.detach(), y.detach()
     size = max(float(z.abs().max()) for z in (x, y)) if y.numel() else 0.0
     return float((x - y).abs().max()) / size if size else 0.0
 
