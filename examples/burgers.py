@@ -89,3 +89,11 @@ def loss(output, batch):
 
 def metrics():
     return {"error": RelativeError()}
+
+
+def quantities():
+    """u beside the exact answer, and what is left of the equation."""
+    return {
+        "u": (lambda model, batch: model(*batch[:2]), lambda batch: batch[2]),
+        "residual": lambda model, batch: forward(model, batch)["residual"],
+    }

@@ -96,3 +96,12 @@ def loss(output, batch):
 
 def metrics():
     return {"force_error": ForceError()}
+
+
+def quantities():
+    """The energy and the forces beside the exact ones."""
+
+    def named(name):
+        return lambda model, batch: forward(model, batch)[name], lambda batch: batch[name]
+
+    return {name: named(name) for name in ("energy", "forces")}

@@ -143,6 +143,21 @@ class Recipe(ABC):
         """
         return {}
 
+    def quantities(self) -> dict[str, Any]:
+        """Name to function of (model, batch): what is taken from the model besides its loss.
+
+        Each returns a number or a tensor: forces, a residual, an eigenvalue of the Hessian.
+        `batch` is that of `forward`, the model evaluates, and gradients are on. A pair
+        `(function, truth)` has the exact answer too: `truth(batch)` of the batch as it was.
+
+            {"forces": (lambda model, batch: forces(model, batch["x"]), lambda b: b["forces"])}
+
+        After training they are computed in the mode and in float64, on validation samples (of the
+        test without these): the arithmetic's share of the error, and a verdict of a comparison,
+        with the margin `compare.margin.NAME`.
+        """
+        return {}
+
     def count(self, batch: Any) -> float:
         """How many items the loss of a batch averages over: samples, unless overridden.
 

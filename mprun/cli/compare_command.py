@@ -148,9 +148,10 @@ def report(
     cannot be written.
     """
     from mprun.study.report import comparison_report as shown
-    from mprun.study.report.answer import headline
+    from mprun.study.report.answer import headline, quantity_sentences
 
-    sentences = map(printable, [answer] if answer else headline(comparison))
+    said = [answer] if answer else headline(comparison)
+    sentences = map(printable, [*said, *quantity_sentences(comparison)])
     table = shown.comparison_table(comparison) if verbose else shown.short_table(comparison)
     notes = (
         [
@@ -163,7 +164,7 @@ def report(
     )
     most = len(notes) if verbose else shown.MOST_NOTES
     below = map(printable, notes[:most])  # names of folders in it may have any characters
-    show(Result(comparison, [*sentences, table, *below]))
+    show(Result(comparison, [*sentences, table, *shown.quantities_table(comparison), *below]))
     more = f"{counted(len(notes) - most, 'more note')} and " if len(notes) > most else ""
     if not verbose:
         print_line(stdout_console(), f"{more}all figures {again} --verbose")

@@ -55,6 +55,8 @@ class CompareSettings:
     """Differences of accuracy (0.005 is half a point), or another fraction, that do not matter."""
     relative_margin: RelativeMargin = RELATIVE_MARGIN
     """For losses and all other metrics, as a share of the baseline's."""
+    margins: dict[str, RelativeMargin] = field(default_factory=dict)
+    """For quantities of the recipe, in place of relative_margin: compare.margin.NAME=0.01."""
     baseline: str | None = None
     """Label or hash of the variant the others are compared with; null for fp64, else fp32."""
     split: Annotated[str, Legal("auto", "test", "validation", "train")] = "auto"
@@ -198,6 +200,7 @@ def take(overrides: Sequence[str], *sections: str | type) -> tuple[Settings, lis
     known, names = fields(sections), {*map(section_of, sections)}
     given: dict[str, Override] = {}
     for text in overrides:
+        text = re.sub(r"^compare\.margin\.", "compare.margins.", text)
         name = text.lstrip("+~").partition("=")[0]  # a prefix of Hydra's grammar is no part of it
         if name.partition(".")[0] not in names:
             rest.append(text)

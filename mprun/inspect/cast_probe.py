@@ -5,6 +5,7 @@ Both are taken on the same batches, from the same weights, with the same random 
     loss        sum over batches of |L - L32|, over the sum of |L32|
     gradients   SQNR in dB of each parameter's gradient, squares summed over batches, so that a
                 gradient that is small on one batch by chance does not count as lost
+    quantities  SQNR of each quantity of the recipe, against float64
     worst       the parameter with the lowest SQNR: all gradients as one vector would hide a layer
                 whose gradient underflows beside one with larger gradients
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from statistics import stdev
 
 import torch
@@ -63,6 +65,8 @@ class CastProbe:
             self._compare(n)
         unjudged = (*self.rounding.undetermined, *self.rounding.zero)
         self._judged = [name not in unjudged for name in passes.names]
+        with in_float64(passes.model) if passes.quantities else nullcontext():
+            self._values = passes.values(FLOAT32)
 
     def measure(self, plan: CastPlan) -> Deviation:
         """The distance of loss and gradients from float32's when ops are cast by this plan."""
@@ -70,11 +74,14 @@ class CastProbe:
         change = sum(abs(x.loss - exact) for (x, _), exact in zip(runs, self._losses, strict=True))
         whole = sum(map(abs, self._losses))
         relative, beyond = loss_shares(change, whole, self._count * self._loss_deviation)
+        quantities_db = self._quantities_db(plan)
         scale = min(scale for _, scale in runs)  # the one at which no batch overflows
         batches = [x.gradients for x, _ in runs if x.gradients is not None]
         if len(batches) < len(runs):
             failure = max(x.failure for x, _ in runs)  # a text, if any pass has one
-            return Deviation(relative, math.nan, math.nan, "", scale, failure)
+            return Deviation(
+                relative, math.nan, math.nan, "", scale, failure, quantities_db=quantities_db
+            )
         noise = _sums(map(_errors, batches, self._gradients))
         product = _sums(map(_products, batches, self._gradients))
         errors = list(map(gradient_error, noise, self._signal, product, self._variance))
@@ -86,7 +93,16 @@ class CastProbe:
         whole_db = sums_db(sum(self._signal[n] for n in counts), sum(noise[n] for n in counts))
         worst_db, worst = self._worst(counts, noise)
         beyond_db, where = self._worst(counts, errors)
-        return Deviation(relative, whole_db, worst_db, worst, scale, "", beyond, beyond_db, where)
+        figures = (relative, whole_db, worst_db, worst, scale, "", beyond, beyond_db, where)
+        return Deviation(*figures, quantities_db)
+
+    def _quantities_db(self, plan: CastPlan) -> dict[str, float]:
+        """The SQNR of each quantity of the recipe against float64."""
+        made = self.passes.values(plan)
+        return {
+            name: sums_db(float(x.square().sum()), float((made[name] - x).square().sum()))
+            for name, x in self._values.items()
+        }
 
     def unavoidable(self, dtype: torch.dtype) -> Deviation:
         """The distance from float32 of weights that have the precision of a dtype.

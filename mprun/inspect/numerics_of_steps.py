@@ -40,10 +40,12 @@ from mprun.inspect.numerics import (
     SCHEMA_VERSION,
     NumericsResult,
     NumericsSettings,
+    QuantityError,
     answer_sentence,
     numerics_parts,
 )
 from mprun.inspect.passes import in_float64
+from mprun.inspect.quantity_errors import exact_values, plans_of, quantity_errors
 from mprun.inspect.question import Given, Measuring, Prepared, of_run
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
@@ -135,9 +137,8 @@ def inspect_steps(
             f"train.max_time_s={plan.limits.max_time_s:g} ended the run before step {steps[0]}, "
             "the first to inspect"
         )
-    return InspectedSteps(
-        inspector.measured.result(), tuple(inspector.steps), tuple(inspector.skipped), ended
-    )
+    result = replace(inspector.measured.result(), quantities=inspector.quantities(trainer.step))
+    return InspectedSteps(result, tuple(inspector.steps), tuple(inspector.skipped), ended)
 
 
 def prepare(given: Given) -> Prepared:
@@ -237,7 +238,7 @@ class _StepInspector:
     def __init__(self, plan: Plan, settings: NumericsSettings, parts: TrainingComponents) -> None:
         self.steps: list[int] = []
         self.skipped: list[int] = []
-        self._settings, self._run = settings, parts.model
+        self._plan, self._settings, self._run = plan, settings, parts.model
         self._exact_probe = PolicyProbe(plan, policy(FLOAT32_MODE))
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
@@ -286,6 +287,13 @@ class _StepInspector:
         self.steps.append(number)
         if result.skipped is not None and result.skipped.item():
             self.skipped.append(number)
+
+    def quantities(self, steps: int) -> list[QuantityError]:
+        """The errors of the recipe's quantities by the run's weights, after so many steps."""
+        formats = {short: policy_in(self._plan, short) for short in ("fp16", "bf16")}
+        plans = plans_of(self._plan, {FLOAT32_MODE: policy(FLOAT32_MODE), **formats})
+        weights = self._run.state_dict()
+        return quantity_errors(exact_values(self._plan, weights, steps), weights, plans, steps)
 
     def _exact_gradients(
         self,

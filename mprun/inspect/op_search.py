@@ -45,6 +45,7 @@ from mprun.train.assemble import Plan, build_arithmetic, build_caster, build_los
 from mprun.train.assemble.planned_memory import as_native
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import LossTerms
+from mprun.train.recipe_quantities import quantities_of
 from mprun.watch.op_watcher import OpRecorder, RecordedOp
 
 Names = tuple[str, ...]
@@ -459,7 +460,8 @@ def _passes(low: Plan, built: TrainingComponents, count: int) -> tuple[Samples, 
     batches = source.some(count, low.batch.micro)
     samples = Samples("validation" if held_out else "train", len(batches), batches[0].size)
     pairs = [(batch.inputs, batch.content) for batch in batches]
-    return samples, Passes(built.model, LossTerms(low.recipe), pairs, forward=low.recipe.forward)
+    named, loss = quantities_of(low.recipe), LossTerms(low.recipe)
+    return samples, Passes(built.model, loss, pairs, low.recipe.forward, named)
 
 
 def _load_trained(built: TrainingComponents, float32: Plan, steps: int, report: ReportPart) -> None:

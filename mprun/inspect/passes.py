@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from mprun.precision.gemms import LinearGemms, computing_with
 from mprun.precision.layers import computing_in
 from mprun.precision.nested import with_items
 from mprun.precision.policy import policy
+from mprun.train.recipe_quantities import Quantity, values_of
 
 Loss = Callable[[Any, Any], Tensor]
 # What `forward` takes (by default a tensor, a tuple of arguments, or a mapping of named ones), and
@@ -99,6 +101,7 @@ class Passes:
         loss: `loss(output, target)`, a scalar; it gets float32 outputs.
         batches: inputs and target each, on the model's device.
         forward: gives the model's output for the inputs of a batch.
+        quantities: those of the recipe, which `values` computes.
 
     Raises:
         NotMeasurableError: no batches, no parameters to train, or 16-bit ones.
@@ -110,8 +113,10 @@ class Passes:
         loss: Loss,
         batches: Iterable[Batch],
         forward: Forward = call,
+        quantities: Mapping[str, Quantity] = MappingProxyType({}),
     ) -> None:
         self.model = model
+        self.quantities = quantities
         self.forward = forward
         self.batches = list(batches)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -156,6 +161,20 @@ class Passes:
                     raise
                 return Pass(math.nan, None, first_line(error))
             return Pass(float(loss), [_gradient(p, scale) for p in self.parameters])
+
+    def values(self, plan: CastPlan) -> dict[str, Tensor]:
+        """Each quantity over all batches, in float64; NaN where an op has no kernel."""
+        if not self.quantities:
+            return {}
+        precision = Precision(self._policy, execution=plan.arithmetic, op_lists=plan.caster)
+        with ready(self.model), plan.applied_to(self.model):
+            try:
+                made = values_of(self.quantities, precision, self.model, self.batches)
+            except RuntimeError as error:
+                if plan is FLOAT32 or is_out_of_memory(error):
+                    raise
+                return dict.fromkeys(self.quantities, torch.tensor(math.nan))
+        return {name: value.entries for name, value in made.items()}
 
 
 def _check_finite(loss: Tensor) -> None:

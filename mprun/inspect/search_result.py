@@ -8,16 +8,18 @@ which `precision.layers_file` reads. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf, isnan
+from functools import partial
+from math import inf, isnan, nan
 from operator import itemgetter
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml  # type: ignore[import-untyped]
 from msgspec import Meta
 
 from mprun.inspect.tolerance import Deviation, Tolerance
-from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.console.fitted_table import FittedTable, TableColumn, figure_column, text_column
 from mprun.records.console.formatting import listed
 from mprun.records.layer_values import layers_file
 from mprun.records.mode_names import SHORT_DTYPES
@@ -143,6 +145,7 @@ def rows_table(search: OpSearch) -> FittedTable:
         figure_column(
             f"only it {low}: worst gradient", 3, lambda row: decibels(row.alone.worst_db)
         ),
+        *_quantity_columns(search, lambda row: row.alone),
         text_column("", cell=lambda row: "" if row.harm_alone <= 1 else "too large"),
         rows=sorted(rows, key=lambda row: -row.harm_alone)[:MAX_ROWS],
         elsewhere=FILE,
@@ -168,9 +171,20 @@ def outcome_table(search: OpSearch) -> FittedTable:
         figure_column("gradients", 2, lambda row: decibels(row[1].gradients_db)),
         figure_column("worst", 3, lambda row: decibels(row[1].worst_db)),
         text_column("of", 1, cell=lambda row: row[1].worst_parameter),
+        *_quantity_columns(search, itemgetter(1)),
         rows=rows,
         elsewhere=FILE,
     )
+
+
+def _quantity_columns(search: OpSearch, of: Callable[[Any], Deviation]) -> list[TableColumn]:
+    """A column for each quantity of the recipe."""
+
+    def cell(name: str, row: Any) -> str:
+        return decibels(of(row).quantities_db.get(name, nan))
+
+    names = search.everything_lower.quantities_db
+    return [figure_column(name, 4, cell=partial(cell, name)) for name in names]
 
 
 def loss(measure: Deviation) -> str:

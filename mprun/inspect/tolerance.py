@@ -24,7 +24,7 @@ these cases: it falls by 20 dB during a training, because gradients become small
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NEEDED_DB = 20.0  # Lowest SQNR of a parameter's gradient: its error is then a tenth of it
 # How much worse than weights of its precision alone a dtype may be, whatever else is asked
@@ -55,6 +55,8 @@ class Deviation:
     """The lowest SQNR of a parameter if only the error counts that is larger than the difference
     between batches; None if that difference is unknown."""
     beyond_parameter: str = ""  # The parameter with that SQNR
+    quantities_db: dict[str, float] = field(default_factory=dict)
+    """The SQNR of each quantity of the recipe against float64, in dB."""
 
     @property
     def judged_loss(self) -> float:
@@ -79,20 +81,26 @@ class Tolerance:
     """Relative difference of the loss."""
     gradient_db: float | None = NEEDED_DB
     """Lowest SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None judges
-    the loss alone."""
+    the loss and quantities alone."""
+    quantity_db: float = NEEDED_DB
+    """The same of each quantity of the recipe."""
 
     def beside(self, unavoidable: Deviation, slack_db: float = SLACK_DB) -> Tolerance:
         """The same, and at least `CastProbe.unavoidable` and `slack_db` worse than it."""
         loss = max(self.loss, unavoidable.loss_difference * 10 ** (slack_db / 20))
+        found = [db - slack_db for db in unavoidable.quantities_db.values()]
+        quantity_db = min([self.quantity_db, *found])
         if self.gradient_db is None:
-            return Tolerance(loss, None)
-        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - slack_db))
+            return Tolerance(loss, None, quantity_db)
+        gradient_db = min(self.gradient_db, unavoidable.worst_db - slack_db)
+        return Tolerance(loss, gradient_db, quantity_db)
 
     def harm(self, measure: Deviation) -> float:
         """The share of the tolerance that `measure` uses up: 1 is all; infinite for NaN."""
         harms = [measure.judged_loss / self.loss]
         if self.gradient_db is not None:
             harms.append(10 ** ((self.gradient_db - measure.judged_db) / 20))
+        harms += [10 ** ((self.quantity_db - db) / 20) for db in measure.quantities_db.values()]
         return math.inf if any(map(math.isnan, harms)) else max(harms)
 
 

@@ -253,6 +253,22 @@ class MetricRow:
     test: Number | None
 
 
+MOST_ENTRIES = 256  # Of a quantity that a record keeps, evenly spread
+
+
+@dataclass(kw_only=True)
+class QuantityRow:
+    """A quantity of the recipe, of the trained model on held-out samples; errors are relative."""
+
+    split: str  # validation, test without that, or train
+    value: Number  # The mean of a number over batches, else the root mean square of the entries
+    error: Number | None  # Of the mode's value against the truth; null without a truth
+    arithmetic_error: Number | None  # Of the mode's value against float64's, by the same weights
+    entries: list[Number]  # Of the mode's value
+    samples_crc: int  # Of the samples: entries of equal samples can be compared
+    note: str = ""  # Why there is no arithmetic error
+
+
 @dataclass(kw_only=True)
 class TrainScore:
     """Mean training loss of the last epoch."""
@@ -363,6 +379,8 @@ class Summary:
     """How often the whole validation set was scored; null in records of earlier versions."""
     averaged: AveragedScores | None = None
     """The scores of averaged weights; null without `train.average_weights`."""
+    quantities: dict[str, QuantityRow] = field(default_factory=dict)
+    """The recipe's quantities at the end of a run of one process."""
     observed: bool = False
     """Whether `mprun.observe` wrote it, in a loop that cannot be resumed by mprun."""
 

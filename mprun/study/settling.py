@@ -71,6 +71,7 @@ def compared(
         beside=() if study is None else others_in(study, runs),
         alpha=alpha,
         looks=looks,
+        margins=settings.margins,
     )
 
 

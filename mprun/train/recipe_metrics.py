@@ -92,7 +92,7 @@ def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
         for own, part in parts.items():
             if own in metrics:
                 raise UsageError(f"metrics() names two metrics {own!r}; rename one")
-            metrics[_checked_name(own)] = _metric(own, part, select)
+            metrics[checked_name(own)] = _metric(own, part, select)
     return metrics
 
 
@@ -102,12 +102,12 @@ def _is_of_torchmetrics(value: Any, name: str) -> bool:
     return module is not None and isinstance(value, getattr(module, name))
 
 
-def _checked_name(name: Any) -> str:
-    # names are columns of tables and keys of the record
+def checked_name(name: Any, what: str = "metrics() names a metric") -> str:
+    """The name, if it can be a column of tables and a key of the record; else a `UsageError`."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 60:
-        raise UsageError(f"metrics() names a metric {name!r:.80}; legal is a short text")
+        raise UsageError(f"{what} {name!r:.80}; legal is a short text")
     if name in RESERVED or name.startswith(PREFIX):
-        raise UsageError(f"metrics() names a metric {name!r}, which the record uses; rename it")
+        raise UsageError(f"{what} {name!r}, which the record uses; rename it")
     return name
 
 

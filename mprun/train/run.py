@@ -24,6 +24,7 @@ from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.assemble import Plan, build_run, footprint, make_plan
 from mprun.train.assemble.parts import effective, initial_summary, requested, run_loggers
 from mprun.train.assemble.planned_memory import has_room_for_another
+from mprun.train.assemble.quantity_probe import quantity_rows
 from mprun.train.callbacks import Callback, Messages
 from mprun.train.checkpoint import (
     Checkpointer,
@@ -173,6 +174,7 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
+    summary.quantities = quantity_rows(plan, parts, messages.warn)
     if trainer.not_averaged is not None:
         messages.warn(f"no averaged weights were scored: {trainer.not_averaged}")
     _warn_at_end(run, recorder)

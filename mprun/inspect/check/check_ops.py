@@ -21,6 +21,7 @@ from mprun.inspect.check.checked_mode import LOSS, CheckedMode, Region, batches_
 from mprun.inspect.float32_check import float32_loss, is_good_enough
 from mprun.inspect.op_trace import watched_arithmetic
 from mprun.inspect.passes import in_float64
+from mprun.inspect.quantity_errors import exact_values, quantity_errors, trained_weights
 from mprun.inspect.step_ops import StepOp, StepOps
 from mprun.precision._torch import own_parameters
 from mprun.precision.op_lists.lists import spelled
@@ -28,6 +29,7 @@ from mprun.precision.policy import dtype_name
 from mprun.precision.products import LOW
 from mprun.train.assemble.parts import build_arithmetic, build_parts, build_precision
 from mprun.train.loop import Trainer, TrainingComponents
+from mprun.train.recipe_quantities import quantities_of
 from mprun.train.user_code import model_of
 from mprun.watch.audit import audit
 
@@ -86,6 +88,23 @@ def robust(mode: CheckedMode) -> Iterator[Finding]:
     yield from mode.once("float32_is_wrong", lambda: [*_float32_is_wrong(mode)])
     yield from mode.once("depends_on_batch", lambda: [*depends_on_batch(mode)])
     yield from not_repeatable(mode)
+    yield from _lost_quantities(mode)
+
+
+def _lost_quantities(mode: CheckedMode) -> Iterator[Finding]:
+    """Quantities of the recipe in which the mode's error is as large as the spread over seeds."""
+    plan, steps, label = mode.exact, mode.settings.steps, mode.checks.label
+    if mode.settings.fast or not quantities_of(plan.recipe):
+        return
+    seed = plan.config.seed
+    weights = mode.once("trained_weights", lambda: trained_weights(plan, steps, seed))
+    exact = mode.once("quantities", lambda: exact_values(plan, weights, steps))
+    mode.checks.quantities = quantity_errors(exact, weights, {label: mode.plan}, steps)
+    for x in mode.checks.quantities:
+        if x.training_db < math.inf and not x.db[label] >= x.training_db:
+            text = f"{x.name} has {x.db[label]:.0f} dB against float64, training leaves "
+            text += f"{x.training_db:.0f} dB (the spread over {x.seeds} seeds after {steps} steps)"
+            yield Finding("lost_quantity", "", text, at=x.training_db - x.db[label])
 
 
 def _first_of_each(findings: Iterable[Finding]) -> Iterator[Finding]:

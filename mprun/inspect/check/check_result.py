@@ -25,6 +25,7 @@ from xml.etree import ElementTree as Xml
 from msgspec import Meta, convert
 
 from mprun.errors import UsageError, printable
+from mprun.inspect.numerics import QuantityError, error_lines
 from mprun.records.console import note
 from mprun.records.console.fitted_table import FittedTable, text_column
 from mprun.records.console.formatting import by_reason, counted
@@ -168,6 +169,8 @@ class ModeChecks:
     not_done: dict[str, str] = field(default_factory=dict)  # Check to the reason
     figures: dict[str, float | str | None] = field(default_factory=dict)
     """Measured: `loss_first`, `loss_last`, `headroom`, `peak_bytes` and the like."""
+    quantities: list[QuantityError] = field(default_factory=list)
+    """Of the recipe's quantities, after a short training."""
 
     def of(self, check: str) -> list[Finding]:
         """The findings of a check."""
@@ -255,6 +258,8 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
             left[", ".join(checks), why].append(mode.label)
     for (names, why), modes in left.items():
         yield f"not done: {names} of {', '.join(modes)}: {why}"
+    for mode in record.modes:
+        yield from error_lines(mode.quantities)
     yield from record.notes
 
 

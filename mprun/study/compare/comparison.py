@@ -174,6 +174,25 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class QuantityVerdict:
+    """A quantity of the recipe in one variant."""
+
+    quantity: str
+    variant: str  # Its label
+    precision: str
+    is_error: bool  # Whether `figure` is the relative error against the truth, else it is the value
+    figure: Estimate | None  # The mean over seeds
+    added: float | None
+    """What the arithmetic adds, as a share of the spread over the baseline's seeds, which training
+    leaves open; None where one of them is not known."""
+    seeds: int
+    margin: float  # A share of the baseline's figure
+    difference: Estimate | None = None  # From the baseline, as a share of its figure
+    word: str = "baseline"  # An outcome; `differs` for a value, of which less is no better
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Advice:
     """The mode that a study advises, and why not the others.
 
@@ -231,4 +250,5 @@ class Comparison:
     not_run: dict[str, list[int]] = field(default_factory=dict)
     """Variants of a study to the seeds that its budget left out."""
     advice: Advice | None = None  # The result of `mprun advise`; None for any other comparison
+    quantities: tuple[QuantityVerdict, ...] = ()  # By quantity, the baseline first
     planned_pairs: tuple[int, ...] = ()  # The looks of the study; empty without a plan of looks

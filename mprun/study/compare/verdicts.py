@@ -13,7 +13,7 @@ verdict has the interval that decided, at the level of Holm's step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -30,12 +30,14 @@ from mprun.records.console.formatting import (
 )
 from mprun.records.mode_names import mode_hint, own_label
 from mprun.records.run_record import Memory, Metric, Summary
+from mprun.study.compare import judged_quantities as quantities
 from mprun.study.compare.comparison import (
     Comparison,
     Estimate,
     Interval,
     LookVerdict,
     Outcome,
+    QuantityVerdict,
     Run,
     Skipped,
     StepPercentiles,
@@ -83,6 +85,7 @@ def compare(
     beside: Sequence[Run] = (),
     alpha: float = ALPHA,
     looks: PlannedLooks | None = None,
+    margins: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Group runs by variant and compare each variant with the baseline.
 
@@ -103,10 +106,11 @@ def compare(
         alpha: the level of the verdicts, as in `judge`; looks have their own.
         looks: those of the study, whose first runs are the baseline's; None judges once, by all
             pairs.
+        margins: of quantities, by name, in place of `relative_margin`.
 
     Raises:
         UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
-            no such baseline, split or weights.
+            no such baseline, split, weights or quantity.
     """
     mixed = check_mixing(runs, mix)  # before repeated runs go: a mix must not hide among these
     compared, repeated = latest(runs)
@@ -147,6 +151,7 @@ def compare(
             *comparison_notes(groups, used_split, baseline is None, tested, averaged, looks),
             *variant_notes(rows),
         ),
+        quantities=tuple(_quantities(groups, relative_margin, margins or {}, alpha, looks)),
         planned_pairs=() if looks is None else tuple(look.pairs for look in looks.looks),
         weights="averaged" if averaged else "last",
         places=places,
@@ -445,6 +450,49 @@ def judge(
     return [
         _judge(e, *next(tests), higher_is_better) if e.is_tested else _untested(e) for e in evidence
     ]
+
+
+def _quantities(
+    groups: Sequence[RunGroup],
+    relative_margin: float,
+    margins: Mapping[str, float],
+    alpha: float,
+    plan: PlannedLooks | None,
+) -> Iterator[QuantityVerdict]:
+    """A row for each quantity and variant; all tests are one family."""
+    base, *others = groups
+    names = quantities.names_of(groups)
+    if unknown := [name for name in margins if name not in names]:
+        legal = f"legal: {', '.join(names)}" if names else "the runs have no quantities"
+        raise UsageError(f"compare.margin.{unknown[0]}: there is no such quantity; {legal}")
+    if plan is not None:
+        # the level of the look that was reached: all looks together have `alpha`, wherever it ends
+        reached = [look.level for look in plan.looks if look.pairs >= len(base.seeds)]
+        alpha = (reached or [plan.looks[-1].level])[0]
+    found = [
+        (name, x, _of_quantity(name, x, base, margins.get(name, relative_margin)))
+        for name in names
+        for x in others
+    ]
+    verdicts = iter(judge([e for *_, e in found], False, alpha))
+    by_name = {name: [(x, e, next(verdicts)) for n, x, e in found if n == name] for name in names}
+    for name, rows in by_name.items():
+        left_open = quantities.spread([*quantities.rows_of(base, name).values()])
+        yield quantities.unjudged(base, name, left_open)
+        for group, e, verdict in rows:
+            row = quantities.unjudged(group, name, left_open)
+            word: str = verdict.word
+            if not row.is_error and word in ("better", "worse") and not e.failure:
+                word = "differs"
+            mean = estimate(e.sample) if e.sample is not None else None
+            yield replace(row, margin=e.margin, difference=mean, word=word, reason=verdict.reason)
+
+
+def _of_quantity(name: str, group: RunGroup, base: RunGroup, margin: float) -> Evidence:
+    """The paired differences of a quantity, as shares of the baseline's figure."""
+    criterion = Criterion("", False, name, margin, True, 0.0, False)
+    ours, theirs = (quantities.judged_figures(x, name) for x in (group, base))
+    return paired_evidence(ours, theirs, criterion, _divergence(group, ours, theirs, name))
 
 
 class _HypothesisTest(NamedTuple):

@@ -10,6 +10,7 @@ the speed buys nothing.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from mprun.config.settings import Settings
 from mprun.records.console.formatting import counted, joined
@@ -19,6 +20,7 @@ from mprun.study.compare.comparison import (
     EqualQuality,
     Estimate,
     Interval,
+    QuantityVerdict,
     Variant,
 )
 from mprun.study.compare.equal_quality import (
@@ -281,6 +283,48 @@ def failures(comparison: Comparison) -> list[str]:
         for variant in comparison.variants
         for run in variant.failed
     ]
+
+
+# The least share of the spread over seeds for which a sentence names a remedy
+MUCH = 0.1
+LONG = {"fp64": "float64", "fp32": "float32", "tf32": "TF32"}
+
+
+def quantity_sentences(comparison: Comparison) -> list[str]:
+    """`forces: float32 adds 0.02 % of what training leaves open; TF32 adds 41 %: turn it off`."""
+    rows: dict[str, list[QuantityVerdict]] = {}
+    for row in comparison.quantities:
+        rows.setdefault(row.quantity, []).append(row)
+    return [f"{plain(name)}: {_added(own)}." for name, own in rows.items()]
+
+
+def _added(rows: Sequence[QuantityVerdict]) -> str:
+    """What the arithmetic of each variant adds to the spread over seeds, and what to take."""
+    base, known = rows[0], [row for row in rows if row.added is not None]
+    known = [row for row in known if row is not base or row.added] or known
+    if not known:
+        why = "one seed" if base.seeds < 2 else "the seeds have other samples, or no float64 value"
+        return f"what training leaves open is not known ({why})"
+    good = [row.precision for row in (base, *known) if (row.added or 0.0) < MUCH]
+    mode = next((name for name in ("fp32", *good) if name in good), "")
+    texts = []
+    for row in known:
+        text = f"{LONG.get(row.variant, plain(row.variant))} adds {_share(row.added)}"
+        if row is known[0]:
+            seeds = counted(base.seeds, "seed")
+            text += f" of what training leaves open (the spread over {seeds})"
+        if mode and row.precision not in good:
+            text += (
+                f": {'turn it off' if row.precision == 'tf32' else 'too much'} (precision={mode})"
+            )
+        texts.append(text)
+    return "; ".join(texts)
+
+
+def _share(value: float | None) -> str:
+    if not value:
+        return "nothing"
+    return f"{100 * value:.{2 if value < 1 else 3}g} %" if value < 10 else f"{value:.3g} times"
 
 
 TO_EQUAL = "to equal validation loss"

@@ -20,7 +20,7 @@ from mprun.records.console.fitted_table import (
 )
 from mprun.records.console.formatting import by_reason, counted, listed
 from mprun.records.published_figures import Figure, figures
-from mprun.study.compare.comparison import KEEPS, Advice, Comparison
+from mprun.study.compare.comparison import KEEPS, Advice, Comparison, QuantityVerdict
 from mprun.study.compare.equal_quality import is_faster_per_sample, judge_equal_quality
 from mprun.study.compare.notes import SUBSTITUTED, is_in_table
 from mprun.study.compare.statistics import CONFIDENCE, MAX_SEEDS
@@ -110,6 +110,40 @@ def short_table(comparison: Comparison) -> FittedTable:
             TableCell(v.verdict.word, TERMINAL.get(TONES.get(v.verdict.word, ""), "")),
         )
     return table
+
+
+def quantities_table(comparison: Comparison) -> list[FittedTable]:
+    """A row for each quantity and variant; no table without quantities."""
+    rows = comparison.quantities
+    if not rows:
+        return []
+    return [
+        FittedTable(
+            "quantities (an error is the one against the truth, relative)",
+            text_column("quantity", 4, cell=lambda row: plain(row.quantity)),
+            text_column("variant", cell=lambda row: plain(row.variant)),
+            figure_column("value", 3, _quantity_figure),
+            figure_column("difference %", 2, _quantity_difference),
+            figure_column("margin %", 1, lambda row: f"{100 * row.margin:.3g}"),
+            text_column("verdict", cell=lambda row: row.word),
+            rows=rows,
+            elsewhere="comparison.json of the report",
+        )
+    ]
+
+
+def _quantity_figure(row: QuantityVerdict) -> str:
+    if row.figure is None:
+        return cells.NONE
+    return f"{'error ' * row.is_error}{row.figure.value:.4g}"
+
+
+def _quantity_difference(row: QuantityVerdict) -> str:
+    if row.difference is None:
+        return cells.NONE
+    value, around, _ = row.difference
+    span = f" [{100 * around.low:+.2g}, {100 * around.high:+.2g}]" if around else ""
+    return f"{100 * value:+.2g}{span}"
 
 
 def _difference_heading(comparison: Comparison) -> str:

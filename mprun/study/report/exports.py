@@ -30,7 +30,13 @@ from mprun.study.compare.comparison import Comparison, EqualQuality, Estimate, I
 from mprun.study.report import answer, cells, tables
 from mprun.study.report.canvas import DARK, LIGHT, Plot, declarations
 from mprun.study.report.cells import TONES, plain
-from mprun.study.report.comparison_report import comparison_table, footer, published, published_line
+from mprun.study.report.comparison_report import (
+    comparison_table,
+    footer,
+    published,
+    published_line,
+    quantities_table,
+)
 from mprun.study.report.plots import NAMES, draw
 
 SCHEMA_VERSION = 1  # Of comparison.json
@@ -154,7 +160,9 @@ def markdown(comparison: Comparison) -> str:
     """What the terminal shows in full, and the published figures."""
     parts: list[FittedTable | str] = [
         *answer.headline(comparison),
+        *answer.quantity_sentences(comparison),
         comparison_table(comparison),
+        *quantities_table(comparison),
         *answer.advice_lines(comparison)[1:],  # the first is the headline
         *footer(comparison),
         *map(published_line, published(comparison)),

@@ -53,6 +53,7 @@ from mprun.train.data.loader_sets import NOTHING
 from mprun.train.data.random_numbers import seeded
 from mprun.train.data.recipe_parts import as_splits
 from mprun.train.recipe_metrics import check_metric
+from mprun.train.recipe_quantities import quantities_of
 from mprun.train.user_code import described, explain_mistakes
 
 Load = Callable[[Recipe, DataRequest], Splits]  # Gives a recipe's samples
@@ -140,6 +141,8 @@ def load_recipe(
     assert isinstance(recipe, Recipe)
     with explain_mistakes(f"the metrics of {type(recipe).__name__} cannot be made"):
         check_metric(recipe)
+    with explain_mistakes(f"the quantities of {type(recipe).__name__} cannot be made"):
+        quantities_of(recipe)
     return recipe
 
 
@@ -267,7 +270,10 @@ def record_of(run: Path) -> Path:
 
 
 NEEDED = ("model", "data")
-OPTIONAL = ("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample")
+OPTIONAL = (
+    *("loss", "forward", "metrics", "quantities", "optimizer", "schedule", "count", "correct"),
+    "sample",
+)
 
 
 @dataclass(frozen=True)
