@@ -58,6 +58,7 @@ class Arguments(argparse.Namespace):
     show_config: bool = False
     save: Path | None = None  # Of diff: where one side is written
     verbose: bool = False  # Everything, not the short answer
+    compiled: bool = False  # Of diff: whether a run is compared with itself, compiled
     update: bool = False  # Of check: whether the baseline is written
 
 
@@ -71,6 +72,7 @@ FLAG = {"action": "store_true"}
 # Each option: its arguments for argparse, and the commands that take it
 OPTIONS: dict[tuple[str, ...], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("--save",): ({"type": Path}, ("diff",)),
+    ("--compiled",): (FLAG, ("diff",)),
     ("--update",): (FLAG, ("check",)),
     ("--verbose", "-v"): (FLAG, ("sweep", "compare", "advise", "double", "numerics", "show")),
     ("--multirun", "-m"): (FLAG, ("train",)),

@@ -600,3 +600,48 @@ def started(loader: Iterable[Any]) -> Iterator[Any]:
                 end_workers(made)
             trace = trace.tb_next
         raise
+
+
+GraphPass = Callable[[Any], None]  # Changes a graph of ops
+
+
+@contextmanager
+def compiled_anew(
+    first: GraphPass, last: GraphPass, on_code: Callable[[str], None], rounds_as_eager: bool
+) -> Iterator[None]:
+    """Inside, `torch.compile` compiles everything again, with its own options; nothing of it stays.
+
+    Of Inductor's graphs `first` changes each before all passes, while forward and backward are one,
+    and `last` before its code is made, ahead of passes of others; `on_code` gets that code.
+    """
+    import torch._dynamo.config as of_dynamo
+    import torch._functorch.config as of_autograd
+    import torch._inductor.config as of_inductor
+    from torch._inductor.graph import GraphLowering
+
+    def with_others(own: GraphPass, others: Any) -> list[Any]:
+        given = others if isinstance(others, list | tuple) else [others]
+        return [own, *(x for x in given if x is not None)]
+
+    passes: dict[str, Any] = {
+        name: with_others(own, getattr(of_inductor, name))
+        for name, own in (("joint_custom_pre_pass", first), ("post_grad_custom_pre_pass", last))
+    }
+    rounds = rounds_as_eager or of_inductor.emulate_precision_casts
+    before = GraphLowering.save_output_code
+    torch.compiler.reset()
+    GraphLowering.save_output_code = on_code
+    try:
+        with (
+            # a graph from a cache has gone through no pass
+            of_inductor.patch(
+                passes | {"fx_graph_cache": False, "emulate_precision_casts": rounds}
+            ),
+            of_autograd.patch(enable_autograd_cache=False),
+            # the number of a module's call is part of its code
+            of_dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=10000),
+        ):
+            yield
+    finally:
+        GraphLowering.save_output_code = before
+        torch.compiler.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,30 @@ def test_a_capture_of_another_version_is_said_to_be_one(
     assert "the sides differ in their batch" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_a_run_compiled_is_compared_with_itself(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(runs["fp32"]), "--compiled"]) == 0
+    out = capsys.readouterr().out
+    assert "float64 over errors of outputs and gradients: eager" in out
+    content = json.loads((runs["fp32"] / "diff.json").read_text())
+    assert content["first"] is None
+    assert {"0", "2", "4", ""} <= {row["module"] for row in content["rows"]}
+    assert content["accuracy"].keys() == {"eager", "compiled", "emulate_precision_casts"}
+
+
+def test_a_mode_that_is_not_compiled_is_refused(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = runs["fp32"].parent / "of_diff.py"
+    emulated = ["precision=bf16_mixed", "execution=emulated", "train.max_steps=1"]
+    assert main([f"recipe={recipe}", *emulated, f"run.dir={tmp_path}/run"]) == 0
+    assert main(["diff", f"{tmp_path}/run", "--compiled"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be compiled in bf16_mixed: emulated arithmetic rounds op by op" in error
+
+
 def test_a_damaged_capture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("{", "[]", '{"schema_version": 1, "recipe": 3}', '{"schema_version": 99}'):
         (tmp_path / "bad.json").write_text(text)
@@ -109,6 +134,8 @@ def test_a_damaged_capture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     ("args", "text"),
     [
         ([], "mprun diff takes two runs"),
+        (["{empty}", "{empty}", "--compiled"], "or one to save or to compile"),
+        (["{empty}", "--compiled", "--save", "x.json"], "--compiled and --save are two questions"),
         (["a"], "mprun diff takes two runs"),
         (["{empty}", "{empty}", "--save", "x.json"], "mprun diff takes two runs, or one to save"),
         (["nowhere", "nowhere"], "there is no nowhere"),

@@ -8,6 +8,8 @@ alike in both. This noise cancels within a pair, so the mean difference is what 
 
 *Modules.* Each module's own code is compared with float64 on the same inputs that the mode gave it.
 
+*Compiled code*, where `speed.compile` asks for it, in the same way, beside eager code.
+
 *The whole step.* Passes of the mode with stochastic roundings are compared with float32 passes of
 moved weights: if the means of both differ, it is no rounding. The first passes give the direction
 in which a gradient differs, further ones are compared along it, so one number is tested.
@@ -56,6 +58,7 @@ from mprun.precision.nested import to_dtype
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rounding import sums_db
 from mprun.study.planned_run import FLOAT32_MODE
+from mprun.train.assemble.parts import compiled_model
 from mprun.train.data.random_numbers import untouched
 from mprun.watch.nonfinite import FpExceptionError, fp_exceptions
 from mprun.watch.updates import LIMIT_DB, OWN_SEED, power
@@ -188,7 +191,7 @@ def _other_curve(mode: CheckedMode, steps: int, pair_s: float) -> Iterator[Findi
 def agrees(mode: CheckedMode) -> Iterator[Finding]:
     """The findings of `agrees`, without the curve."""
     passes = mode.passes
-    named = list(_by_module(passes))
+    named = [*_by_module(passes), *_compiled(passes)]
     if passes.is_16_bit and _has_time(mode):
         named += _no_gradient(passes)
         if not named and _has_time(mode):  # a named module is the cause of a far step
@@ -230,6 +233,29 @@ def _by_module(passes: StepPasses) -> Iterator[Finding]:
             return  # later modules inherit it
 
 
+def _compiled(passes: StepPasses) -> Iterator[Finding]:
+    """The first module whose compiled code has a larger error than its eager code has."""
+    known: dict[tuple[str, str], DifferenceRow] = {}
+    for n in range(min(2, len(passes.mode.batches))):
+        if not (passes.mode.plan.speed.compile and _has_time(passes.mode)):
+            return
+        found = {(x.phase, x.module): x for x in _worse_compiled(passes, n)}
+        known = {place: x for place, x in found.items() if not n or place in known}
+        if not known:
+            return
+    row = next(iter(known.values()))  # later modules inherit it
+    text = f"{row.phase}, {row.what}: {row.b.sentence}"
+    line = row.line or passes.line_of(row.module)
+    yield Finding("compiled_differs", row.module, text, row.op, line, row.b.ratio)
+
+
+def _worse_compiled(passes: StepPasses, n: int) -> list[DifferenceRow]:
+    """The rows of a batch with this number in which compiled code alone is beyond its bound."""
+    a, b = (_captured(passes.mode, n, passes.scale, compiled=x) for x in (False, True))
+    rows = compare(a, b).rows
+    return [x for x in rows if not x.b.is_explained and x.b.exceeds(x.a) and x.b.arising < math.inf]
+
+
 def _is_of_a_kernel(row: DifferenceRow, ops: Sequence[OpError], is_exact: bool) -> bool:
     """Whether one op of PyTorch makes the error: its kernel adds up in 16 bits.
 
@@ -251,7 +277,9 @@ def _is_suspect(error: SideError, least: float) -> bool:
     return least < error.arising < math.inf and not error.is_explained
 
 
-def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> Captured:
+def _captured(
+    mode: CheckedMode, n: int, scale: float, exact: bool = False, compiled: bool = False
+) -> Captured:
     """Each module's own errors in the mode, or in float32, on a batch of this number."""
     plan = mode.exact if exact else mode.plan
 
@@ -259,9 +287,10 @@ def _captured(mode: CheckedMode, n: int, scale: float, exact: bool = False) -> C
         parts, began = mode.trainer(exact).parts, time.monotonic()
         part = mode.few_samples[exact][n].parts[0]
         handed_on = partial(to_dtype, dtype=torch_dtype(plan.policy.output_dtype))
+        model = compiled_model(parts.model) if compiled else parts.model
         with parts.precision.arithmetic.region():  # of the backward pass too
             captured = capture_in_mode(
-                plan, parts.model, parts.precision, part, handed_on, scale, passes=ROUNDED
+                plan, model, parts.precision, part, handed_on, scale, passes=ROUNDED
             )
         mode.shared[CAPTURE_S] = max(mode.shared.get(CAPTURE_S, 0.0), time.monotonic() - began)
         return captured

@@ -85,6 +85,8 @@ class Recording:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     loss: float
+    kernels: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of compiled code: the kernel of a tensor and its lines of source, by `compiled.named`."""
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,24 @@ from mprun.inspect.divergence.side_by_side import (
     Side,
     capture,
     compare,
+    compare_sides,
 )
 from mprun.inspect.rounding_oracle import relative_rms
 from mprun.precision import Precision
-from mprun.precision.nested import all_tensors, map_tensors
+from mprun.precision.nested import all_tensors, copied_model, map_tensors
 from mprun.precision.policy import torch_dtype
 from mprun.precision.products import LOW
-from mprun.records.console.fitted_table import FittedTable
 from mprun.records.files import json_text
 from mprun.records.reader import read_json
 from mprun.records.result import Result
 from mprun.study.planned_run import plan_or_resume
 from mprun.train.assemble import Plan
-from mprun.train.assemble.parts import build_model, build_precision, first_samples
+from mprun.train.assemble.parts import (
+    build_model,
+    build_precision,
+    compiled_model,
+    first_samples,
+)
 from mprun.train.data import MicroBatch
 from mprun.train.loss_terms import LossTerms
 from mprun.train.machine import machine
@@ -96,14 +102,9 @@ def _loaded(path: Path) -> tuple[Plan, nn.Module, Precision, int]:
 def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
     """A run's errors in its mode, on the first training samples."""
     plan, model, precision, step = _loaded(path)
-    try:
-        with plan.backend_flags():  # TF32, deterministic kernels: as in the run
-            part = first_samples(plan, MAX_SAMPLES)
-            side = capture_in_mode(plan, model, precision, part, _widened)
-    except MprunError:
-        raise
-    except Exception as error:
-        raise RunFailedError(f"{path}: the step fails: {described(error)}") from error
+    with _as_in_the_run(path, plan):
+        part = first_samples(plan, MAX_SAMPLES)
+        side = capture_in_mode(plan, model, precision, part, _widened)
     record = CaptureRecord(
         schema_version=SCHEMA_VERSION,
         recipe=plan.config.recipe.name,
@@ -121,6 +122,18 @@ def _captured_run(path: Path) -> tuple[CaptureRecord, nn.Module]:
     return record, model
 
 
+@contextmanager
+def _as_in_the_run(path: Path, plan: Plan) -> Iterator[None]:
+    """Inside a step is taken: with TF32 or deterministic kernels, as in the run."""
+    try:
+        with plan.backend_flags():
+            yield
+    except MprunError:
+        raise
+    except Exception as error:
+        raise RunFailedError(f"{path}: the step fails: {described(error)}") from error
+
+
 def capture_in_mode(
     plan: Plan,
     model: nn.Module,
@@ -131,12 +144,22 @@ def capture_in_mode(
     passes: int = 1,
 ) -> Captured:
     """Each module's own errors in a plan's mode; `handed_on`: the output as the loss gets it."""
-    loss = LossTerms(plan.recipe)
+    side, step = _in_mode(plan, model, precision), _step(plan, part, handed_on, scale)
+    return capture(step, side, passes=passes)
+
+
+def _in_mode(plan: Plan, model: nn.Module, precision: Precision) -> Side:
     low = torch_dtype(plan.policy.compute_dtype) if plan.policy.casts else None
-    step = SharedStep(
+    return Side(model, region=precision.region, low=low)
+
+
+def _step(
+    plan: Plan, part: MicroBatch, handed_on: Callable[[object], object], scale: float = 1.0
+) -> SharedStep:
+    loss = LossTerms(plan.recipe)
+    return SharedStep(
         plan.recipe.forward, part.inputs, lambda x: loss(handed_on(x), part.content) * scale
     )
-    return capture(step, Side(model, region=precision.region, low=low), passes=passes)
 
 
 def _widened(output: object) -> object:
@@ -204,28 +227,60 @@ def diff_paths(a: Path, b: Path) -> Result:
     (first, model), (second, other) = captured(a), captured(b)
     difference = diff_captures(first, second)
     weights = [] if model is None or other is None else _weight_differences(model, other)
-    parts: list[FittedTable | str] = [
+    heads = [
         f"{name}: {path} ({side.precision}, step {side.step})"
         for name, path, side in (("a", a, first), ("b", b, second))
     ]
     if weights:
-        parts.append("weights furthest apart (rms of the difference over rms of a):")
-    parts += [f"  {name}  {relative:.1e}" for name, relative in weights[:SHOWN]]
+        heads.append("weights furthest apart (rms of the difference over rms of a):")
+    heads += [f"  {name}  {relative:.1e}" for name, relative in weights[:SHOWN]]
+    return _result(difference, [str(a), str(b)], heads, weights)
+
+
+def diff_compiled(path: Path) -> Result:
+    """Where the compiled step of a run's last checkpoint leaves the eager one.
+
+    Raises:
+        UsageError: its mode is not compiled here, or it is no run with a checkpoint.
+        RunFailedError: the step raises an error.
+    """
+    plan, model, precision, step = _loaded(path)
+    if plan.why_not_compiled is not None:
+        mode, reason = plan.policy.name, plan.why_not_compiled
+        raise UsageError(f"{path} cannot be compiled in {mode}: {reason}; legal: a run without it")
+    with _as_in_the_run(path, plan):
+        part = first_samples(plan, MAX_SAMPLES)
+        eager = _in_mode(plan, model, precision)
+        compiled = replace(eager, model=compiled_model(model))
+        twin = copied_model(model).double()
+        difference = compare_sides(_step(plan, part, _widened), (eager, compiled), twin)
+    heads = [f"{x}: {path} ({plan.policy.name}, step {step})" for x in ("a, eager", "b, compiled")]
+    return _result(difference, [str(path), f"{path} compiled"], heads)
+
+
+def _result(
+    difference: Difference,
+    sides: list[str],
+    heads: list[str],
+    weights: Sequence[tuple[str, float]] = (),
+) -> Result:
+    """The result of a comparison, with `diff.json`; `heads`: the first lines."""
     rows = [
         {**vars(row), "a": vars(row.a), "b": vars(row.b), "explained": row.is_explained}
         for row in difference.rows
     ]
     content = {
-        "sides": [str(a), str(b)],
+        "sides": sides,
         "weights": [{"name": name, "relative": relative} for name, relative in weights],
         "schema_version": SCHEMA_VERSION,
         "losses": difference.losses,
         "rows": rows,
         "first": None if difference.first is None else difference.first.module,
         "notes": difference.notes,
+        "accuracy": difference.accuracy,
     }
     record = _bounded(content)
-    return Result(record, [*parts, *difference.parts()], {"diff.json": json_text(record)})
+    return Result(record, [*heads, *difference.parts()], {"diff.json": json_text(record)})
 
 
 def _weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:

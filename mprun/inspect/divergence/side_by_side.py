@@ -14,9 +14,11 @@ A capture is made where a side runs; two captures are compared anywhere (`mprun 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,26 +28,36 @@ from torch import Tensor, nn
 from mprun.errors import first_line
 from mprun.inspect.divergence.boundaries import (
     Boundaries,
+    Boundary,
     OpError,
     OpErrors,
     Place,
     Recording,
     Results,
     calls_followed,
+    exact_arithmetic,
     floating,
     run_forced,
+    set_values,
     true_outputs,
 )
+from mprun.inspect.divergence.compiled import CompiledBoundaries, named
 from mprun.inspect.passes import ready
 from mprun.inspect.rounding_oracle import SideError, boundary_error
-from mprun.precision._torch import is_compiled, original_module
+from mprun.precision._torch import is_compiled, original_module, without_compiled_code
 from mprun.precision.apply import call
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.nested import copied_model, map_tensors
+from mprun.precision.rounding import sums_db
 from mprun.records.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.watch.updates import power
 
 SEED = 0  # Of all passes, so that both sides draw the same random numbers
+ROUNDING = "emulate_precision_casts"  # Inductor's option to round where eager code does
+ALIKE_DB = 0.5  # Outputs that differ by less are as near to float64
 SHOWN = 12  # Rows of a printed table; diff.json has all
+# What is compared at a boundary: the gradient, of input or output, of a child, number
+TENSOR = re.compile(r"(gradient at )?(input|output)(?: of (.+?))?(?:,? (?:tensor )?(\d+))?")
 BLOCK_NAMES = {form.name for form in BLOCK_FORMATS}
 
 
@@ -76,6 +88,8 @@ class Captured:
     compiled: bool
     calls: list[CapturedCall]
     ops: list[OpError]
+    note: str = ""
+    """Why less than its modules is seen."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,15 @@ class DifferenceRow:
         return self.a.is_explained and self.b.is_explained
 
 
+class Nearness(NamedTuple):
+    """How near one way to run a model is to float64: the signal over the error, in dB."""
+
+    output: float
+    gradient: float
+    is_eager: bool
+    """Whether the outputs are those of eager code, bit for bit."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where two models part; printed, it is a table."""
@@ -112,6 +135,8 @@ class Difference:
     """The ops of either side."""
     losses: tuple[float, float]
     notes: tuple[str, ...] = ()
+    accuracy: dict[str, Nearness] = field(default_factory=dict)
+    """Of eager and compiled code, and of that with `emulate_precision_casts`."""
 
     @property
     def first(self) -> DifferenceRow | None:
@@ -129,6 +154,7 @@ class Difference:
             f"loss: {self.losses[0]:.9g} and {self.losses[1]:.9g}",
             _table([row for row in self.rows if row in largest], len(self.rows) - len(largest)),
             _conclusion(self.first),
+            *_nearer(self.accuracy),
             *(f"note: {x}" for x in self.notes),
         ]
 
@@ -158,7 +184,21 @@ def _conclusion(first: DifferenceRow | None) -> str:
     side, error = ("a", first.a) if first.a.ratio >= first.b.ratio else ("b", first.b)
     where = f"{first.module or 'the model'} ({first.kind}), {first.phase}"
     where += f", op {first.op}" if first.op else ""
+    where += f" at {first.line}" if first.line and "fused" in first.op else ""
     return f"first: {where}: in {side} {error.sentence}"
+
+
+def _nearer(accuracy: Mapping[str, Nearness]) -> Iterator[str]:
+    """How far each way to run a model is from float64, and which is nearer."""
+    if not accuracy:
+        return
+    bits = {name: " (eager's bits)" if x.is_eager else "" for name, x in accuracy.items()}
+    bits["eager"] = ""
+    rows = [f"{n} {x.output:.1f} and {x.gradient:.1f} dB{bits[n]}" for n, x in accuracy.items()]
+    gain = accuracy["compiled"].output - accuracy["eager"].output
+    end = f"the output of {'compiled' if gain > 0 else 'eager'} code is nearer"
+    end = end if abs(gain) >= ALIKE_DB else "neither output is nearer"
+    yield f"float64 over errors of outputs and gradients: {'; '.join(rows)}: {end}"
 
 
 # ---- a side, and its step ------------------------------------------------------------------------
@@ -175,6 +215,8 @@ class Side:
     """Another region around it."""
     low: torch.dtype | None = None
     """The dtype that `region` casts to."""
+    rounds_as_eager: bool = False
+    """Whether Inductor is to round where eager code does (`emulate_precision_casts`)."""
 
     @property
     def device(self) -> torch.device:
@@ -223,21 +265,26 @@ class SharedStep:
         )
         return self._forward(model, inputs)
 
-    def record(self, side: Side) -> Recording:
-        """A step of a side, forward and backward; of a compiled one the model's own boundary."""
+    def record(self, side: Side, whole: bool = False) -> Recording:
+        """A step of a side, forward and backward; `whole`: the model's own boundary alone."""
+        plain = original_module(side.model)
+        if whole or not side.is_compiled:
+            return self._record(side, [("", side.model)] if whole else plain.named_modules())
+        with without_compiled_code():
+            eager = self._record(replace(side, model=plain), plain.named_modules())
+        inside = CompiledBoundaries(side.rounds_as_eager)
+        with ready(plain, SEED), inside.followed(plain):
+            loss = self._take(side)
+            return replace(_recording(plain, inside.seen(eager), loss), kernels=inside.kernels())
+
+    def _record(self, side: Side, followed: Iterable[tuple[str, nn.Module]]) -> Recording:
         plain, boundaries = original_module(side.model), Boundaries(side.low)
-        # hooks inside a compiled model would break its graph, and so change what is compared
-        followed = [("", side.model)] if side.is_compiled else plain.named_modules()
-        with ready(plain, SEED), calls_followed(followed, boundaries.begin, boundaries.end):
+        # compiled with the model, the hooks would be a part of its graphs
+        around: Any = torch.compiler.disable if side.is_compiled else lambda hook: hook
+        begin, end = around(boundaries.begin), around(boundaries.end)
+        with ready(plain, SEED), calls_followed(followed, begin, end):
             loss = self._take(side, boundaries.end_forward)
-            named = dict(plain.named_parameters())
-            return Recording(
-                boundaries.ended,
-                {n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None},
-                {n: p.detach() for n, p in named.items()},
-                dict(plain.named_buffers()),
-                loss,
-            )
+            return _recording(plain, boundaries.ended, loss)
 
     def ops(self, side: Side) -> list[OpError]:
         """The ops of a side; none of a compiled one."""
@@ -254,6 +301,14 @@ class SharedStep:
         before_backward()
         loss.backward()
         return float(loss.detach())
+
+
+def _recording(model: nn.Module, boundaries: dict[Place, Boundary], loss: float) -> Recording:
+    """A step that was taken, with the gradients and weights that the model has."""
+    own = dict(model.named_parameters())
+    gradients = {n: p.grad.detach().clone() for n, p in own.items() if p.grad is not None}
+    weights, buffers = {n: p.detach() for n, p in own.items()}, dict(model.named_buffers())
+    return Recording(boundaries, gradients, weights, buffers, loss)
 
 
 def own_loss(output: Any) -> Tensor:
@@ -308,8 +363,7 @@ def diff(
         inputs, target = batch
         step = SharedStep(call, inputs, lambda output: loss(output, target))
     reference, notes = _float64_of((first, second))
-    # one reference for both: with a copy of its own each side's fault would be in its reference
-    return compare(capture(step, first, reference), capture(step, second, reference), notes)
+    return compare_sides(step, (first, second), reference, notes)
 
 
 def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
@@ -336,10 +390,54 @@ def capture(
     bound is a multiple of the largest error of rounded passes: one, or up to `passes` of them while
     an error is beyond it.
     """
-    recording = step.record(side)
-    twin = reference or _float64_of((side,))[0]
-    calls = _calls(step, side, recording, twin, passes)
-    return Captured(calls=calls, ops=step.ops(side), loss=recording.loss, compiled=side.is_compiled)
+    return _captured(step, side, reference or _float64_of((side,))[0], passes)[0]
+
+
+def _captured(
+    step: SharedStep,
+    side: Side,
+    twin: nn.Module,
+    passes: int = 1,
+    whole: bool = False,
+    only: Container[Place] | None = None,
+) -> tuple[Captured, Recording]:
+    """The errors of a side in all calls, or `only` these, and the step that they are of."""
+    recording, note = _recorded(step, side, whole)
+    calls = {x: y for x, y in recording.boundaries.items() if only is None or x in only}
+    recording = replace(recording, boundaries=calls)
+    errors = _calls(step, side, recording, twin, passes)
+    ops = [*_kernel_errors(errors, recording)] if side.is_compiled else step.ops(side)
+    about: dict[str, Any] = {"loss": recording.loss, "compiled": side.is_compiled, "note": note}
+    return Captured(calls=errors, ops=ops, **about), recording
+
+
+def _recorded(step: SharedStep, side: Side, whole: bool) -> tuple[Recording, str]:
+    """A step of a side, and why it has the model's own boundary alone, if that was not asked."""
+    reason = "its compiled code does not run Inductor's passes"
+    try:
+        recording = step.record(side, whole)
+        if recording.boundaries or not side.is_compiled:
+            return recording, ""
+    except Exception as error:  # the compiler may refuse the hooks in any way
+        if whole or not side.is_compiled:
+            raise
+        reason = first_line(error)
+    note = f"only the compiled model's own outputs and gradients are seen: {reason}"
+    return step.record(side, whole=True), note
+
+
+def _kernel_errors(calls: Sequence[CapturedCall], recording: Recording) -> Iterator[OpError]:
+    """The kernels of compiled code as ops: each has the error of what it computes."""
+    for x in calls:
+        for what, error in x.errors.items():
+            tensor = TENSOR.fullmatch(what)  # None of a parameter's gradient
+            if tensor is None:
+                continue
+            place = (tensor[3], 0) if tensor[3] else (x.module, x.call)
+            name = named(place, tensor[2], int(tensor[4] or 0))
+            kernel, lines = recording.kernels.get((tensor[1] or "") + name, ("", ""))
+            if kernel:
+                yield OpError(x.phase, x.module, kernel, error.dtype, error.arising, lines)
 
 
 # The numbers of a side, float64's, those of rounded passes, and the true ones
@@ -414,6 +512,77 @@ class _SidePasses(NamedTuple):
 # ---- two sides beside each other -----------------------------------------------------------------
 
 
+def compare_sides(
+    step: SharedStep, sides: Sequence[Side], twin: nn.Module, notes: Sequence[str] = ()
+) -> Difference:
+    """Two sides beside each other; of eager and compiled code also which is nearer to float64.
+
+    `twin` is the float64 copy for both: with one of its own, each side's fault would be in it.
+    """
+    if sides[0].is_compiled == sides[1].is_compiled:
+        a, b = (_captured(step, x, twin)[0] for x in sides)
+        return compare(a, b, notes)
+    eager, compiled = sorted(sides, key=lambda x: x.is_compiled)
+    b, of_b = _captured(step, compiled, twin)
+    # the same calls in both: code of a call that one side has not is its caller's
+    a, of_a = _captured(step, eager, twin, only=of_b.boundaries)
+    found = compare(a, b, notes) if sides[1] is compiled else compare(b, a, notes)
+    steps, rounding = {"eager": of_a, "compiled": of_b}, None
+    if not b.note:
+        side = replace(compiled, rounds_as_eager=True)
+        rounding, steps[ROUNDING] = _captured(step, side, twin)
+    more = [*_notes_of_compiled(found, b, rounding)]
+    if rounding is not None and found.first is None:
+        more += _unseen(step, sides, twin)
+    set_values(twin, {**of_a.parameters, **of_a.buffers})
+    true = step.record(Side(twin, region=partial(exact_arithmetic, twin)), whole=True)
+    accuracy = {name: _accuracy(x, true, of_a) for name, x in steps.items()}
+    return replace(found, accuracy=accuracy, notes=(*found.notes, *more))
+
+
+def _notes_of_compiled(
+    found: Difference, compiled: Captured, rounding: Captured | None
+) -> Iterator[str]:
+    """The kernels of the first row, and its error where Inductor rounds as eager code does."""
+    if found.first is None:
+        return
+    phase, module, call = found.first.phase, found.first.module, found.first.call
+    own = [x for x in compiled.ops if (x.phase, x.module) == (phase, module)]
+    for op, line in dict.fromkeys((x.op, x.line) for x in own):
+        yield f"compiled, {module or 'the model'} is in {op}, from {line or 'a library'}"
+    calls = () if rounding is None else rounding.calls
+    for x in (x for x in calls if (x.phase, x.module, x.call) == (phase, module, call)):
+        if found.first.what in x.errors:
+            yield f"with {ROUNDING} its own error is {x.errors[found.first.what].arising:.1e}"
+
+
+def _unseen(step: SharedStep, sides: Sequence[Side], twin: nn.Module) -> Iterator[str]:
+    """An error of the model as its user compiles it, where its modules have none beyond bounds."""
+    a, b = (_captured(step, x, twin, whole=True)[0] for x in sides)
+    first = compare(a, b).first
+    if first is not None:
+        error = max(first.a, first.b, key=lambda x: x.ratio)
+        yield f"only where modules are not read, {first.phase}, {first.what}: {error.sentence}"
+
+
+def _accuracy(side: Recording, true: Recording, eager: Recording) -> Nearness:
+    outputs, exact, of_eager = (_outputs(x) for x in (side, true, eager))
+    both = sorted(side.gradients.keys() & true.gradients.keys())
+    gradients = ([x.gradients[n] for n in both] for x in (side, true))
+    same = len(outputs) == len(of_eager) and all(map(torch.equal, outputs, of_eager))
+    return Nearness(_db(outputs, exact), _db(*gradients), same)
+
+
+def _outputs(step: Recording) -> list[Tensor]:
+    return step.boundaries["", 0].outputs if ("", 0) in step.boundaries else []
+
+
+def _db(numbers: Sequence[Tensor], true: Sequence[Tensor]) -> float:
+    pairs = [(x.double().cpu(), y.double().cpu()) for x, y in zip(numbers, true, strict=False)]
+    signal, noise = sum(power(y) for _, y in pairs), sum(power(x - y) for x, y in pairs)
+    return sums_db(signal, noise) if pairs else math.nan
+
+
 def compare(a: Captured, b: Captured, notes: Sequence[str] = ()) -> Difference:
     """Two sides beside each other."""
     ops = (tuple(a.ops), tuple(b.ops))
@@ -449,9 +618,7 @@ def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> Differen
 
 
 def _notes(a: Captured, b: Captured) -> Iterator[str]:
-    for name, side in (("a", a), ("b", b)):
-        if side.compiled:
-            yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"
+    yield from (f"{name}: {side.note}" for name, side in (("a", a), ("b", b)) if side.note)
     first, second = ({(x.module, x.call) for x in side.calls} for side in (a, b))
     only = first ^ second
     if only and not (a.compiled or b.compiled):

@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,11 @@ def compile_model(model: nn.Module) -> None:
     (those of an evaluation), and a resumed run may not repeat the bits of an uninterrupted one.
     """
     model.compile(dynamic=False)
+
+
+def compiled_model(model: nn.Module) -> nn.Module:
+    """The same, as a module of its own around the model, which stays as it is."""
+    return cast(nn.Module, torch.compile(model, dynamic=False))
 
 
 def build_parts(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -325,3 +327,18 @@ def test_how_much_noise_moves_the_mean_of_a_jump() -> None:
     moved = above - (places > 0).double()
     spread = above * (1 - above)
     assert (moved.square().sum() / spread.sum()).sqrt().item() == pytest.approx(KINKS, rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.representative("True")
+@pytest.mark.parametrize("faulty", [True, False])
+def test_the_compiled_step_is_checked_where_the_run_compiles(faulty: bool) -> None:
+    def other_epsilon(graph: Any) -> None:
+        for node in graph.nodes if faulty else ():
+            if node.target is torch.ops.aten.add.Tensor and node.args[1] == 1e-5:
+                node.args = (node.args[0], 0.3)
+
+    mode = planned("fp32", lambda x: x, "speed.compile=true")
+    with inductor.patch(post_grad_custom_pre_pass=other_epsilon):
+        found = [x for x in agrees(mode) if x.kind == "compiled_differs"]
+    assert [(x.module, x.op.startswith("cpp_fused")) for x in found] == [("1", True)] * faulty

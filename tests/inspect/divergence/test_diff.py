@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -299,21 +298,6 @@ def test_nothing_of_the_models_changes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))  # type: ignore[arg-type]
     assert all(m.training for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_against_eager_in_bfloat16_reports_what_is_seen() -> None:
-    model = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 5))
-    compiled = torch.compile(copy.deepcopy(model))
-    result = mprun.diff(
-        Side(model, torch.bfloat16),
-        Side(compiled, torch.bfloat16),  # type: ignore[arg-type]
-        MODELS["mlp"][1],
-    )
-    assert any(row.phase == "forward" for row in result.rows)
-    assert any("b is compiled" in note for note in result.notes)
-    assert result.first is None
-    assert all(row.module == "" for row in result.rows)
 
 
 def test_printed_it_is_a_table() -> None:
