@@ -28,7 +28,7 @@ from mprun.config import Config, compose
 from mprun.config.settings import modes
 from mprun.config.validate import loss_scale_kind
 from mprun.errors import MprunError, as_usage_error
-from mprun.precision import Policy, has_tf32
+from mprun.precision import Policy, devices, has_tf32
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rates import Timer, alternate, in_threads, matmul, timer
@@ -169,7 +169,8 @@ def _mode(config: Config, device: torch.device, accelerated: dict[str, bool]) ->
 
 def formats_of(device: torch.device) -> list[Format]:
     """The formats that the device computes in without emulation."""
-    return [f for f in FORMATS if f != "tf32" or has_tf32(device)]
+    has = {"tf32": has_tf32(device), "float64": devices.backend(device).float64}
+    return [f for f in FORMATS if has.get(f, True)]
 
 
 def measure_rates(
@@ -357,7 +358,7 @@ def _slow_formats(found: Examination) -> Iterator[tuple[str, str]]:
     """What a text is about, and the text."""
     rates = {rate.format: rate for rate in found.rates}  # the larger size last
     for format_, rate in rates.items():
-        if judge(rate) == "not for speed":
+        if judge(rate) == "not for speed" and format_ != "float64":  # of which nobody expects it
             slow = f"{format_} is slower than float32 here (matmul {factor(rate)})"
             yield format_, f"{slow}: {why_slow(format_, found.machine)}"
 

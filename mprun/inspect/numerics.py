@@ -240,10 +240,6 @@ class QuantityError:
     steps: int  # Of each training
     seeds: int = SEEDS
 
-    def added(self, precision: str) -> float:
-        """The error of a precision over the spread."""
-        return float(10 ** ((self.training_db - self.db[precision]) / 20))
-
 
 @dataclass(frozen=True)
 class NumericsResult:

@@ -137,9 +137,6 @@ def boundary_error(
         rounding: the dtype of the call, or the format of its products.
     """
     theirs, exact, *draws = (x.double().cpu() for x in (numbers, exact, *rounded))
-    is_block = isinstance(rounding, BlockFormat)
-    is_wide = rounding in (torch.float32, torch.float64)
-    margin = BLOCK_MARGIN if is_block else WIDE_MARGIN if is_wide else LOW_MARGIN
     scale, inherited = rms(exact), 0.0
     if true is not None and true.shape == exact.shape:
         inherited = relative_rms(exact, true.double().cpu())
@@ -150,8 +147,15 @@ def boundary_error(
         arising=relative_rms(theirs, exact),
         inherited=inherited,
         bias=float((theirs - exact).detach().mean()) / scale if scale and theirs.numel() else 0.0,
-        explained=margin * largest,
+        explained=margin_of(rounding) * largest,
     )
+
+
+def margin_of(rounding: torch.dtype | BlockFormat) -> float:
+    """How many times the largest error of rounded passes is explained."""
+    if isinstance(rounding, BlockFormat):
+        return BLOCK_MARGIN
+    return WIDE_MARGIN if rounding in (torch.float32, torch.float64) else LOW_MARGIN
 
 
 def half_step(rounding: torch.dtype | BlockFormat) -> float:

@@ -306,6 +306,10 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
     ),
     (
+        r"aot_autograd does not currently support double backward",
+        "compiled code has no second derivative: add speed.compile=false",
+    ),
+    (
         r"^derivative for aten::_cudnn_rnn_backward is not implemented",
         "cuDNN's recurrent layers have no second derivative: call the layer inside of "
         "torch.backends.cudnn.flags(enabled=False)",

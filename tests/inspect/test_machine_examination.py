@@ -52,7 +52,7 @@ def test_what_it_says_follows_from_what_it_found(found: Examination) -> None:
     assert found.findings == findings(found)
     assert found.conclusions == conclusions(found)
     named = {name for c in found.conclusions for name in c.modes}
-    assert named == {m.name for m in found.modes} - {"fp64", "fp32"}
+    assert named == {m.name for m in found.modes} - {"fp32"}
 
 
 def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from mprun.inspect.machine_examination import (
     ratio,
 )
 from mprun.precision.rates import TimedOp, Timer, warm
-from mprun.train.machine.doctor_result import Rate, Ratio
+from mprun.train.machine.doctor_result import FORMATS, Rate, Ratio
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -37,16 +37,17 @@ def test_a_cpu_is_measured_in_every_format_it_has(monkeypatch: pytest.MonkeyPatc
     sizes = [(rate.format, rate.size) for rate in rates]
     assert len({*sizes}) == len(rates)  # each once
     small = [name for name, size in sizes if size == "8x8x8"]
-    assert small == ["float32", "bfloat16", "float16"]
+    assert small == ["float32", "bfloat16", "float16", "float64"]
     with FlopCounterMode(display=False) as counter:
         torch.zeros(8, 8) @ torch.zeros(8, 8)
     assert {r.flops for r in rates if r.size == "8x8x8"} == {counter.get_total_flops()}
 
 
 def test_tf32_is_a_format_of_its_hardware_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert formats_of(CPU) == ["float32", "bfloat16", "float16"]
+    assert formats_of(CPU) == ["float32", "bfloat16", "float16", "float64"]
     monkeypatch.setattr(measure, "has_tf32", lambda device: True)
-    assert formats_of(torch.device("cuda")) == ["float32", "tf32", "bfloat16", "float16"]
+    assert formats_of(torch.device("cuda")) == [*FORMATS]
+    assert "float64" not in formats_of(torch.device("mps"))
 
 
 def test_tf32_is_a_switch_on_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,8 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch, flops_per_s: dict[str, float])
 def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spent = slow_kernels(monkeypatch, {"float32": 1e11, "bfloat16": 4e11, "float16": 2e9})
+    flops_per_s = {"float32": 1e11, "bfloat16": 4e11, "float16": 2e9, "float64": 5e10}
+    spent = slow_kernels(monkeypatch, flops_per_s)
     rates = measure_rates(CPU, 5.0)
     sizes = {(r.format, r.size) for r in rates}
     assert sizes == {
@@ -93,9 +95,11 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
         ("float16", "256x256x256"),
         ("float32", "1024x1024x1024"),
         ("bfloat16", "1024x1024x1024"),
+        ("float64", "256x256x256"),
+        ("float64", "1024x1024x1024"),
     }
     for rate in rates:  # the clock is made up, and exact to its last bits
-        expected = {"float32": 1, "bfloat16": 4, "float16": 0.02}[rate.format]
+        expected = flops_per_s[rate.format] / 1e11
         assert rate.speedup.median == pytest.approx(expected, rel=1e-6)
         assert rate.gflops.median == pytest.approx(100 * expected, rel=1e-6)
         assert rate.time_ms.median == pytest.approx(rate.flops / (1e8 * expected), rel=1e-6)
@@ -106,12 +110,13 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
 
 def test_a_slow_machine_is_measured_small_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the rate: the fewest rounds of the small sizes take longer than their share."""
-    spent = slow_kernels(monkeypatch, {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8})
+    flops_per_s = {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8, "float64": 1e9}
+    spent = slow_kernels(monkeypatch, flops_per_s)
     rates = measure_rates(CPU, 5.0)
     assert {r.gflops.n for r in rates} == {FEWEST}
     assert {r.size for r in rates} == {"256x256x256"}
     calls = FEWEST + WARMUP
-    small = sum(2 * SIDES["cpu"][0] ** 3 / f for f in (2e9, 2e8, 2e8))
+    small = sum(2 * SIDES["cpu"][0] ** 3 / f for f in flops_per_s.values())
     assert spent[0] == pytest.approx(small * calls, rel=1e-6)
 
 

@@ -17,7 +17,7 @@ from mprun.records.run_record import QuantityRow, Summary, read_summary
 from mprun.study.compare.comparison import Comparison, Run
 from mprun.study.compare.verdicts import compare
 from mprun.study.planned_run import load
-from mprun.study.report.answer import quantity_sentences
+from mprun.study.report.answer import headline, quantity_sentences
 from mprun.study.report.comparison_report import quantities_table
 from tests.study.compare.folders import run_of
 
@@ -215,6 +215,13 @@ def test_verdicts_are_of_errors_and_of_values_with_margins_by_name() -> None:
     assert "differs" in Result(wide, [table]).markdown
     with pytest.raises(UsageError, match="no such quantity; legal: forces, energy"):
         compared(margins={"force": 0.05})
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_float32_is_enough_where_the_metric_and_all_quantities_say_so(factor: float) -> None:
+    made = [*runs("fp64", VALUES, 0.0), *runs("fp32", VALUES, 1e-6, factor)]
+    sentences = headline(compare(made, margin=0.005, relative_margin=0.02))
+    assert any("float32 is enough: keeps the" in x for x in sentences) == (factor == 1.0)
 
 
 def test_other_samples_in_each_seed_leave_the_spread_unknown() -> None:

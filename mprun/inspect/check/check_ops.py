@@ -86,7 +86,7 @@ def robust(mode: CheckedMode) -> Iterator[Finding]:
     yield from _first_of_each(_spoiled(step.ops, mode.plan.policy.is_low))
     yield from _headroom(mode, step)
     yield from mode.once("float32_is_wrong", lambda: [*_float32_is_wrong(mode)])
-    yield from mode.once("depends_on_batch", lambda: [*depends_on_batch(mode)])
+    yield from depends_on_batch(mode)
     yield from not_repeatable(mode)
     yield from _lost_quantities(mode)
 

@@ -171,6 +171,7 @@ class ModeChecks:
     """Measured: `loss_first`, `loss_last`, `headroom`, `peak_bytes` and the like."""
     quantities: list[QuantityError] = field(default_factory=list)
     """Of the recipe's quantities, after a short training."""
+    notes: list[str] = field(default_factory=list)
 
     def of(self, check: str) -> list[Finding]:
         """The findings of a check."""
@@ -260,6 +261,8 @@ def check_parts(record: CheckRecord) -> Iterator[FittedTable | str]:
         yield f"not done: {names} of {', '.join(modes)}: {why}"
     for mode in record.modes:
         yield from error_lines(mode.quantities)
+    for text in dict.fromkeys(x for mode in record.modes for x in mode.notes):
+        yield f"note on {', '.join(x.label for x in record.modes if text in x.notes)}: {text}"
     yield from record.notes
 
 

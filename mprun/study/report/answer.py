@@ -71,6 +71,10 @@ def headline(comparison: Comparison) -> list[str]:
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
         sentences.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
+    if comparison.variants[0].precision == "fp64":
+        lost = {x.variant for x in comparison.quantities if x.word in ("worse", "differs")}
+        enough = (v for v in keeping if v.precision == "fp32" and v.label not in lost)
+        sentences += [f"float32 is enough: {_metric_clause(comparison, v)}." for v in enough]
     empty = warnings(comparison)  # about speed that buys nothing
     if not sentences:
         gain = "faster to equal quality" if empty else "faster"

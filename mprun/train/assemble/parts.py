@@ -276,11 +276,7 @@ def build_model(
 ) -> tuple[nn.Module, Optimizer]:
     """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
     layout = layout or Layout()
-    config = plan.config
-    seed_all(config.seed)  # here, so that data and metrics do not change the weights drawn
-    model = model_of(plan.recipe)
-    plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
-    model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
+    config, model = plan.config, prepared_model(plan, precision)
     if plan.speed.linear_impl == "onednn":
         use_onednn(model)
     layout.arrange(model, plan.policy)
@@ -288,6 +284,14 @@ def build_model(
         section, given = config.train.optimizer, (plan.lr, plan.policy, plan.speed, config.seed)
         optimizer = build_optimizer(section, plan.recipe, model, *given)
     return model, optimizer
+
+
+def prepared_model(plan: Plan, precision: Precision) -> nn.Module:
+    """The model, drawn from the seed and prepared by `precision`."""
+    seed_all(plan.config.seed)  # here, so that data and metrics do not change the weights drawn
+    model = model_of(plan.recipe)
+    plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
+    return precision.prepare(model, plan.device, plan.speed.torch_memory_format)
 
 
 def run_loggers(

@@ -15,13 +15,13 @@ from mprun.precision import Policy, Precision
 from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.policy import policy as policy_of
 from mprun.records.run_record import QuantityRow
-from mprun.train.assemble.parts import build_batches, build_precision
+from mprun.train.assemble.parts import build_batches, build_precision, prepared_model
 from mprun.train.assemble.plan import Plan
 from mprun.train.data import MicroBatch
 from mprun.train.data.random_numbers import untouched
 from mprun.train.loop import TrainingComponents
 from mprun.train.recipe_quantities import BATCHES, Values, quantities_of, quantity_row, values_of
-from mprun.train.user_code import described, model_of
+from mprun.train.user_code import described
 
 EXACT = "fp64"
 
@@ -53,8 +53,7 @@ class QuantityProbe:
         self._precision = build_precision(plan)
         self._split, self._batches = held_out_batches(plan)
         with untouched():
-            model = model_of(plan.recipe)
-        self._model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
+            self._model = prepared_model(plan, self._precision)
         self._flags: Callable[[], AbstractContextManager[Any]] = plan.backend_flags
 
     def values(self, weights: Mapping[str, Tensor]) -> dict[str, Values]:

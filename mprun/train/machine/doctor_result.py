@@ -25,7 +25,7 @@ Format = Literal["float64", "float32", "tf32", "bfloat16", "float16"]
 GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
 SpeedVerdict = Literal["worth trying", "no gain", "not for speed", "not known"]
 
-FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
+FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16", "float64")
 
 
 @dataclass
