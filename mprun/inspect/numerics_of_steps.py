@@ -45,7 +45,7 @@ from mprun.inspect.numerics import (
     numerics_parts,
 )
 from mprun.inspect.passes import in_float64
-from mprun.inspect.quantity_errors import exact_values, plans_of, quantity_errors
+from mprun.inspect.quantity_errors import exact_values, quantity_errors
 from mprun.inspect.question import Given, Measuring, Prepared, of_run
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
@@ -54,6 +54,7 @@ from mprun.records.result import Result
 from mprun.study.planned_run import FLOAT32_MODE, PlannedRun, PolicyProbe, plan_run, policy_in
 from mprun.train.assemble.parts import build_parts
 from mprun.train.assemble.plan import Plan
+from mprun.train.assemble.quantity_probe import in_policy
 from mprun.train.data import Batch
 from mprun.train.data.batches import halves
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
@@ -291,7 +292,9 @@ class _StepInspector:
     def quantities(self, steps: int) -> list[QuantityError]:
         """The errors of the recipe's quantities by the run's weights, after so many steps."""
         formats = {short: policy_in(self._plan, short) for short in ("fp16", "bf16")}
-        plans = plans_of(self._plan, {FLOAT32_MODE: policy(FLOAT32_MODE), **formats})
+        named = {FLOAT32_MODE: policy(FLOAT32_MODE), **formats}
+        plans = {name: in_policy(self._plan, row) for name, row in named.items()}
+        plans = {self._plan.policy.name: self._plan, **plans}
         weights = self._run.state_dict()
         return quantity_errors(exact_values(self._plan, weights, steps), weights, plans, steps)
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mprun.inspect.numerics import SEEDS, QuantityError
-from mprun.precision import Policy
 from mprun.precision.policy import policy
 from mprun.precision.rounding import sums_db
 from mprun.study.planned_run import FLOAT32_MODE
@@ -79,9 +78,3 @@ def quantity_errors(
         )
         for name, (value, left) in exact.items()
     ]
-
-
-def plans_of(plan: Plan, policies: Mapping[str, Policy]) -> dict[str, Plan]:
-    """The plan itself under its mode's name, and in these policies."""
-    own = {name: in_policy(plan, row) for name, row in policies.items()}
-    return {plan.policy.name: plan, **own}

@@ -144,6 +144,11 @@ def is_transformed(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
+def in_transform() -> bool:
+    """Whether code runs inside of `torch.func`: of `vmap`, `grad`, `jvp`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_zero(x: Tensor) -> bool:
     """Whether a tensor is zeros without memory, as forward-mode derivatives make them."""
     return bool(x._is_zerotensor())

@@ -434,8 +434,9 @@ class MemoryRecorder(OpWatcher, StepListener):
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether its numbers are in one storage: neither a wrapper nor sparse."""
-    return tensor.layout is torch.strided and not _parts(tensor)
+    """Whether its numbers are in one storage: neither a wrapper (`torch.func`) nor sparse."""
+    is_wrapper = _torch.is_transformed(tensor) or _parts(tensor)
+    return tensor.layout is torch.strided and not is_wrapper
 
 
 def _parts(tensor: Tensor) -> list[str]:

@@ -271,3 +271,18 @@ def test_search_ops_keeps_what_a_quantity_needs_and_the_loss_does_not(recipe: li
     assert "linear" in fine["answer"]["high"]
     assert fine["everything_lower"]["quantities_db"]["change"] < 20
     assert fine["answer"]["measure"]["quantities_db"]["change"] > 20
+
+
+INSIDE = """
+
+def forward(model, batch):
+    return model(batch[0]) + torch.func.vmap(torch.func.jacfwd(model))(batch[0]).sum(2)
+"""
+
+
+def test_check_is_complete_where_the_model_runs_inside_of_torch_func(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("inside.py").write_text(Path("waves.py").read_text() + INSIDE)
+    assert main(["check", "recipe=inside.py", *recipe[1:3], "precision=fp32,bf16_mixed"]) == 0
+    assert "passed: inside in fp32, bf16_mixed: no findings" in capsys.readouterr().out

@@ -95,18 +95,20 @@ def calls_followed(
     begin: Callable[[str, nn.Module, Any], Any],
     end: Callable[[str, Any], Any],
 ) -> Iterator[None]:
-    """Follow the calls of modules, but for those that recompute in the backward pass.
+    """Follow the calls of modules, but for those inside of `torch.func` and of the backward pass.
 
     What `begin` returns takes the place of the pair of positional and named arguments, and what
     `end` returns that of the output, where it is not None.
     """
 
+    def is_left_out() -> bool:  # checkpointing calls modules again in the backward pass
+        return _torch.in_backward() or _torch.in_transform()
+
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # checkpointing calls modules again in the backward pass
-        return None if _torch.in_backward() else begin(path, module, (args, kwargs))
+        return None if is_left_out() else begin(path, module, (args, kwargs))
 
     def after(path: str, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if _torch.in_backward() else end(path, output)
+        return None if is_left_out() else end(path, output)
 
     with ExitStack() as stack:
         for path, module in modules:
