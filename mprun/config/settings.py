@@ -236,7 +236,8 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
             f"{override.input_line!r}: {field.key} is {field.legal} ({first_line(error)})"
         ) from None
     typed = override.value()  # shown as it was typed: -1, not -1.0
-    field.check(typed if isinstance(typed, int | float) else value)
+    entry = replace(field, key=override.key_or_group)  # of a mapping its own key
+    entry.check(typed if isinstance(typed, int | float) else value)
 
 
 UNITS = {

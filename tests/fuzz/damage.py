@@ -89,6 +89,7 @@ def wrong_setting(chance: Random) -> Case:
     key = field.key
     taken = LISTED if key == "seeds" else ()  # which may be listed
     no_value = [text for text in (*NOTHING, *SEVERAL, *NOT_READ) if text not in taken]
+    takes_names = isinstance(field.default, dict) or key == "compare.margin"  # of quantities
     text = chance.choice(
         [
             f"{key}={chance.choice(bad_values(field))}",
@@ -96,7 +97,7 @@ def wrong_setting(chance: Random) -> Case:
             f"{chance.choice(['+', '++'])}{key}={chance.choice(NOTHING)}",
             f"~{key}{chance.choice(['', '=1', '=glob(*)'])}",
             f"{key}x=1",
-            f"{key}.x=1",
+            *(() if takes_names else (f"{key}.x=1",)),
             f"{key}@x=1",
         ]
     )
