@@ -328,7 +328,7 @@ def _added(rows: Sequence[QuantityVerdict]) -> str:
 def _share(value: float | None) -> str:
     if not value:
         return "nothing"
-    return f"{100 * value:.{2 if value < 1 else 3}g} %" if value < 10 else f"{value:.3g} times"
+    return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
 
 
 TO_EQUAL = "to equal validation loss"
