@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from mprun.inspect.question import Question, SavedResult, prepared_by
+from mprun.inspect.search_result import decibels
 from mprun.inspect.tolerance import Deviation, Tolerance
 from mprun.records.console.fitted_table import FittedTable, broken, figure_column, text_column
 from mprun.records.console.formatting import listed, share_text, shortened
@@ -409,15 +410,11 @@ def _lost_share(dtype: str, rule: str, item: tuple[str, LostShares]) -> str:
 def error_lines(errors: Sequence[QuantityError]) -> Iterator[str]:
     """`quantity forces: 52 dB in bf16_mixed; training leaves 30 dB (3 seeds, 200 steps)`."""
     for x in errors:
-        levels = ", ".join(f"{_db(db)} in {mode}" for mode, db in x.db.items())
-        yield (
-            f"quantity {x.name} against float64: {levels}; training leaves {_db(x.training_db)} "
-            f"(the spread over {x.seeds} seeds after {x.steps} steps)"
+        levels = ", ".join(f"{decibels(db)} in {mode}" for mode, db in x.db.items())
+        spread = (
+            f"{decibels(x.training_db)} (the spread over {x.seeds} seeds after {x.steps} steps)"
         )
-
-
-def _db(value: float) -> str:
-    return "exact" if value == math.inf else f"{value:.0f} dB"
+        yield f"quantity {x.name} against float64: {levels}; training leaves {spread}"
 
 
 # The verdict on a model as a sentence

@@ -174,7 +174,8 @@ def _train(run: _StartedRun, callbacks: Sequence[Callback]) -> None:
         check_steps_taken(summary)
         trainer.test()
         coordinator.finish()
-    summary.quantities = quantity_rows(plan, parts, messages.warn)
+    with watch.during("evaluation"):
+        summary.quantities = quantity_rows(plan, parts, messages.warn)
     if trainer.not_averaged is not None:
         messages.warn(f"no averaged weights were scored: {trainer.not_averaged}")
     _warn_at_end(run, recorder)

@@ -19,9 +19,11 @@ from mprun.inspect.check.check_batches import depends_on_batch, not_repeatable
 from mprun.inspect.check.check_result import Finding
 from mprun.inspect.check.checked_mode import LOSS, CheckedMode, Region, batches_of
 from mprun.inspect.float32_check import float32_loss, is_good_enough
+from mprun.inspect.numerics import SEEDS
 from mprun.inspect.op_trace import watched_arithmetic
 from mprun.inspect.passes import in_float64
 from mprun.inspect.quantity_errors import exact_values, quantity_errors, trained_weights
+from mprun.inspect.search_result import decibels
 from mprun.inspect.step_ops import StepOp, StepOps
 from mprun.precision._torch import own_parameters
 from mprun.precision.op_lists.lists import spelled
@@ -96,14 +98,19 @@ def _lost_quantities(mode: CheckedMode) -> Iterator[Finding]:
     plan, steps, label = mode.exact, mode.settings.steps, mode.checks.label
     if mode.settings.fast or not quantities_of(plan.recipe):
         return
+    if SEEDS * mode.checks.done.get("trains", 0.0) > mode.left_s:
+        mode.checks.notes.append("quantities: check.budget_s leaves no time to train")
+        return
     seed = plan.config.seed
     weights = mode.once("trained_weights", lambda: trained_weights(plan, steps, seed))
     exact = mode.once("quantities", lambda: exact_values(plan, weights, steps))
     mode.checks.quantities = quantity_errors(exact, weights, {label: mode.plan}, steps)
     for x in mode.checks.quantities:
         if x.training_db < math.inf and not x.db[label] >= x.training_db:
-            text = f"{x.name} has {x.db[label]:.0f} dB against float64, training leaves "
-            text += f"{x.training_db:.0f} dB (the spread over {x.seeds} seeds after {steps} steps)"
+            text = f"{x.name} has {decibels(x.db[label])} against float64, training leaves "
+            text += (
+                f"{decibels(x.training_db)} (the spread over {x.seeds} seeds after {steps} steps)"
+            )
             yield Finding("lost_quantity", "", text, at=x.training_db - x.db[label])
 
 

@@ -26,11 +26,6 @@ def rows_of(group: RunGroup, name: str) -> dict[int, QuantityRow]:
     return {seed: row for seed, row in rows.items() if row is not None}
 
 
-def names_of(groups: Sequence[RunGroup]) -> list[str]:
-    """The quantities that any run has, in the order of the recipe."""
-    return [*dict.fromkeys(n for g in groups for s in g.by_seed.values() for n in s.quantities)]
-
-
 def judged_figures(group: RunGroup, name: str) -> dict[int, float]:
     """Seed to what is judged: the error against the truth, else the value."""
     rows = rows_of(group, name).items()

@@ -461,7 +461,7 @@ def _quantities(
 ) -> Iterator[QuantityVerdict]:
     """A row for each quantity and variant; all tests are one family."""
     base, *others = groups
-    names = quantities.names_of(groups)
+    names = [*dict.fromkeys(n for g in groups for s in g.by_seed.values() for n in s.quantities)]
     if unknown := [name for name in margins if name not in names]:
         legal = f"legal: {', '.join(names)}" if names else "the runs have no quantities"
         raise UsageError(f"compare.margin.{unknown[0]}: there is no such quantity; {legal}")

@@ -313,7 +313,7 @@ def _added(rows: Sequence[QuantityVerdict]) -> str:
     mode = next((name for name in ("fp32", *good) if name in good), "")
     texts = []
     for row in known:
-        text = f"{LONG.get(row.variant, plain(row.variant))} adds {_share(row.added)}"
+        text = f"{LONG.get(row.variant, plain(row.variant))} adds {_share(row.added or 0.0)}"
         if row is known[0]:
             seeds = counted(base.seeds, "seed")
             text += f" of what training leaves open (the spread over {seeds})"
@@ -325,9 +325,7 @@ def _added(rows: Sequence[QuantityVerdict]) -> str:
     return "; ".join(texts)
 
 
-def _share(value: float | None) -> str:
-    if not value:
-        return "nothing"
+def _share(value: float) -> str:
     return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
 
 

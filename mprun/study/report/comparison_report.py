@@ -123,7 +123,7 @@ def quantities_table(comparison: Comparison) -> list[FittedTable]:
             text_column("quantity", 4, cell=lambda row: plain(row.quantity)),
             text_column("variant", cell=lambda row: plain(row.variant)),
             figure_column("value", 3, _quantity_figure),
-            figure_column("difference %", 2, _quantity_difference),
+            figure_column("difference % [95 %]", 2, _quantity_difference),
             figure_column("margin %", 1, lambda row: f"{100 * row.margin:.3g}"),
             text_column("verdict", cell=lambda row: row.word),
             rows=rows,
